@@ -1,0 +1,1 @@
+"""Icehouse: a gRPC service for MLX language models whose prefix cache survives restarts."""

@@ -1,0 +1,1 @@
+"""The `icehouse` command: the composition root, where configuration becomes objects."""

@@ -1,0 +1,1 @@
+"""Plain data that crosses between the rooms: frozen, slotted, without mlx, grpc or sqlite."""

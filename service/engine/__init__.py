@@ -1,0 +1,1 @@
+"""The inference thread: mailbox, scheduler, runner, text. Owns every mx.array."""

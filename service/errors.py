@@ -1,0 +1,118 @@
+"""Operating errors: one tree, born where the intent is known, mapped to gRPC once in `rpc/`.
+
+Every error carries a `Reason` (stable, machine readable), a message that says what
+failed, with which value, against which limit and what to do next, and the numbers of
+that message in `metadata`. Broken invariants are asserts, never one of these.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class Reason(enum.StrEnum):
+    """Why a call or the process was refused. The names are API: never renamed."""
+
+    PROMPT_EMPTY = "PROMPT_EMPTY"
+    PROMPT_MISSING = "PROMPT_MISSING"
+    PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+    TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE"
+    CHAT_INVALID = "CHAT_INVALID"
+    CHAT_TEMPLATE_MISSING = "CHAT_TEMPLATE_MISSING"
+    PARAMETER_OUT_OF_RANGE = "PARAMETER_OUT_OF_RANGE"
+    UNSUPPORTED = "UNSUPPORTED"
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    REQUEST_ID_IN_USE = "REQUEST_ID_IN_USE"
+    QUEUE_FULL = "QUEUE_FULL"
+    READER_STALLED = "READER_STALLED"
+    MEMORY_SHORT = "MEMORY_SHORT"
+    MEMORY_NEVER_FITS = "MEMORY_NEVER_FITS"
+    LOADING = "LOADING"
+    DRAINING = "DRAINING"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    ENGINE_FAILED = "ENGINE_FAILED"
+    CONFIG_INVALID = "CONFIG_INVALID"
+    MODEL_INVALID = "MODEL_INVALID"
+    ADDRESS_IN_USE = "ADDRESS_IN_USE"
+    STORE_LOCKED = "STORE_LOCKED"
+    STORE_UNUSABLE = "STORE_UNUSABLE"
+    BLOCK_NOT_FOUND = "BLOCK_NOT_FOUND"
+    CACHE_UNSUPPORTED = "CACHE_UNSUPPORTED"
+
+
+class IcehouseError(Exception):
+    """Base of every operating error.
+
+    `metadata` holds each number of the message as text; `field` names the request
+    field at fault in proto spelling; `retry_after_s` is a measured delay in seconds.
+    """
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+        self.metadata: dict[str, str] = {k: str(v) for k, v in (metadata or {}).items()}
+
+
+class InvalidRequest(IcehouseError):
+    """The request can never succeed as written (INVALID_ARGUMENT)."""
+
+
+class NotFound(IcehouseError):
+    """The named thing does not exist here (NOT_FOUND)."""
+
+
+class AlreadyExists(IcehouseError):
+    """A running request has this id already (ALREADY_EXISTS)."""
+
+
+class Overloaded(IcehouseError):
+    """A queue or budget is full now; trying again later may work (RESOURCE_EXHAUSTED)."""
+
+
+class CannotFit(IcehouseError):
+    """The request can never fit this machine (FAILED_PRECONDITION)."""
+
+
+class Unavailable(IcehouseError):
+    """Loading or draining; another replica may answer (UNAVAILABLE)."""
+
+
+class DeadlineExceeded(IcehouseError):
+    """The client's deadline passed (DEADLINE_EXCEEDED)."""
+
+
+class Cancelled(IcehouseError):
+    """The client went away or cancelled (CANCELLED)."""
+
+
+class EngineFailed(IcehouseError):
+    """The inference loop died: a broken invariant, never the client's fault (INTERNAL)."""
+
+
+class ConfigError(IcehouseError):
+    """A setting is unknown or out of range; the process does not start."""
+
+
+class ModelError(IcehouseError):
+    """The model folder is missing, incomplete or of an unknown kind; the process does not start."""
+
+
+class StartError(IcehouseError):
+    """An address or directory the process needs cannot be had; the process does not start."""
+
+
+class StorageError(IcehouseError):
+    """The SSD tier cannot do what was asked; requests go on without it."""

@@ -1,0 +1,1 @@
+"""The prefix cache: block index, RAM tier, SSD tier, manifest, reconciliation."""
