@@ -1,0 +1,51 @@
+"""Facts about the served model and the state of the engine that serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class EngineState(enum.Enum):
+    """The engine's life, in order; FAILED can follow any."""
+
+    LOADING = enum.auto()
+    READY = enum.auto()
+    DRAINING = enum.auto()
+    STOPPED = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One loaded model, as `ModelService` shows it. Sizes in bytes."""
+
+    model_id: str
+    """The name callers use in `model`; the empty name means this model too."""
+    architecture: str
+    """`model_type` of config.json."""
+    vocabulary_size: int
+    context_token_limit: int
+    """Prompt plus output may not be longer than this."""
+    dtype: str
+    quantization: str
+    """"none" or, say, "4-bit, group 64"."""
+    parameter_count: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    """KV growth per token over all layers whose context is unlimited; 0 when unknown."""
+    cache_classes: tuple[str, ...]
+    """Distinct cache class names of the model's layers, in order of first appearance."""
+    fingerprint_hex: str
+    has_chat_template: bool
+    eos_token_ids: tuple[int, ...]
+    device: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation, as the chat template sees it."""
+
+    role: str
+    content: str
+    name: str | None = None
