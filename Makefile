@@ -1,0 +1,86 @@
+# The door. `make help` lists what can be done; everything else lives in Python.
+# VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed.
+
+VENV ?= .venv
+PYTHON ?= python3
+EXTRAS ?= dev
+SHELL := /bin/sh
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp-$(EXTRAS)
+CLIENT := $(wildcard clients/python/pyproject.toml)
+UV := $(shell command -v uv 2>/dev/null)
+
+ifneq ($(UV),)
+MAKE_VENV = uv venv --quiet --python $(PYTHON) --allow-existing $(VENV)
+INSTALL = uv pip install --quiet --python $(BIN)/python
+else
+MAKE_VENV = $(PYTHON) -m venv $(VENV)
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load smoke clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+env: $(STAMP) ## Make the environment in .venv (again only when pyproject.toml or constraints.txt changed).
+
+$(STAMP): pyproject.toml constraints.txt $(CLIENT)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "icehouse needs Python 3.11 or newer; say make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "making the environment in $(VENV) (a few minutes the first time)"
+	@$(MAKE_VENV)
+	@$(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
+	@if [ -n "$(CLIENT)" ]; then $(INSTALL) -c constraints.txt -e clients/python; fi
+	@touch $@
+
+demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, starts a server, streams, stops.
+	@$(BIN)/icehouse demo
+
+serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
+	@$(BIN)/icehouse serve $(ARGS)
+
+test: $(STAMP) ## Run the fast test suite (ARGS="tests/kv -k spill" narrows it).
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(STAMP) ## Run the long tests: many seeds, many kill -9.
+	@$(BIN)/python -m pytest -q -m slow --timeout 3600 $(ARGS)
+
+check: lint types proto fresh test ## Everything CI checks: format, lint, types, protos, generated code, tests.
+
+lint: $(STAMP) ## Format and lint, changing nothing.
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(STAMP) ## mypy, strict over service/.
+	@$(BIN)/mypy
+
+proto: $(STAMP) ## buf lint over protos/.
+	@cd protos && $(abspath $(BIN))/buf lint
+
+fresh: $(STAMP) ## Is gen/ what protos/ says?
+	@$(BIN)/python protos/generate.py --check
+
+gen: $(STAMP) ## Write gen/ from protos/.
+	@$(BIN)/python protos/generate.py
+
+fmt: $(STAMP) ## Format the code and mend what ruff can mend.
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP) ## Server against the engine called in process: TTFT and tokens per second, as ratios.
+	@$(BIN)/python -m bench.throughput $(ARGS)
+
+bench-cache: $(STAMP) ## Prefix cache: cold, RAM, SSD after a restart.
+	@$(BIN)/python -m bench.cache $(ARGS)
+
+bench-load: $(STAMP) ## Many clients for a while: latency percentiles under load.
+	@$(BIN)/python -m bench.load $(ARGS)
+
+smoke: $(STAMP) ## The README's grpcurl lines and bad inputs against a live server (needs grpcurl).
+	@$(BIN)/python .ci/smoke.py $(ARGS)
+
+clean: ## Remove what make made here; the model and the cache in the user's cache directory stay.
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/out
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

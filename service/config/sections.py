@@ -1,0 +1,249 @@
+"""Every setting of the house, one frozen dataclass per room that reads it. Defaults live here, once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from service.config import paths
+from service.config.setting import Kind, Setting, setting, settings_of
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The gRPC edge: where it listens and what it accepts."""
+
+    host: str = setting("127.0.0.1", Kind.TEXT, "Address to listen on; loopback unless you mean otherwise.")
+    port: int = setting(
+        50051, Kind.COUNT, "TCP port; 0 lets the system choose a free one.", minimum=0, maximum=65535
+    )
+    uds: str | None = setting(
+        None,
+        Kind.PATH,
+        "Unix socket to listen on instead of TCP; the file is created and removed by the server.",
+    )
+    max_message_bytes: int = setting(
+        16 * MIB, Kind.BYTES, "Largest request message.", minimum=1024, maximum=1024 * MIB
+    )
+    max_concurrent_calls: int = setting(
+        1024, Kind.COUNT, "Calls served at once; more are refused with RESOURCE_EXHAUSTED.", minimum=1
+    )
+    outbox_event_limit: int = setting(
+        256, Kind.COUNT, "Events one slow reader may leave unread before they are merged.", minimum=4
+    )
+    outbox_byte_limit: int = setting(
+        MIB, Kind.BYTES, "Bytes one slow reader may leave unread before the call is ended.", minimum=4096
+    )
+    stall_timeout_s: float = setting(
+        30.0,
+        Kind.SECONDS,
+        "How long a reader with a full outbox may take nothing before the call is ended.",
+        minimum=0.1,
+    )
+    drain_grace_s: float = setting(
+        30.0, Kind.SECONDS, "How long running calls may go on after the order to stop.", minimum=0
+    )
+    reflection_enabled: bool = setting(
+        True, Kind.SWITCH, "Offer gRPC server reflection, for grpcurl and the like."
+    )
+    default_max_output_tokens: int = setting(
+        256, Kind.COUNT, "Tokens generated when a request does not say.", minimum=1
+    )
+    max_output_tokens_limit: int = setting(32768, Kind.COUNT, "Most tokens a request may ask for.", minimum=1)
+    max_stop_count: int = setting(16, Kind.COUNT, "Most stop strings in one request.", minimum=0)
+    max_stop_bytes: int = setting(256, Kind.BYTES, "Longest stop string, in UTF-8 bytes.", minimum=1)
+    tokenizer_thread_count: int = setting(
+        2, Kind.COUNT, "Threads that tokenize prompts beside the event loop.", minimum=1, maximum=64
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served, and how it is loaded."""
+
+    model: str = setting(
+        "demo", Kind.TEXT, 'What to serve: "demo", a folder with an MLX model, or a hub id such as org/name.'
+    )
+    model_name: str | None = setting(
+        None, Kind.TEXT, "The name callers use for it; by default the folder's name or the hub id."
+    )
+    dtype: str = setting(
+        "auto",
+        Kind.CHOICE,
+        "Type of the weights in memory; auto keeps the model's own, or float32 on a CPU with OpenBLAS.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    adapter_path: str | None = setting(None, Kind.PATH, "Folder with a LoRA adapter to apply.")
+    context_token_limit: int | None = setting(
+        None, Kind.COUNT, "Longest prompt plus output; by default what the model was made for.", minimum=2
+    )
+    trust_remote_code: bool = setting(
+        False, Kind.SWITCH, "Let the tokenizer run Python code that comes with the model."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The inference thread: batch, queue and prefill."""
+
+    decode_batch_limit: int = setting(
+        0, Kind.COUNT, "Sequences decoded together; 0 chooses by device.", minimum=0, maximum=4096
+    )
+    waiting_limit: int = setting(
+        1024,
+        Kind.COUNT,
+        "Requests that may wait for a slot; more are refused with RESOURCE_EXHAUSTED.",
+        minimum=1,
+    )
+    mailbox_limit: int = setting(2048, Kind.COUNT, "Messages in the engine's mailbox.", minimum=16)
+    prefill_chunk_token_count: int = setting(
+        0,
+        Kind.COUNT,
+        "Tokens prefilled in one go; divides the block or is a multiple of it; 0 chooses by device.",
+        minimum=0,
+    )
+    prefill_slice_ms: float = setting(
+        250.0,
+        Kind.MILLISECONDS,
+        "Prefill time allowed between two decode steps when other requests are decoding.",
+        minimum=1,
+    )
+    memory_limit_bytes: int = setting(
+        0, Kind.BYTES, "Memory that model, KV and cache may take together; 0 asks the device.", minimum=0
+    )
+    preload_enabled: bool = setting(
+        True,
+        Kind.SWITCH,
+        "On Linux without a GPU, start with OpenBLAS preloaded where it is installed.",
+        flag="--preload",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The prefix cache: its two tiers, and what moves between them."""
+
+    enabled: bool = setting(True, Kind.SWITCH, "Keep and reuse the KV of prompts.", flag="--cache")
+    ram_bytes: int = setting(
+        0, Kind.BYTES, "Budget of the RAM tier; 0 takes a share of the device's memory.", minimum=0
+    )
+    directory: str | None = setting(
+        None,
+        Kind.PATH,
+        "Folder of the SSD tier; by default icehouse/blocks in the user's cache folder.",
+        flag="--cache-directory",
+    )
+    ssd_enabled: bool = setting(True, Kind.SWITCH, "Keep blocks on SSD too, so that they survive a restart.")
+    ssd_bytes: int = setting(
+        32 * GIB,
+        Kind.BYTES,
+        "Limit of the SSD tier in real file bytes, everything in the folder counted.",
+        minimum=MIB,
+    )
+    block_token_count: int = setting(256, Kind.COUNT, "Tokens of one block.", minimum=1, maximum=65536)
+    checkpoint_interval_tokens: int = setting(
+        2048,
+        Kind.COUNT,
+        "Distance of checkpoints for models whose state cannot be cut; a multiple of the block.",
+        minimum=1,
+    )
+    spill_policy: str = setting(
+        "on_evict",
+        Kind.CHOICE,
+        "When blocks go to SSD: as RAM lets go of them, also when seen twice, or never.",
+        choices=("on_evict", "write_behind", "off"),
+    )
+    min_prefix_token_count: int = setting(
+        64, Kind.COUNT, "Prefixes shorter than this are not spilled.", minimum=0
+    )
+    daily_write_bytes: int = setting(
+        0, Kind.BYTES, "Bytes written to SSD per day, to spare its cells; 0 is unlimited.", minimum=0
+    )
+    free_space_floor_bytes: int = setting(
+        GIB, Kind.BYTES, "Free space on the disk that spilling leaves untouched.", minimum=0
+    )
+    reader_thread_count: int = setting(
+        2, Kind.COUNT, "Threads that read blocks from SSD.", minimum=1, maximum=64
+    )
+    write_queue_bytes: int = setting(
+        256 * MIB,
+        Kind.BYTES,
+        "Bytes on their way to SSD at once; blocks beyond that are dropped.",
+        minimum=MIB,
+    )
+    flush_timeout_s: float = setting(
+        20.0, Kind.SECONDS, "How long the RAM tier may take to reach the SSD at shutdown.", minimum=0
+    )
+    adopt_budget_ms: float = setting(
+        5.0,
+        Kind.MILLISECONDS,
+        "Time per step for taking loaded blocks into use while others decode.",
+        minimum=0.1,
+    )
+    restore_or_recompute: bool = setting(
+        True, Kind.SWITCH, "Prefill instead of loading when measured rates say that it is faster."
+    )
+    kv_bits: int = setting(
+        0,
+        Kind.COUNT,
+        "Quantize KV to this many bits (2, 3, 4, 6 or 8); 0 keeps the model's type.",
+        minimum=0,
+        maximum=8,
+    )
+    kv_group_size: int = setting(
+        64, Kind.COUNT, "Values that share a scale in quantized KV: 32, 64 or 128.", minimum=32, maximum=128
+    )
+
+    @property
+    def block_directory(self) -> Path:
+        """The SSD tier's folder, with the default filled in. Not created here."""
+        if self.directory is None:
+            return paths.cache_directory() / "blocks"
+        return Path(self.directory).expanduser()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What the server says, on standard error."""
+
+    format: str = setting(
+        "text",
+        Kind.CHOICE,
+        "One line per event, for people or for machines.",
+        choices=("text", "json"),
+        flag="--log-format",
+    )
+    level: str = setting(
+        "info",
+        Kind.CHOICE,
+        "The least important event shown.",
+        choices=("debug", "info", "warning", "error"),
+        flag="--log-level",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """All of it. Sections are named after the rooms that read them."""
+
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "server": ServerConfig,
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "cache": CacheConfig,
+    "log": LogConfig,
+}
+
+SETTINGS: tuple[Setting, ...] = tuple(s for name, owner in SECTIONS.items() for s in settings_of(name, owner))
+"""Every declaration, in the order of `icehouse config` and of the README's table."""
