@@ -101,6 +101,8 @@ class BlockHeader:
     token_ids: tuple[int, ...]
     block_token_limit: int
     """Tokens of a full block (256 by default). Fewer tokens than this make a tail."""
+    extra: bytes = b""
+    """Concatenated digests of non-text inputs inside the block; part of the hash."""
 
     @property
     def token_count(self) -> int:
