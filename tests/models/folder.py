@@ -83,12 +83,17 @@ def _build(config: dict[str, Any], *, dtype: str, seed: int) -> nn.Module:
 
 
 def _draw(name: str, value: mx.array, *, seed: int) -> mx.array:
-    """Return random weights of this parameter's shape; vectors stay near their initial values."""
+    """Return random weights of this parameter's shape; norms stay near their initial constants."""
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     noise = random.standard_normal(value.shape).astype(np.float32)
     if name.endswith("embedding_norm.weight"):
         # LFM2 ties its output to its embedding: random signs keep it from echoing its input for ever.
         return mx.array(np.sign(noise))
+    if name.endswith("A_log"):
+        # Slow decay, so that a recurrent state remembers the whole prompt of a test.
+        return mx.array(np.log(0.05 + 0.1 * np.abs(noise)))
+    if name.endswith(("bias", "sinks")):
+        return mx.array(0.1 * noise)
     if value.ndim < 2:
         return value + mx.array(0.1 * noise)
     if name.endswith("embed_tokens.weight") or name.endswith("embeddings.weight"):

@@ -51,8 +51,9 @@ def test_any_text_round_trips(text: str) -> None:
     assert tokenizer().decode(encoded.ids) == text
 
 
-def test_equal_arguments_give_equal_weights() -> None:
-    first, second, other = build("llama"), build("llama"), build("llama", seed=1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equal_arguments_give_equal_weights(architecture: str) -> None:
+    first, second, other = build(architecture), build(architecture), build(architecture, seed=1)
     tokens = mx.array([[1, 2, 3]])
     assert mx.array_equal(first(tokens), second(tokens)).item()
     assert not mx.array_equal(first(tokens), other(tokens)).item()
