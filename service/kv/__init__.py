@@ -1,1 +1,1 @@
-"""The prefix cache: block index, RAM tier, SSD tier, manifest, reconciliation."""
+"""Blocks of KV and their tiers: identity, RAM, SSD. Nothing here knows gRPC or requests."""

@@ -1,0 +1,253 @@
+"""The head of a block file: the facts of a block and of where its tensors lie, to bytes and back.
+
+Pure functions over bytes; `block_file` says what the file is and why. Nothing that comes
+from a disk is believed here: see `parse_head`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+
+import xxhash
+
+from service.domain.blocks import LAYOUT_ABI, BlockHeader, RegionKind, block_hash, pack_tokens, unpack_tokens
+from service.domain.ids import BlockHash, Fingerprint
+
+FORMAT = "icehouse.block"
+HEADER_LIMIT_BYTES = 8 << 20
+"""A longer header is a lie: 512 layers of five tensors need a tenth of it."""
+_ALIGNMENT_BYTES = 8
+_HEAD = b'{"__metadata__":{"header_xxh3":"'
+_ZEROS = b"0" * 16
+_CHECKSUM_AT = 8 + len(_HEAD)
+
+DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""Bytes per element of the safetensors dtypes that a cache can hold."""
+
+REGION_ORDER = tuple(RegionKind)
+
+
+class Damage(enum.StrEnum):
+    """Why a file is not the block it should be. Also the cause of a failed load."""
+
+    MISSING = "missing"
+    TRUNCATED = "truncated"
+    HEADER = "header"
+    CHECKSUM = "checksum"
+    MISMATCH = "mismatch"
+    OTHER_ABI = "other_abi"
+    IO = "io"
+    LAYOUT = "layout"
+
+
+class BlockFileError(Exception):
+    """A file is not a complete, valid block file of this layout ABI."""
+
+    def __init__(self, damage: Damage, message: str) -> None:
+        super().__init__(message)
+        self.damage = damage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor's place. `offset` counts from the start of the file; `name` is without its region."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileRegion:
+    """One region's place and the xxh3 (64 bits) of its bytes."""
+
+    kind: RegionKind
+    offset: int
+    size_bytes: int
+    checksum: int
+    tensors: tuple[FileTensor, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockFile:
+    """All facts of one block file without its tensor bytes."""
+
+    header: BlockHeader
+    regions: tuple[FileRegion, ...]
+    file_bytes: int
+    header_checksum: int
+
+    def region(self, kind: RegionKind) -> FileRegion | None:
+        """Return the region of this kind, or None when the block has none."""
+        return next((region for region in self.regions if region.kind is kind), None)
+
+    def region_bytes(self, kind: RegionKind) -> int:
+        """Return the bytes of the region of this kind; 0 when the block has none."""
+        region = self.region(kind)
+        return region.size_bytes if region else 0
+
+
+def encode_head(
+    header: BlockHeader, regions: Sequence[FileRegion], entries: dict[str, dict[str, object]]
+) -> tuple[bytes, int]:
+    """Return the head's bytes and its checksum. Offsets in `regions` count from the end of the head."""
+    metadata = {
+        "header_xxh3": _ZEROS.decode(),
+        "format": FORMAT,
+        "layout_abi": str(LAYOUT_ABI),
+        "hash": header.hash.hex(),
+        "parent": header.parent.hex(),
+        "fingerprint": header.fingerprint.hex(),
+        "start_token_index": str(header.start_token_index),
+        "block_token_limit": str(header.block_token_limit),
+        "token_ids": pack_tokens(header.token_ids).hex(),
+        "extra": header.extra.hex(),
+        "regions": regions_to_json(regions),
+    }
+    body = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % _ALIGNMENT_BYTES)
+    head = len(body).to_bytes(8, "little") + body
+    assert head[8:_CHECKSUM_AT] == _HEAD, "The checksum's place moved"
+    assert len(head) <= HEADER_LIMIT_BYTES, f"Header of {len(head)} bytes exceeds {HEADER_LIMIT_BYTES}"
+    checksum = xxhash.xxh3_64_intdigest(head)
+    return head[:_CHECKSUM_AT] + b"%016x" % checksum + head[_CHECKSUM_AT + 16 :], checksum
+
+
+def parse_head(head: bytes, *, file_bytes: int) -> BlockFile:
+    """Return the facts in a file's head (length and JSON), or raise `BlockFileError`.
+
+    Nothing in `head` is believed: every number is bounded by the file's real size, and
+    the tensors must fill the file exactly, in region order, without gap or overlap.
+    """
+    if len(head) != head_length(head, file_bytes=file_bytes):
+        raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
+    checksum = _check_head(head)
+    try:
+        entries = json.loads(head[8:])
+        metadata = entries.pop("__metadata__")
+        if metadata["format"] != FORMAT:
+            raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {FORMAT!r}")
+        if metadata["layout_abi"] != str(LAYOUT_ABI):
+            raise BlockFileError(
+                Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}"
+            )
+        header = _parse_header(metadata)
+        regions = _parse_regions(json.loads(metadata["regions"]), entries, data_offset=len(head))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
+    end = regions[-1].offset + regions[-1].size_bytes if regions else len(head)
+    if end != file_bytes:
+        raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
+    expected = block_hash(parent=header.parent, token_ids=header.token_ids, extra=header.extra)
+    if header.hash != expected:
+        raise BlockFileError(Damage.HEADER, f"Hash {header.hash.hex()} is not that of the token ids")
+    return BlockFile(header=header, regions=regions, file_bytes=file_bytes, header_checksum=checksum)
+
+
+def regions_to_json(regions: Sequence[FileRegion]) -> str:
+    """Return offsets, bytes and checksums of regions as the manifest stores them."""
+    return json.dumps(
+        [
+            {"kind": r.kind, "offset": r.offset, "size_bytes": r.size_bytes, "xxh3": f"{r.checksum:016x}"}
+            for r in regions
+        ],
+        separators=(",", ":"),
+    )
+
+
+def head_length(start: bytes | bytearray, *, file_bytes: int) -> int:
+    """Return the length of the head (8 + JSON) that the file's first bytes claim, if it can be true."""
+    if len(start) < 8:
+        raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, fewer than a header length")
+    head_bytes = 8 + int.from_bytes(start[:8], "little")
+    if head_bytes > HEADER_LIMIT_BYTES or head_bytes % _ALIGNMENT_BYTES:
+        raise BlockFileError(Damage.HEADER, f"Header length {head_bytes - 8} is impossible")
+    if head_bytes > file_bytes:
+        raise BlockFileError(Damage.TRUNCATED, f"Header of {head_bytes} bytes in a file of {file_bytes}")
+    return head_bytes
+
+
+def _check_head(head: bytes) -> int:
+    """Return the header's checksum after proving it."""
+    if head[8:_CHECKSUM_AT] != _HEAD:
+        raise BlockFileError(Damage.HEADER, "Header does not begin as a block file's")
+    stored = head[_CHECKSUM_AT : _CHECKSUM_AT + 16]
+    checksum = xxhash.xxh3_64_intdigest(head[:_CHECKSUM_AT] + _ZEROS + head[_CHECKSUM_AT + 16 :])
+    if stored != b"%016x" % checksum:
+        raise BlockFileError(Damage.HEADER, f"Header checksum is {checksum:016x}, the file says {stored!r}")
+    return checksum
+
+
+def _parse_header(metadata: dict[str, str]) -> BlockHeader:
+    digests = [bytes.fromhex(metadata[key]) for key in ("hash", "parent", "fingerprint")]
+    if any(len(digest) != 32 for digest in digests):
+        raise ValueError("a digest is not 32 bytes long")
+    header = BlockHeader(
+        hash=BlockHash(digests[0]),
+        parent=BlockHash(digests[1]),
+        fingerprint=Fingerprint(digests[2]),
+        start_token_index=int(metadata["start_token_index"]),
+        token_ids=unpack_tokens(bytes.fromhex(metadata["token_ids"])),
+        block_token_limit=int(metadata["block_token_limit"]),
+        extra=bytes.fromhex(metadata["extra"]),
+    )
+    if not (0 < header.token_count <= header.block_token_limit and header.start_token_index >= 0):
+        raise ValueError(f"{header.token_count} tokens at {header.start_token_index} cannot be a block")
+    return header
+
+
+def _parse_regions(
+    listed: list[dict[str, str | int]], entries: dict[str, dict[str, object]], *, data_offset: int
+) -> tuple[FileRegion, ...]:
+    tensors = [_parse_tensor(key, entry, data_offset=data_offset) for key, entry in entries.items()]
+    regions = []
+    offset = data_offset
+    for item in listed:
+        kind = RegionKind(str(item["kind"]))
+        inside = tuple(tensor for of_kind, tensor in tensors if of_kind is kind)
+        for tensor in inside:
+            if tensor.offset != offset:
+                raise ValueError(f"{kind}.{tensor.name} begins at {tensor.offset}, not at {offset}")
+            offset += tensor.size_bytes
+        region = FileRegion(
+            kind=kind,
+            offset=int(item["offset"]) + data_offset,
+            size_bytes=int(item["size_bytes"]),
+            checksum=int(str(item["xxh3"]), 16),
+            tensors=inside,
+        )
+        if region.size_bytes < 0 or region.offset + region.size_bytes != offset:
+            raise ValueError(f"region {kind} does not hold its tensors exactly")
+        if region.offset + sum(t.size_bytes for t in inside) != offset:
+            raise ValueError(f"region {kind} does not begin where the one before ends")
+        regions.append(region)
+    if any(REGION_ORDER.index(a.kind) >= REGION_ORDER.index(b.kind) for a, b in pairwise(regions)):
+        raise ValueError("regions are out of order")
+    if sum(len(region.tensors) for region in regions) != len(tensors):
+        raise ValueError("a tensor lies outside of all regions")
+    return tuple(regions)
+
+
+def _parse_tensor(key: str, entry: dict[str, object], *, data_offset: int) -> tuple[RegionKind, FileTensor]:
+    kind, _, name = key.partition(".")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
+        raise ValueError(f"{key} is not described as a tensor")
+    start, end = offsets
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError(f"{key} has a size that is not a count")
+    if end - start != prod(shape) * DTYPE_BYTES[dtype]:
+        raise ValueError(f"{key} of shape {shape} and dtype {dtype} has {end - start} bytes")
+    return RegionKind(kind), FileTensor(name, dtype, tuple(shape), start + data_offset, end - start)

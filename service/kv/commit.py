@@ -1,0 +1,82 @@
+"""The order of a commit and of its undoing. This order is the design.
+
+Commit: write `<name>.partial` (exclusively created) -> fsync -> close -> rename -> fsync the
+directory -> insert the row. Removal: delete the row -> unlink. So a crash at any point leaves
+garbage that the next start repairs (a partial, a file without a row), never a row that lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from service.domain.ids import BlockHash
+from service.kv.block_file import EncodedBlock
+from service.kv.files import Files
+from service.kv.manifest import Manifest
+from service.kv.records import BlockRecord, record_of
+from service.kv.store_paths import PARTIAL_SUFFIX, StorePaths
+
+
+def commit_block(
+    encoded: EncodedBlock, *, files: Files, paths: StorePaths, manifest: Manifest, now_time: float, day: int
+) -> BlockRecord:
+    """Write a block's file and insert its row; return the row.
+
+    Raises `OSError` or `sqlite3.Error`. The partial file has been removed then, or, when
+    even that failed, is left for `PartialLeft.path` to tell.
+    """
+    header = encoded.file.header
+    path = paths.block(header.fingerprint, header.hash)
+    write_durably(encoded.parts, path=path, folder=paths.folder(header.fingerprint), files=files)
+    record = record_of(encoded.file, mtime_ns=files.stat(path).mtime_ns, used_time=now_time)
+    manifest.insert([(record, encoded.file)], day=day, written_bytes=record.file_bytes)
+    return record
+
+
+def write_durably(parts: Sequence[bytes | memoryview], *, path: str, folder: str, files: Files) -> None:
+    """Make a file appear under `path` whole and on the medium, or not at all."""
+    partial = path + PARTIAL_SUFFIX
+    descriptor = files.create(partial)
+    try:
+        try:
+            files.write(descriptor, parts)
+            files.fsync(descriptor)
+        except OSError:
+            # The first error is the one to tell; a close that fails too adds nothing.
+            with contextlib.suppress(OSError):
+                files.close(descriptor)
+            raise
+        files.close(descriptor)
+        files.rename(partial, path)
+    except OSError:
+        # What cannot be removed now is removed by the next start.
+        with contextlib.suppress(OSError):
+            files.unlink(partial)
+        raise
+    files.fsync_dir(folder)
+
+
+def remove_blocks(
+    records: Sequence[BlockRecord], *, files: Files, paths: StorePaths, manifest: Manifest
+) -> tuple[BlockHash, ...]:
+    """Delete rows, then unlink their files; return the blocks whose file could not be removed.
+
+    A file that is gone already counts as removed. Raises `sqlite3.Error` before anything
+    was unlinked.
+    """
+    manifest.delete([record.hash for record in records])
+    stuck = []
+    for record in records:
+        try:
+            files.unlink(paths.block(record.fingerprint, record.hash))
+        except FileNotFoundError:
+            continue
+        except OSError:
+            stuck.append(record.hash)
+    return tuple(stuck)
+
+
+def move_to_quarantine(record_hash: BlockHash, *, path: str, files: Files, paths: StorePaths) -> None:
+    """Move a damaged file out of the way, where a person can look at it; its row must be gone."""
+    files.rename(path, paths.quarantined(record_hash))

@@ -1,0 +1,216 @@
+"""The manifest: one SQLite row per committed block. The row is the commit.
+
+Owned by the storage thread; SQLite refuses another. WAL with `synchronous=NORMAL`: a power
+cut may lose the newest rows but never leaves a torn database, and a lost row is repaired at
+the next start (a file without a row is adopted, a row without a file is deleted).
+Every method raises `sqlite3.Error` when the database cannot do it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+from sqlite_utils import Database
+
+from service.domain.blocks import pack_tokens, unpack_tokens
+from service.domain.ids import BlockHash, Fingerprint
+from service.kv.block_head import BlockFile, regions_to_json
+from service.kv.manifest_migrations import migrations
+from service.kv.records import BlockRecord
+from service.kv.store_paths import StorePaths
+
+_SELECT = """
+    SELECT b.hash, b.parent, f.fingerprint, b.start_token_index, b.token_count, b.block_token_limit,
+           b.kv_bytes, b.window_bytes, b.checkpoint_bytes, b.file_bytes, b.mtime_ns, b.layout_abi,
+           b.header_xxh3, b.created_time, b.last_used_time, b.hit_count, b.pinned, b.row_xxh3
+    FROM blocks b LEFT JOIN fingerprints f ON f.id = b.fingerprint_id
+    ORDER BY b.last_used_time
+"""
+_INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 20)})"
+_CHUNK = 500
+"""Hashes per statement; SQLite's oldest limit on variables is 999."""
+
+
+class Manifest:
+    """One open connection. Open with `open`, or use `open_read_only` beside a running server."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._fingerprint_ids: dict[Fingerprint, int] = {}
+
+    @classmethod
+    def open(cls, path: str) -> Manifest:
+        """Open or create the manifest and bring its schema up to date."""
+        connection = sqlite3.connect(path, timeout=5.0, cached_statements=64)
+        try:
+            database = Database(connection, execute_plugins=False, strict=True)
+            database.enable_wal()
+            connection.execute("PRAGMA synchronous = NORMAL")
+            migrations.apply(database)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(database)
+
+    @classmethod
+    def open_read_only(cls, path: str) -> Manifest:
+        """Open an existing manifest without changing it; one may be open for writing elsewhere."""
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)
+        return cls(Database(connection, execute_plugins=False))
+
+    def close(self, *, checkpoint: bool = True) -> None:
+        """Close the connection; the last one folds the write-ahead log into the database."""
+        connection = self._database.conn
+        assert connection is not None
+        try:
+            if checkpoint:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            connection.close()
+
+    def is_sound(self) -> bool:
+        """Say whether SQLite finds the database's pages intact."""
+        return bool(self._connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",))
+
+    def load(self) -> tuple[list[BlockRecord], list[BlockHash]]:
+        """Return all records, and the hashes of rows whose facts are not those once written.
+
+        The least recently used come first.
+        """
+        records, edited = [], []
+        for row in self._connection.execute(_SELECT):
+            try:
+                values = [*row[:12], int(row[12], 16), *row[13:16], bool(row[16])]
+                record = BlockRecord(*values)
+                sound = row[17] == f"{record.facts_checksum():016x}"
+            except (ValueError, TypeError, ArithmeticError, struct.error):
+                sound = False
+            if sound:
+                records.append(record)
+            else:
+                edited.append(BlockHash(row[0]))
+        return records, edited
+
+    def contents(self, block_hash: BlockHash) -> tuple[tuple[int, ...], bytes, str] | None:
+        """Return a block's token ids, extra digests and regions (JSON), or None without such a row."""
+        row = self._connection.execute(
+            "SELECT token_ids, extra, regions FROM block_contents WHERE hash = ?", (block_hash,)
+        ).fetchone()
+        return (unpack_tokens(row[0]), row[1], row[2]) if row else None
+
+    def insert(
+        self, blocks: Iterable[tuple[BlockRecord, BlockFile]], *, day: int, written_bytes: int
+    ) -> None:
+        """Commit blocks and what writing them cost of the day's budget, in one transaction.
+
+        The fingerprints must have been named by `add_fingerprint`.
+        """
+        rows = [(self._row(record), _contents_row(file)) for record, file in blocks]
+        with self._database.atomic():
+            self._connection.executemany(_INSERT, [row for row, _ in rows])
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO block_contents VALUES (?, ?, ?, ?)",
+                [contents for _, contents in rows],
+            )
+            if written_bytes:
+                self._connection.execute(
+                    "INSERT INTO written_days VALUES (?, ?) "
+                    "ON CONFLICT (day) DO UPDATE SET size_bytes = size_bytes + excluded.size_bytes",
+                    (day, written_bytes),
+                )
+                self._connection.execute("DELETE FROM written_days WHERE day < ?", (day - 31,))
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        """Delete rows; hashes without a row are passed over."""
+        with self._database.atomic():
+            for start in range(0, len(hashes), _CHUNK):
+                chunk = hashes[start : start + _CHUNK]
+                marks = ",".join("?" * len(chunk))
+                self._connection.execute(f"DELETE FROM block_contents WHERE hash IN ({marks})", chunk)
+                self._connection.execute(f"DELETE FROM blocks WHERE hash IN ({marks})", chunk)
+
+    def touch(self, uses: Mapping[BlockHash, tuple[float, int]]) -> None:
+        """Record the last use (wall clock) and the further hits of many blocks in one transaction."""
+        with self._database.atomic():
+            self._connection.executemany(
+                "UPDATE blocks SET last_used_time = max(last_used_time, ?), hit_count = hit_count + ? "
+                "WHERE hash = ?",
+                [(time, hit_count, block_hash) for block_hash, (time, hit_count) in uses.items()],
+            )
+
+    def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> None:
+        """Record which blocks may not be evicted."""
+        with self._database.atomic():
+            self._connection.executemany(
+                "UPDATE blocks SET pinned = ? WHERE hash = ?",
+                [(int(pinned), block_hash) for block_hash in hashes],
+            )
+
+    def add_fingerprint(
+        self, fingerprint: Fingerprint, *, details: Mapping[str, str], now_time: float
+    ) -> None:
+        """Name a fingerprint; details given later replace earlier ones, no details replace nothing."""
+        with self._database.atomic():
+            self._connection.execute(
+                "INSERT INTO fingerprints (fingerprint, details, created_time) VALUES (?, ?, ?) "
+                "ON CONFLICT (fingerprint) DO UPDATE SET details = excluded.details "
+                "WHERE excluded.details <> '{}'",
+                (fingerprint, json.dumps(dict(details), sort_keys=True), now_time),
+            )
+
+    def fingerprints(self) -> dict[Fingerprint, dict[str, str]]:
+        """Return all named fingerprints with their human-readable details."""
+        rows = self._connection.execute("SELECT fingerprint, details FROM fingerprints ORDER BY id")
+        return {Fingerprint(row[0]): json.loads(row[1]) for row in rows}
+
+    def written_bytes(self, *, day: int) -> int:
+        """Return the bytes committed on a day (days since the epoch, UTC)."""
+        row = self._connection.execute("SELECT size_bytes FROM written_days WHERE day = ?", (day,)).fetchone()
+        return int(row[0]) if row else 0
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        connection = self._database.conn
+        assert connection is not None, "The manifest is closed"
+        return connection
+
+    def _row(self, record: BlockRecord) -> tuple[object, ...]:
+        return (
+            record.hash,
+            record.parent,
+            self._fingerprint_id(record.fingerprint),
+            record.depth,
+            record.start_token_index,
+            record.token_count,
+            record.block_token_limit,
+            record.kv_bytes,
+            record.window_bytes,
+            record.checkpoint_bytes,
+            StorePaths("").block(record.fingerprint, record.hash).removeprefix("/"),
+            record.file_bytes,
+            record.mtime_ns,
+            record.layout_abi,
+            f"{record.header_checksum:016x}",
+            record.created_time,
+            record.last_used_time,
+            record.hit_count,
+            int(record.pinned),
+            f"{record.facts_checksum():016x}",
+        )
+
+    def _fingerprint_id(self, fingerprint: Fingerprint) -> int:
+        if fingerprint not in self._fingerprint_ids:
+            row = self._connection.execute(
+                "SELECT id FROM fingerprints WHERE fingerprint = ?", (fingerprint,)
+            ).fetchone()
+            assert row is not None, f"Fingerprint {fingerprint.hex()} was never named"
+            self._fingerprint_ids[fingerprint] = int(row[0])
+        return self._fingerprint_ids[fingerprint]
+
+
+def _contents_row(file: BlockFile) -> tuple[object, ...]:
+    header = file.header
+    return header.hash, pack_tokens(header.token_ids), header.extra, regions_to_json(file.regions)

@@ -1,0 +1,92 @@
+"""What is known of a block on SSD without opening its file: the manifest's row in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import xxhash
+
+from service.domain.blocks import LAYOUT_ABI, RegionKind
+from service.domain.ids import BlockHash, Fingerprint
+from service.kv.block_head import BlockFile
+
+_FACTS = struct.Struct("<32s32s32s9qQ")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """One committed block. Small, so that 100,000 of them load at start; sizes in bytes.
+
+    The fields up to `header_checksum` are facts about the file and never change without it;
+    the rest is what happened to the block.
+    """
+
+    hash: BlockHash
+    parent: BlockHash
+    fingerprint: Fingerprint
+    start_token_index: int
+    token_count: int
+    block_token_limit: int
+    kv_bytes: int
+    window_bytes: int
+    checkpoint_bytes: int
+    file_bytes: int
+    mtime_ns: int
+    """The file's modification time when the row was written; a later one means: look inside."""
+    layout_abi: int
+    header_checksum: int
+    created_time: float
+    last_used_time: float
+    """Wall clock, seconds since the epoch."""
+    hit_count: int
+    pinned: bool
+
+    @property
+    def depth(self) -> int:
+        """Blocks of this chain before this one."""
+        return self.start_token_index // self.block_token_limit
+
+    def facts_checksum(self) -> int:
+        """Return the xxh3 of the facts, stored in the row, so that a row edited by hand is seen."""
+        return xxhash.xxh3_64_intdigest(
+            _FACTS.pack(
+                self.hash,
+                self.parent,
+                self.fingerprint,
+                self.start_token_index,
+                self.token_count,
+                self.block_token_limit,
+                self.kv_bytes,
+                self.window_bytes,
+                self.checkpoint_bytes,
+                self.file_bytes,
+                self.mtime_ns,
+                self.layout_abi,
+                self.header_checksum,
+            )
+        )
+
+
+def record_of(file: BlockFile, *, mtime_ns: int, used_time: float) -> BlockRecord:
+    """Return the record of a file as it is committed or adopted."""
+    header = file.header
+    return BlockRecord(
+        hash=header.hash,
+        parent=header.parent,
+        fingerprint=header.fingerprint,
+        start_token_index=header.start_token_index,
+        token_count=header.token_count,
+        block_token_limit=header.block_token_limit,
+        kv_bytes=file.region_bytes(RegionKind.KV),
+        window_bytes=file.region_bytes(RegionKind.WINDOW),
+        checkpoint_bytes=file.region_bytes(RegionKind.CHECKPOINT),
+        file_bytes=file.file_bytes,
+        mtime_ns=mtime_ns,
+        layout_abi=LAYOUT_ABI,
+        header_checksum=file.header_checksum,
+        created_time=used_time,
+        last_used_time=used_time,
+        hit_count=0,
+        pinned=False,
+    )
