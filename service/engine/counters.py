@@ -1,0 +1,48 @@
+"""The engine's counters, kept by its loop and shown as a frozen snapshot."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+_KEPT_STEP_COUNT = 512
+_SMOOTHING = 0.2
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """Totals since start, and the last decode step durations in seconds."""
+
+    accepted_total: int = 0
+    rejected_total: int = 0
+    finished_total: int = 0
+    cancelled_total: int = 0
+    failed_total: int = 0
+    prompt_token_total: int = 0
+    cached_token_total: int = 0
+    prefilled_token_total: int = 0
+    output_token_total: int = 0
+    step_total: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_steps_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_KEPT_STEP_COUNT)
+    )
+
+    def note_prefill(self, token_count: int, elapsed_s: float) -> None:
+        """Account for one prefill chunk."""
+        self.step_total += 1
+        self.prefilled_token_total += token_count
+        rate = token_count / max(elapsed_s, 1e-9)
+        old = self.prefill_tokens_per_s
+        self.prefill_tokens_per_s = rate if old == 0.0 else old + _SMOOTHING * (rate - old)
+
+    def note_decode(self, token_count: int, elapsed_s: float) -> None:
+        """Account for one decode step."""
+        self.step_total += 1
+        self.output_token_total += token_count
+        self.decode_steps_s.append(elapsed_s)
+
+    def decode_step_quantile_s(self, quantile: float) -> float:
+        """Return the `quantile` (0..1) of the last decode steps; 0 before the first one."""
+        ordered = sorted(self.decode_steps_s)
+        return ordered[min(int(quantile * len(ordered)), len(ordered) - 1)] if ordered else 0.0

@@ -1,0 +1,120 @@
+"""One lane of decoding: rows that share each forward pass (inference thread).
+
+mlx-lm's batch caches do the padding, joining and leaving. The forward pass is ours instead of
+its GenerationBatch, because every row here has its own random key and nobody needs a row of
+log probabilities for the whole vocabulary per token.
+
+A step is dispatched before the tokens of the step before are read, so the device computes
+while Python publishes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+from service.engine import upstream
+from service.engine.ids import SequenceId
+from service.engine.ports import Drawn
+from service.engine.sampler import SamplingRow, sample
+
+
+@dataclasses.dataclass(slots=True)
+class JoiningRow:
+    """A sequence whose KV holds everything but `last_token_id`, ready to decode."""
+
+    sequence_id: SequenceId
+    caches: list[upstream.Cache]
+    last_token_id: int
+    sampling: SamplingRow
+
+
+class DecodeBatch:
+    """Rows decoding together. A lone row keeps its own unpadded caches until a second one joins."""
+
+    def __init__(self, model: Any, *, is_solitary: bool = False) -> None:
+        self._model = model
+        self.is_solitary = is_solitary
+        """Cache classes here do not batch, so no second row may ever join."""
+        self._ids: list[SequenceId] = []
+        self._rows: list[SamplingRow] = []
+        self._caches: list[upstream.Cache] = []
+        self._is_plain = False
+        self._drawn: mx.array | None = None
+        self._in_flight: mx.array | None = None
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._ids)
+
+    def join(self, joining: Sequence[JoiningRow]) -> None:
+        """Add rows and dispatch the draw of their first token. Their caches belong to the batch now."""
+        assert joining, "join needs at least one row"
+        ids = [row.sequence_id for row in joining]
+        assert not set(ids) & set(self._ids), f"joined twice: {ids}"
+        rows = [row.sampling for row in joining]
+        last = mx.array([row.last_token_id for row in joining])
+        alone = not self._ids and len(joining) == 1
+        caches = joining[0].caches if alone else upstream.merge_caches([row.caches for row in joining])
+        drawn = self._forward(last, caches, rows)
+        mx.async_eval(drawn)  # type: ignore[no-untyped-call]
+        if not self._ids:
+            self._caches, self._drawn, self._is_plain = caches, drawn, alone
+        else:
+            assert self._drawn is not None
+            if self._is_plain:
+                self._caches = upstream.merge_caches([self._caches])
+                self._is_plain = False
+            self._caches = upstream.extend_caches(self._caches, caches)
+            self._drawn = mx.concatenate([self._drawn, drawn])
+        self._ids += ids
+        self._rows += rows
+
+    def dispatch(self) -> None:
+        """Start the next step on the device, from the tokens drawn last."""
+        assert self._drawn is not None and self._in_flight is None, "dispatch and collect take turns"
+        self._in_flight = self._drawn
+        self._drawn = self._forward(self._in_flight, self._caches, self._rows)
+        mx.async_eval(self._drawn)  # type: ignore[no-untyped-call]
+
+    def collect(self) -> list[Drawn]:
+        """Wait for the tokens that were drawn before the last dispatch; one a row."""
+        assert self._in_flight is not None, "collect follows dispatch"
+        token_ids = cast("list[int]", self._in_flight.tolist())
+        self._in_flight = None
+        return [Drawn(i, t) for i, t in zip(self._ids, token_ids, strict=True)]
+
+    def extract(self, sequence_id: SequenceId) -> list[upstream.Cache]:
+        """Return copies of one row's caches in their own classes, holding every token published so far."""
+        if self._is_plain:
+            assert self._ids == [sequence_id]
+            return list(self._caches)
+        index = self._ids.index(sequence_id)
+        return [cache.extract(index) for cache in self._caches]
+
+    def remove(self, sequence_ids: Collection[SequenceId]) -> None:
+        """Drop rows, between steps. Their memory goes when the device is done with it."""
+        keep = [i for i, row_id in enumerate(self._ids) if row_id not in sequence_ids]
+        if len(keep) == len(self._ids):
+            return
+        self._ids = [self._ids[i] for i in keep]
+        self._rows = [self._rows[i] for i in keep]
+        if not keep:
+            self._caches, self._drawn, self._is_plain = [], None, False
+            return
+        assert self._drawn is not None
+        for cache in self._caches:
+            cache.filter(keep)
+        self._drawn = self._drawn[mx.array(keep)]
+
+    def _forward(
+        self, token_ids: mx.array, caches: list[upstream.Cache], rows: list[SamplingRow]
+    ) -> mx.array:
+        logits = self._model(token_ids[:, None], cache=caches)
+        return sample(logits[:, -1, :], rows)

@@ -1,0 +1,161 @@
+"""The engine as other rooms see it: submit, cancel, query, drain; and the thread behind it.
+
+`start` begins the inference thread, which loads the model, steps until drained, and drops
+everything it made. An exception out of the loop is logged once, fails every request, and
+leaves the engine FAILED; the process is expected to end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from service.clock import Clock
+from service.domain.cache_stats import CacheStats
+from service.domain.ids import RequestId
+from service.domain.model import EngineState, ModelInfo
+from service.domain.request import GenerationRequest
+from service.domain.stats import EngineStats
+from service.engine.loop import EngineLoop, cancelled_by_client
+from service.engine.mailbox import Mailbox
+from service.engine.messages import Cancel, Drain, Message, QueryStats, Submit
+from service.engine.ports import Listener, Runner
+from service.engine.scheduler import Scheduler, SchedulerLimits
+from service.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
+
+_log = logging.getLogger("icehouse.engine")
+
+
+class Engine:
+    """Owns the inference thread. Its public methods may be called from any thread and never block."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        limits: SchedulerLimits,
+        mailbox_limit: int,
+        listener: Listener,
+        clock: Clock,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._mailbox: Mailbox[Message] = Mailbox(limit=mailbox_limit)
+        self._listener = listener
+        self._clock = clock
+        self._decode = decode
+        self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
+        self._state = EngineState.LOADING
+        self._heartbeat_time = clock.monotonic()
+        self._model: ModelInfo | None = None
+        self._error: IcehouseError | None = None
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def heartbeat_time(self) -> float:
+        """`Clock.monotonic` of the last step's start; stale means stuck or dead."""
+        return self._heartbeat_time
+
+    @property
+    def model(self) -> ModelInfo:
+        """The served model; only after READY."""
+        assert self._model is not None, "the model is not loaded yet"
+        return self._model
+
+    @property
+    def error(self) -> IcehouseError | None:
+        """Why the engine is FAILED."""
+        return self._error
+
+    def start(self) -> None:
+        """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Hand in a request; its events come through the listener.
+
+        Raises Unavailable while loading, draining or failed, and Overloaded when the mailbox is full.
+        """
+        if self._state is not EngineState.READY:
+            raise self._not_ready()
+        if not self._mailbox.offer(Submit(request)):
+            raise Overloaded(
+                Reason.QUEUE_FULL,
+                f"{self._mailbox.limit} requests arrived in one step, which is the limit; try again later",
+                retry_after_s=1.0,
+                metadata={"mailbox_limit": self._mailbox.limit},
+            )
+
+    def cancel(self, request_id: RequestId, error: IcehouseError | None = None) -> None:
+        """End a request within one step; unknown ids are ignored, since a cancel may cross an end."""
+        self._mailbox.post(Cancel(request_id, error or cancelled_by_client()))
+
+    def request_stats(self, reply: Callable[[EngineStats, CacheStats | None], None]) -> bool:
+        """Have `reply` called on the inference thread between steps; False when there is no such thread."""
+        return self._mailbox.post(QueryStats(reply))
+
+    def drain(self, *, grace_s: float) -> None:
+        """Refuse new work, finish what runs within `grace_s`, then stop the thread."""
+        self._mailbox.post(Drain(self._clock.monotonic() + grace_s))
+
+    def join(self, *, timeout_s: float | None = None) -> bool:
+        """Wait for the thread to end; False when it still runs after `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        loop: EngineLoop | None = None
+        try:
+            self._model = self._runner.load()
+            loop = EngineLoop(
+                runner=self._runner,
+                scheduler=Scheduler(self._limits),
+                mailbox=self._mailbox,
+                listener=self._listener,
+                clock=self._clock,
+                decode=self._decode,
+                model=self._model,
+            )
+            self._change_state(EngineState.READY)
+            while not loop.is_done:
+                self._heartbeat_time = self._clock.monotonic()
+                loop.step()
+                if loop.is_draining and self._state is EngineState.READY:
+                    self._change_state(EngineState.DRAINING)
+            loop.fail_all(Unavailable(Reason.DRAINING, "the server is shutting down"))
+            self._runner.close()
+            self._change_state(EngineState.STOPPED)
+        except Exception as error:  # the thread's top: nothing above would see it
+            self._fail(error, loop)
+
+    def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
+        _log.exception("inference_loop_failed")
+        if isinstance(error, IcehouseError):
+            self._error = error
+        else:
+            self._error = EngineFailed(
+                Reason.ENGINE_FAILED,
+                f"the inference loop failed: {type(error).__name__}; the server is ending",
+            )
+        self._state = EngineState.FAILED
+        if loop is not None:
+            loop.fail_all(self._error)
+        else:
+            self._mailbox.close()
+        self._listener.state_changed(EngineState.FAILED, self._error)
+
+    def _change_state(self, state: EngineState) -> None:
+        self._state = state
+        self._listener.state_changed(state, None)
+
+    def _not_ready(self) -> IcehouseError:
+        if self._state is EngineState.LOADING:
+            return Unavailable(Reason.LOADING, "the model is loading; try again shortly", retry_after_s=1.0)
+        if self._state is EngineState.FAILED:
+            return EngineFailed(Reason.ENGINE_FAILED, "the inference loop failed; the server is ending")
+        return Unavailable(Reason.DRAINING, "the server is shutting down; try another replica")

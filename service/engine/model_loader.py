@@ -1,0 +1,181 @@
+"""From a model folder to a loaded model and the facts about it (inference thread).
+
+Every way a folder can be wrong ends in one ModelError that says what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from service.domain.model import ModelInfo
+from service.engine import upstream
+from service.engine.tokenizer import Tokenizer
+from service.errors import ModelError, Reason
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_DEFAULT_CONTEXT_TOKENS = 32_768
+_NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx", "max_seq_len")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the model is and how to load it. `dtype` "" keeps the folder's own."""
+
+    path: Path
+    model_id: str
+    dtype: str = ""
+    adapter_path: str | None = None
+    context_token_limit: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class LoadedModel:
+    """The model object and its config.json, later merged with generation_config.json."""
+
+    model: Any
+    config: dict[str, Any]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return config.json of a model folder. Raises ModelError when there is none to read."""
+    if not path.is_dir():
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"there is no model folder at {path}; pass --model a folder with config.json and "
+            "model*.safetensors, a hub id, or `demo`",
+        )
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"{path} has no config.json, so it is no MLX model folder; convert the model with mlx_lm.convert",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            Reason.MODEL_INVALID, f"{path / 'config.json'} cannot be read: {_one_line(error)}"
+        ) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(Reason.MODEL_INVALID, f"{path / 'config.json'} names no model_type")
+    return config
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """Load the tokenizer of a model folder; touches no mx.array, so any thread may call it."""
+    config = read_config(source.path)
+    eos_token_ids = _generation_config(source.path).get("eos_token_id") or config.get("eos_token_id")
+    try:
+        wrapper = upstream.read_tokenizer(
+            source.path, eos_token_ids=eos_token_ids, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ModelError(
+            Reason.MODEL_INVALID, f"the tokenizer in {source.path} cannot be loaded: {_one_line(error)}"
+        ) from error
+    return Tokenizer(wrapper)
+
+
+def load(source: ModelSource) -> LoadedModel:
+    """Load weights onto the device, converted to `source.dtype` when one is named."""
+    read_config(source.path)
+    try:
+        model, config = upstream.read_model(
+            source.path, lazy=True, trust_remote_code=source.trust_remote_code
+        )
+        if source.adapter_path:
+            model = upstream.read_adapter(model, source.adapter_path)
+        if source.dtype:
+            _convert(model, _DTYPES[source.dtype])
+        model.eval()
+        mx.eval(model.parameters())
+    except Exception as error:  # mlx-lm has no exception tree of its own for broken folders
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"the model in {source.path} cannot be loaded: {_one_line(error)}; is the download complete?",
+        ) from error
+    return LoadedModel(model, config)
+
+
+def describe(
+    loaded: LoadedModel, source: ModelSource, tokenizer: Tokenizer, fingerprint_hex: str
+) -> ModelInfo:
+    """Return what is known of a loaded model."""
+    weights = [array for _, array in _parameters(loaded.model)]
+    floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
+    caches = upstream.make_caches(loaded.model)
+    context = source.context_token_limit or _find(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
+    return ModelInfo(
+        model_id=source.model_id,
+        architecture=str(loaded.config["model_type"]),
+        vocabulary_size=_find(loaded.config, ("vocab_size",)) or tokenizer.vocabulary_size,
+        context_token_limit=int(context),
+        dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
+        quantization=_quantization(loaded.config),
+        parameter_count=sum(a.size for a in weights),
+        weight_bytes=sum(a.nbytes for a in weights),
+        kv_bytes_per_token=0,
+        cache_classes=tuple(dict.fromkeys(type(c).__name__ for c in caches)),
+        fingerprint_hex=fingerprint_hex,
+        has_chat_template=tokenizer.has_chat_template,
+        eos_token_ids=tokenizer.eos_token_ids,
+        device=_device_name(),
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _parameters(model: Any) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+
+
+def _convert(model: Any, dtype: mx.Dtype) -> None:
+    """Cast floating weights; scales of quantized layers keep their own dtype."""
+    if any(name.endswith(".scales") for name, _ in _parameters(model)):
+        return
+    model.update(
+        tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
+    )
+
+
+def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first of `names` that the config or one of its nested text configs has."""
+    for scope in (config, *(config[key] for key in _NESTED_CONFIGS if isinstance(config.get(key), dict))):
+        for name in names:
+            if isinstance(scope.get(name), int):
+                return int(scope[name])
+    return None
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(Reason.MODEL_INVALID, f"{file} cannot be read: {_one_line(error)}") from error
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    found = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(found, dict) or "bits" not in found:
+        return "none"
+    return f"{found['bits']}-bit, group {found.get('group_size', '?')}"
+
+
+def _device_name() -> str:
+    info = mx.device_info()
+    kind = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
+    return f"{kind}: {info.get('device_name', info.get('architecture', 'unknown'))}"

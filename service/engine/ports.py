@@ -1,0 +1,76 @@
+"""What the engine needs of others, as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from service.domain.events import Event
+from service.domain.ids import RequestId
+from service.domain.model import EngineState, ModelInfo
+from service.domain.request import SamplingParams
+from service.engine.ids import SequenceId
+from service.errors import IcehouseError
+
+
+class Drawn(NamedTuple):
+    """One token drawn for one sequence in a decode step."""
+
+    sequence_id: SequenceId
+    token_id: int
+
+
+class MemoryUse(NamedTuple):
+    """Device memory in bytes; `limit_bytes` is 0 when the device names none."""
+
+    active_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+
+
+class Runner(Protocol):
+    """The model and its sequences. Every call is made on the inference thread."""
+
+    def load(self) -> ModelInfo:
+        """Load and warm the model. Raises ModelError when the folder cannot be served."""
+        ...
+
+    def open(self, sequence_id: SequenceId) -> None:
+        """Make empty caches for a new sequence."""
+        ...
+
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        """Run the next tokens of an open sequence through the model, to completion."""
+        ...
+
+    def join(self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams) -> None:
+        """Move a prefilled sequence into decoding; its first token comes with the next decode."""
+        ...
+
+    def decode(self) -> list[Drawn]:
+        """Run one decode step; one token for every decoding sequence."""
+        ...
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Forget sequences, in whatever phase they are. Unknown ids are ignored."""
+        ...
+
+    def memory(self) -> MemoryUse:
+        """Read the device's memory counters."""
+        ...
+
+    def close(self) -> None:
+        """Drop every array, on this thread."""
+        ...
+
+
+class Listener(Protocol):
+    """Who hears of the engine. Called on the inference thread; must not block."""
+
+    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
+        """Take the events of one step, in order."""
+        ...
+
+    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
+        """Hear of a new state; `error` says why it is FAILED."""
+        ...

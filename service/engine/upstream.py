@@ -1,0 +1,75 @@
+"""Everything taken from mlx-lm's non-public corners, in one place, with a contract test.
+
+mlx-lm >= 0.32, < 0.33. Each function here says what it relies on; `tests/engine/test_upstream.py`
+fails when that moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.generate import _extend_cache, _merge_caches
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
+
+Cache = Any
+"""One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ... or its batch form."""
+
+
+def make_caches(model: Any) -> list[Cache]:
+    """Return empty caches, one a layer, of the classes the model asks for."""
+    return list(make_prompt_cache(model))
+
+
+def can_batch(caches: Sequence[Cache]) -> bool:
+    """Tell whether these classes can join a batch and leave it (merge, extend, filter, extract).
+
+    CacheList defines all four but delegates to its parts, so the parts are asked.
+    """
+    for cache in caches:
+        parts = getattr(cache, "caches", None)
+        if parts is not None:
+            if not can_batch(parts):
+                return False
+        elif not hasattr(cache, "merge"):
+            return False
+    return True
+
+
+def merge_caches(sequences: Sequence[Sequence[Cache]]) -> list[Cache]:
+    """Return batch caches, one a layer, with one row for each sequence's caches, left-padded."""
+    return list(_merge_caches([list(s) for s in sequences]))  # type: ignore[no-untyped-call]
+
+
+def extend_caches(batch: list[Cache], other: list[Cache]) -> list[Cache]:
+    """Return `batch` with the rows of `other` appended; both are used up."""
+    return list(_extend_cache(batch, other))  # type: ignore[no-untyped-call]
+
+
+def cache_states(caches: Sequence[Cache]) -> list[Any]:
+    """Return the arrays that hold the caches' contents, for one eval."""
+    return [cache.state for cache in caches]
+
+
+def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    """Load weights and config of an MLX model folder. Raises what mlx-lm raises."""
+    model, config = load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
+    return model, dict(config)
+
+
+def read_adapter(model: Any, path: str) -> Any:
+    """Apply a LoRA adapter folder to a loaded model."""
+    return load_adapters(model, path)
+
+
+def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -> Any:
+    """Load mlx-lm's TokenizerWrapper from a model folder."""
+    extra = {"trust_remote_code": True} if trust_remote_code else None
+    return load_tokenizer(path, extra, eos_token_ids=eos_token_ids)  # type: ignore[no-untyped-call]
+
+
+def wire_memory() -> None:
+    """Let Metal keep the model's pages resident; does nothing on other devices."""
+    maybe_set_recommended_wired_limit()

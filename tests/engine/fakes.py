@@ -1,0 +1,168 @@
+"""Stand-ins for what surrounds the engine: clock, runner, listener."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from service.domain.events import Delta, Event, Failed, Finished
+from service.domain.ids import RequestId
+from service.domain.model import EngineState, ModelInfo
+from service.domain.request import GenerationRequest, SamplingParams
+from service.engine.ids import SequenceId
+from service.engine.ports import Drawn, MemoryUse
+from service.errors import IcehouseError
+
+EOS = 0
+BOUND_S = 30.0
+"""Longest any test waits for another thread before it fails."""
+
+
+class FakeClock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+
+def model_info(*, context_token_limit: int = 4096) -> ModelInfo:
+    return ModelInfo(
+        model_id="fake",
+        architecture="fake",
+        vocabulary_size=128,
+        context_token_limit=context_token_limit,
+        dtype="float32",
+        quantization="none",
+        parameter_count=1,
+        weight_bytes=4,
+        kv_bytes_per_token=0,
+        cache_classes=("KVCache",),
+        fingerprint_hex="",
+        has_chat_template=False,
+        eos_token_ids=(EOS,),
+        device="fake",
+    )
+
+
+class FakeRunner:
+    """Draws `(sum of everything so far) % 26 + 'a'`, so that each token depends on the whole past."""
+
+    def __init__(self, *, context_token_limit: int = 4096) -> None:
+        self.history: dict[SequenceId, list[int]] = {}
+        self.decoding: list[SequenceId] = []
+        self.chunks: list[tuple[SequenceId, int]] = []
+        self.released: list[SequenceId] = []
+        self.closed = False
+        self.on_decode: Callable[[], None] = lambda: None
+        self.next_token: Callable[[list[int]], int] = lambda history: 97 + sum(history) % 26
+        self._context_token_limit = context_token_limit
+
+    def load(self) -> ModelInfo:
+        return model_info(context_token_limit=self._context_token_limit)
+
+    def open(self, sequence_id: SequenceId) -> None:
+        self.history[sequence_id] = []
+
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        self.chunks.append((sequence_id, len(token_ids)))
+        self.history[sequence_id] += token_ids
+
+    def join(self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams) -> None:
+        self.history[sequence_id].append(last_token_id)
+        self.decoding.append(sequence_id)
+
+    def decode(self) -> list[Drawn]:
+        self.on_decode()
+        drawn = [Drawn(i, self.next_token(self.history[i])) for i in self.decoding]
+        for sequence_id, token_id in drawn:
+            self.history[sequence_id].append(token_id)
+        return drawn
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
+            self.history.pop(sequence_id, None)
+            self.released.append(sequence_id)
+            if sequence_id in self.decoding:
+                self.decoding.remove(sequence_id)
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(1, 2, 3)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Recorder:
+    """Keeps every event by request and lets a test wait for an end, a state or a count of events."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[Event]] = {}
+        self.states: list[EngineState] = []
+        self.error: IcehouseError | None = None
+        self._changed = threading.Condition()
+
+    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
+        with self._changed:
+            for request_id, event in events:
+                self.events.setdefault(request_id, []).append(event)
+            self._changed.notify_all()
+
+    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
+        with self._changed:
+            self.states.append(state)
+            self.error = error
+            self._changed.notify_all()
+
+    def wait_for_state(self, state: EngineState) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: state in self.states, BOUND_S), self.states
+
+    def wait_for_end(self, request_id: str) -> Finished | Failed:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.end_of(request_id) is not None, BOUND_S), request_id
+        end = self.end_of(request_id)
+        assert end is not None
+        return end
+
+    def end_of(self, request_id: str) -> Finished | Failed | None:
+        events = self.events.get(request_id, [])
+        return events[-1] if events and isinstance(events[-1], Finished | Failed) else None
+
+    def text_of(self, request_id: str) -> str:
+        return "".join(e.text for e in self.events.get(request_id, []) if isinstance(e, Delta))
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        return [t for e in self.events.get(request_id, []) if isinstance(e, Delta) for t in e.token_ids]
+
+
+def request(
+    request_id: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    max_output_tokens: int = 5,
+    stop: tuple[str, ...] = (),
+    deadline_time: float | None = None,
+    priority: int = 0,
+    sampling: SamplingParams | None = None,
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=tuple(prompt),
+        max_output_tokens=max_output_tokens,
+        sampling=sampling or SamplingParams(),
+        stop=stop,
+        arrival_time=1000.0,
+        deadline_time=deadline_time,
+        priority=priority,
+    )
+
+
+def decode_ascii(token_ids: Sequence[int]) -> str:
+    """One character a token."""
+    return "".join(chr(t) for t in token_ids)

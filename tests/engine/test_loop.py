@@ -1,0 +1,209 @@
+"""The step, run by hand with a fake runner and a clock that is set."""
+
+from __future__ import annotations
+
+from service.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
+from service.domain.ids import RequestId
+from service.engine.loop import EngineLoop, cancelled_by_client
+from service.engine.mailbox import Mailbox
+from service.engine.messages import Cancel, Drain, Message, QueryStats, Submit
+from service.engine.scheduler import Scheduler, SchedulerLimits
+from service.errors import Reason
+from tests.engine.fakes import EOS, FakeClock, FakeRunner, Recorder, decode_ascii, model_info, request
+
+
+class House:
+    """A loop and everything around it."""
+
+    def __init__(
+        self, *, waiting_limit: int = 8, running_limit: int = 4, context_token_limit: int = 64
+    ) -> None:
+        self.clock = FakeClock()
+        self.runner = FakeRunner()
+        self.recorder = Recorder()
+        self.mailbox: Mailbox[Message] = Mailbox(limit=100)
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                waiting_limit=waiting_limit,
+                running_limit=running_limit,
+                prefilling_limit=2,
+                prefill_chunk_token_count=4,
+            )
+        )
+        self.loop = EngineLoop(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            mailbox=self.mailbox,
+            listener=self.recorder,
+            clock=self.clock,
+            decode=decode_ascii,
+            model=model_info(context_token_limit=context_token_limit),
+        )
+
+    def submit(self, request_id: str, *args, **kwargs) -> None:
+        assert self.mailbox.offer(Submit(request(request_id, *args, **kwargs)))
+
+    def run(self, bound: int = 200) -> None:
+        self.loop.step()
+        for _ in range(bound):
+            if self.scheduler.is_empty:
+                return
+            self.loop.step()
+        raise AssertionError("the loop did not come to rest")
+
+
+def test_one_request_from_started_to_finished() -> None:
+    house = House()
+    house.submit("a", range(1, 11), max_output_tokens=3)
+    house.run()
+    events = house.recorder.events["a"]
+    assert isinstance(events[0], Started) and events[0].prompt_token_count == 10
+    assert [e.processed_token_count for e in events if isinstance(e, PrefillProgress)] == [4, 8, 9]
+    assert isinstance(events[-1], Finished) and events[-1].reason is FinishReason.LENGTH
+    assert events[-1].usage.output_token_count == 3
+    history = list(range(1, 11))
+    for _ in range(3):
+        history.append(97 + sum(history) % 26)
+    assert house.recorder.tokens_of("a") == history[10:]
+    assert house.recorder.text_of("a") == decode_ascii(history[10:])
+    assert house.runner.history == {}, "nothing is left behind"
+
+
+def test_eos_ends_without_text_and_counts() -> None:
+    house = House()
+    house.runner.next_token = lambda history: EOS if len(history) > 4 else 120
+    house.submit("a", (1, 2, 3), max_output_tokens=50)
+    house.run()
+    end = house.recorder.end_of("a")
+    assert isinstance(end, Finished) and end.reason is FinishReason.STOP_TOKEN
+    assert house.recorder.text_of("a") == "xx"
+    assert house.recorder.tokens_of("a") == [120, 120, EOS]
+
+
+def test_a_stop_string_ends_in_the_step_that_completed_it() -> None:
+    house = House()
+    text = iter("one END two")
+    house.runner.next_token = lambda history: ord(next(text))
+    house.submit("a", stop=("END",), max_output_tokens=50)
+    house.run()
+    end = house.recorder.end_of("a")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.stop_string) == (FinishReason.STOP_STRING, "END")
+    assert house.recorder.text_of("a") == "one "
+    assert end.usage.output_token_count == len("one END")
+
+
+def test_the_context_ends_an_output_early_and_says_so() -> None:
+    house = House(context_token_limit=12)
+    house.submit("a", range(1, 11), max_output_tokens=50)
+    house.run()
+    end = house.recorder.end_of("a")
+    assert isinstance(end, Finished) and end.reason is FinishReason.CONTEXT_LENGTH
+    assert end.usage.output_token_count == 2
+
+
+def test_cancel_frees_the_slot_before_the_next_forward_pass() -> None:
+    house = House(running_limit=1)
+    house.submit("a", max_output_tokens=50)
+    house.submit("b", max_output_tokens=1)
+    for _ in range(3):
+        house.loop.step()
+    steps = []
+    house.runner.on_decode = lambda: steps.append(len(house.runner.decoding))
+    house.mailbox.post(Cancel(RequestId("a"), cancelled_by_client()))
+    house.loop.step()
+    assert steps in ([], [1]), "the cancelled one is in no further pass"
+    assert 0 in house.runner.released
+    end = house.recorder.end_of("a")
+    assert isinstance(end, Failed) and end.error.reason is Reason.CANCELLED
+    house.run()
+    assert isinstance(house.recorder.end_of("b"), Finished)
+
+
+def test_cancel_of_a_waiting_and_of_an_unknown_request() -> None:
+    house = House(running_limit=1)
+    house.submit("a", max_output_tokens=3)
+    house.submit("b")
+    house.mailbox.post(Cancel(RequestId("b"), cancelled_by_client()))
+    house.mailbox.post(Cancel(RequestId("nobody"), cancelled_by_client()))
+    house.run()
+    assert isinstance(house.recorder.end_of("a"), Finished)
+    assert len(house.recorder.events["b"]) == 1, "it never started"
+
+
+def test_a_full_queue_refuses_with_numbers() -> None:
+    house = House(waiting_limit=2, running_limit=1)
+    for name in "abcd":
+        house.submit(name)
+    house.loop.step()
+    refused = [n for n in "abcd" if isinstance(house.recorder.end_of(n), Failed)]
+    assert refused == ["c", "d"]
+    end = house.recorder.end_of("c")
+    assert isinstance(end, Failed) and end.error.reason is Reason.QUEUE_FULL
+    assert end.error.metadata["waiting_limit"] == "2" and end.error.retry_after_s
+
+
+def test_deadlines_end_waiting_and_running_requests() -> None:
+    house = House(running_limit=1)
+    house.submit("running", max_output_tokens=50, deadline_time=1005.0)
+    house.submit("waiting", deadline_time=1004.0)
+    house.loop.step()
+    house.clock.now = 1004.5
+    house.loop.step()
+    assert house.recorder.end_of("running") is None
+    house.clock.now = 1006.0
+    house.loop.step()
+    for name in ("running", "waiting"):
+        end = house.recorder.end_of(name)
+        assert isinstance(end, Failed) and end.error.reason is Reason.DEADLINE_EXCEEDED
+    assert house.runner.decoding == []
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    house = House()
+    house.submit("running", max_output_tokens=5)
+    house.loop.step()
+    house.mailbox.post(Drain(deadline_time=2000.0))
+    house.submit("late")
+    house.run()
+    assert isinstance(house.recorder.end_of("running"), Finished)
+    late = house.recorder.end_of("late")
+    assert isinstance(late, Failed) and late.error.reason is Reason.DRAINING
+    assert house.loop.is_done
+
+
+def test_drain_gives_up_at_its_own_deadline() -> None:
+    house = House()
+    house.submit("endless", max_output_tokens=50)
+    house.loop.step()
+    house.mailbox.post(Drain(deadline_time=1010.0))
+    house.loop.step()
+    assert house.recorder.end_of("endless") is None
+    house.clock.now = 1011.0
+    house.loop.step()
+    end = house.recorder.end_of("endless")
+    assert isinstance(end, Failed) and end.error.reason is Reason.DRAINING
+    assert house.loop.is_done
+
+
+def test_a_warm_up_computes_the_prompt_only() -> None:
+    house = House()
+    house.submit("warm", range(1, 11), max_output_tokens=0)
+    house.run()
+    end = house.recorder.end_of("warm")
+    assert isinstance(end, Finished) and end.usage.output_token_count == 0
+    assert sum(count for _, count in house.runner.chunks) == 9
+    assert not any(isinstance(e, Delta) for e in house.recorder.events["warm"])
+
+
+def test_stats_count_what_happened() -> None:
+    house = House()
+    house.submit("a", (1, 2, 3), max_output_tokens=4)
+    house.run()
+    answers = []
+    house.mailbox.post(QueryStats(lambda engine, cache: answers.append(engine)))
+    house.submit("b")
+    house.loop.step()
+    (stats,) = answers
+    assert (stats.accepted_total, stats.finished_total) == (1, 1)
+    assert (stats.prompt_token_total, stats.prefilled_token_total, stats.output_token_total) == (3, 2, 4)

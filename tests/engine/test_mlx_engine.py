@@ -1,0 +1,181 @@
+"""The engine on tiny real models: the same text alone and in company, for every way of decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from service.clock import SystemClock
+from service.domain.events import Failed, Finished
+from service.domain.ids import RequestId
+from service.domain.model import EngineState
+from service.domain.request import GenerationRequest, SamplingParams
+from service.engine import model_loader
+from service.engine.engine import Engine
+from service.engine.mlx_runner import MlxRunner
+from service.engine.scheduler import SchedulerLimits
+from service.errors import ModelError
+from tests.engine.fakes import BOUND_S, Recorder
+from tests.models import build, tiny_model_dir
+
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=1.2, top_p=0.8, seed=2),
+    SamplingParams(temperature=0.7, top_k=20, min_p=0.02, seed=3),
+)
+
+
+@dataclasses.dataclass
+class Running:
+    engine: Engine
+    recorder: Recorder
+
+    def ask(self, requests: list[GenerationRequest]) -> dict[str, list[int]]:
+        for item in requests:
+            self.engine.submit(item)
+        for item in requests:
+            assert isinstance(self.recorder.wait_for_end(item.request_id), Finished)
+        return {r.request_id: self.recorder.tokens_of(r.request_id) for r in requests}
+
+    def stop(self) -> None:
+        self.engine.drain(grace_s=BOUND_S)
+        assert self.engine.join(timeout_s=BOUND_S)
+
+
+def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16) -> Running:
+    source = model_loader.ModelSource(path=folder, model_id="tiny")
+    tokenizer = model_loader.load_tokenizer(source)
+    recorder = Recorder()
+    engine = Engine(
+        runner=MlxRunner(source=source, tokenizer=tokenizer, lane_row_limit=lane_row_limit),
+        limits=SchedulerLimits(
+            waiting_limit=100, running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk
+        ),
+        mailbox_limit=100,
+        listener=recorder,
+        clock=SystemClock(),
+        decode=tokenizer.decode,
+    )
+    engine.start()
+    recorder.wait_for_state(EngineState.READY)
+    return Running(engine, recorder)
+
+
+def requests(prefix: str, count: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=RequestId(f"{prefix}{i}"),
+            prompt_token_ids=tuple(3 + (i * 31 + j * 7) % 290 for j in range(2 + i * 3)),
+            max_output_tokens=4 + i % 7,
+            sampling=SAMPLINGS[i % len(SAMPLINGS)],
+            stop=(),
+            arrival_time=0.0,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "falcon_h1", "llama4"])
+def test_sixteen_together_get_what_each_gets_alone(tmp_path: Path, architecture: str) -> None:
+    running = start(tiny_model_dir(tmp_path, architecture))
+    try:
+        together = running.ask(requests("together", 16))
+        alone: dict[str, list[int]] = {}
+        for item in requests("alone", 16):
+            alone |= running.ask([item])
+    finally:
+        running.stop()
+    assert list(together.values()) == list(alone.values())
+    assert len({tuple(tokens) for tokens in together.values()}) > 8, "the outputs differ from each other"
+
+
+def test_greedy_text_is_what_the_model_says_by_itself(tmp_path: Path) -> None:
+    running = start(tiny_model_dir(tmp_path, "llama"))
+    item = dataclasses.replace(
+        requests("x", 12)[11], sampling=SamplingParams(), max_output_tokens=12, request_id=RequestId("x")
+    )
+    try:
+        (tokens,) = running.ask([item]).values()
+    finally:
+        running.stop()
+    model = build("llama")
+    caches = make_prompt_cache(model)
+    expected: list[int] = []
+    feed = list(item.prompt_token_ids)
+    while len(expected) < len(tokens):
+        logits = model(mx.array([feed]), cache=caches)
+        feed = [mx.argmax(logits[0, -1]).item()]
+        expected += feed
+    assert tokens == expected
+
+
+def test_a_cancelled_stream_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    running = start(tiny_model_dir(tmp_path, "llama"))
+    try:
+        (undisturbed,) = running.ask(requests("alone", 6)[5:]).values()
+        endless = dataclasses.replace(requests("endless", 1)[0], max_output_tokens=400)
+        running.engine.submit(endless)
+        item = requests("beside", 6)[5]
+        running.engine.submit(item)
+        running.engine.cancel(RequestId("endless0"))
+        assert isinstance(running.recorder.wait_for_end("endless0"), Failed)
+        assert isinstance(running.recorder.wait_for_end(item.request_id), Finished)
+    finally:
+        running.stop()
+    assert running.recorder.tokens_of(item.request_id) == undisturbed
+
+
+def test_more_sequences_than_one_lane_holds(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    narrow, wide = start(folder, lane_row_limit=3), start(folder, lane_row_limit=16)
+    try:
+        assert narrow.ask(requests("r", 10)) == wide.ask(requests("r", 10))
+    finally:
+        narrow.stop()
+        wide.stop()
+
+
+def test_the_runner_refuses_a_second_thread(tmp_path: Path) -> None:
+    source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
+    runner = MlxRunner(source=source, tokenizer=model_loader.load_tokenizer(source), lane_row_limit=4)
+    loader = threading.Thread(target=runner.load)
+    loader.start()
+    loader.join(BOUND_S)
+    with pytest.raises(AssertionError, match="touched the runner"):
+        runner.decode()
+
+
+@pytest.mark.parametrize("breakage", ["no folder", "no config", "bad config", "no weights", "no tokenizer"])
+def test_a_broken_folder_says_what_is_wrong(tmp_path: Path, breakage: str) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    if breakage == "no folder":
+        folder = tmp_path / "nowhere"
+    elif breakage == "no config":
+        (folder / "config.json").unlink()
+    elif breakage == "bad config":
+        (folder / "config.json").write_text("{")
+    elif breakage == "no weights":
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "tokenizer.json").unlink()
+    source = model_loader.ModelSource(path=folder, model_id="tiny")
+    with pytest.raises(ModelError) as refused:
+        model_loader.load_tokenizer(source)
+        model_loader.load(source)
+    assert str(folder) in refused.value.message and "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtype_is_converted_on_load(tmp_path: Path, dtype: str) -> None:
+    folder = tiny_model_dir(tmp_path, "llama", dtype="bfloat16")
+    source = model_loader.ModelSource(path=folder, model_id="tiny", dtype=dtype)
+    loaded = model_loader.load(source)
+    info = model_loader.describe(loaded, source, model_loader.load_tokenizer(source), "")
+    assert info.dtype == dtype
+    assert info.context_token_limit > 0 and info.vocabulary_size > 100

@@ -1,0 +1,82 @@
+"""Draws: the right distribution, the right filters, and the same draw in any place of any batch."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+from service.domain.request import SamplingParams
+from service.engine.sampler import SamplingRow, _keep_likely, row_key, sample
+
+VOCABULARY = 50
+
+
+def logits(rows: int, seed: int = 3) -> mx.array:
+    return mx.array(np.random.default_rng(seed).normal(size=(rows, VOCABULARY)).astype(np.float32) * 2)
+
+
+def test_greedy_takes_the_peak() -> None:
+    table = logits(4)
+    rows = [SamplingRow(SamplingParams()) for _ in range(4)]
+    assert sample(table, rows).tolist() == mx.argmax(table, axis=-1).tolist()
+    assert [row.drawn_count for row in rows] == [1, 1, 1, 1]
+
+
+def test_a_row_draws_the_same_alone_and_anywhere_in_a_mixed_batch() -> None:
+    table = logits(6)
+    params = [
+        SamplingParams(temperature=0.8, seed=11),
+        SamplingParams(),
+        SamplingParams(temperature=1.3, top_p=0.7, seed=12),
+        SamplingParams(temperature=1.0, top_k=5, seed=2**64 - 1),
+        SamplingParams(temperature=0.5, min_p=0.1, seed=14),
+        SamplingParams(temperature=1.0, seed=11),
+    ]
+    for step in range(5):
+        together = sample(table, [SamplingRow(p, step) for p in params]).tolist()
+        alone = [sample(table[i : i + 1], [SamplingRow(p, step)]).item() for i, p in enumerate(params)]
+        order = [4, 2, 0, 5, 1, 3]
+        shuffled = sample(table[mx.array(order)], [SamplingRow(params[i], step) for i in order]).tolist()
+        assert together == alone
+        assert shuffled == [alone[i] for i in order]
+
+
+def test_draws_follow_the_distribution() -> None:
+    table = mx.log(mx.array([[0.5, 0.3, 0.2, 0.0]]))
+    count = 4000
+    rows = [SamplingRow(SamplingParams(temperature=1.0, seed=7), i) for i in range(count)]
+    drawn = np.array(sample(mx.broadcast_to(table, (count, 4)), rows))
+    shares = np.bincount(drawn, minlength=4) / count
+    assert shares[3] == 0.0
+    assert np.abs(shares - [0.5, 0.3, 0.2, 0.0]).max() < 0.03, shares
+
+
+@pytest.mark.parametrize(
+    ("params", "reference"),
+    [
+        (SamplingParams(temperature=1, top_p=0.6), lambda x: apply_top_p(x, 0.6)),
+        (SamplingParams(temperature=1, top_k=7), lambda x: apply_top_k(x, 7)),
+        (SamplingParams(temperature=1, min_p=0.2), lambda x: apply_min_p(x, 0.2)),
+    ],
+)
+def test_filters_keep_what_mlx_lm_keeps(params: SamplingParams, reference) -> None:
+    table = logits(8)
+    logprobs = table - mx.logsumexp(table, axis=-1, keepdims=True)
+    ours = np.isfinite(np.array(_keep_likely(table, [params] * 8)))
+    assert (ours == np.isfinite(np.array(reference(logprobs)))).all()
+    assert 0 < ours.sum() < ours.size
+
+
+def test_filters_apply_to_their_own_row_only() -> None:
+    table = logits(3)
+    params = [SamplingParams(temperature=1, top_k=1), SamplingParams(temperature=1, top_p=1e-6)]
+    params.append(SamplingParams(temperature=1, top_k=VOCABULARY + 5))
+    kept = np.isfinite(np.array(_keep_likely(table, params))).sum(axis=1)
+    assert kept.tolist() == [1, 1, VOCABULARY]
+
+
+def test_keys_differ_by_seed_and_by_draw() -> None:
+    keys = {row_key(seed=s, drawn_count=n) for s in range(50) for n in range(50)}
+    assert len(keys) == 2500

@@ -1,0 +1,105 @@
+"""The policy, one decision at a time."""
+
+from __future__ import annotations
+
+from service.engine.ids import SequenceId
+from service.engine.scheduler import DecodeStep, Idle, PrefillChunk, Scheduler, SchedulerLimits
+from service.engine.sequence import Sequence
+from service.engine.text import TextStream
+from tests.engine.fakes import decode_ascii, request
+
+LIMITS = SchedulerLimits(
+    waiting_limit=10, running_limit=4, prefilling_limit=3, prefill_chunk_token_count=8, prefill_slice_s=0.1
+)
+
+
+def sequence(number: int, prompt_token_count: int, *, priority: int = 0) -> Sequence:
+    text = TextStream(decode=decode_ascii, prompt_token_ids=[], stops=())
+    asked = request(f"r{number}", [1] * prompt_token_count, priority=priority)
+    return Sequence(SequenceId(number), asked, text, output_token_limit=5)
+
+
+def test_waiting_is_bounded_and_priority_goes_first() -> None:
+    scheduler = Scheduler(LIMITS)
+    assert all(scheduler.enqueue(sequence(i, 5)) for i in range(9))
+    assert scheduler.enqueue(sequence(9, 5, priority=1))
+    assert not scheduler.enqueue(sequence(10, 5))
+    admitted = [s.sequence_id for s in scheduler.admit()]
+    assert admitted == [9, 0, 1], "the urgent one, then in order of arrival, up to prefilling_limit"
+
+
+def test_running_limit_counts_decoding_too() -> None:
+    scheduler = Scheduler(LIMITS)
+    for i in range(6):
+        scheduler.enqueue(sequence(i, 5))
+    first = scheduler.admit()
+    for s in first:
+        scheduler.start_decoding(s)
+    assert len(scheduler.admit()) == 1
+    scheduler.remove(first[0])
+    assert len(scheduler.admit()) == 1
+
+
+def test_chunks_end_on_the_grid_of_the_sequence() -> None:
+    scheduler = Scheduler(LIMITS)
+    s = sequence(0, 30)
+    s.processed_token_count = 5  # as after a prefix hit
+    scheduler.enqueue(s)
+    scheduler.admit()
+    cuts = []
+    while not s.is_prefilled:
+        work = scheduler.next_work()
+        assert isinstance(work, PrefillChunk)
+        cuts.append((work.start, work.stop))
+        s.processed_token_count = work.stop
+    assert cuts == [(5, 8), (8, 16), (16, 24), (24, 29)], "the last token is left for the first decode"
+
+
+def test_prefill_and_decode_take_turns_by_time() -> None:
+    scheduler = Scheduler(LIMITS)
+    decoding, long = sequence(0, 2), sequence(1, 1000)
+    for s in (decoding, long):
+        scheduler.enqueue(s)
+    scheduler.admit()
+    scheduler.start_decoding(decoding)
+    kinds = []
+    for _ in range(9):
+        work = scheduler.next_work()
+        kinds.append("P" if isinstance(work, PrefillChunk) else "D")
+        if isinstance(work, PrefillChunk):
+            long.processed_token_count = work.stop
+            scheduler.note_prefill(0.06)
+        else:
+            scheduler.note_decode(0.05)
+    assert "".join(kinds) == "PPDPPDPPD", "two chunks of 60 ms fill a slice of 100 ms"
+
+
+def test_a_short_prompt_overtakes_a_long_one_and_the_long_one_still_moves() -> None:
+    scheduler = Scheduler(LIMITS)
+    long = sequence(0, 10_000)
+    short = sequence(1, 9)
+    for s in (long, short):
+        scheduler.enqueue(s)
+    scheduler.admit()
+    scheduler.note_decode(0.01)
+    work = scheduler.next_work()
+    assert isinstance(work, PrefillChunk) and work.sequence is short
+    turns = []
+    for _ in range(8):
+        scheduler.note_decode(0.01)
+        work = scheduler.next_work()
+        assert isinstance(work, PrefillChunk)
+        turns.append(work.sequence)
+    assert long in turns, "the oldest gets a turn now and then"
+
+
+def test_idle_when_nothing_runs() -> None:
+    scheduler = Scheduler(LIMITS)
+    assert isinstance(scheduler.next_work(), Idle) and scheduler.is_empty
+    s = sequence(0, 2)
+    scheduler.enqueue(s)
+    scheduler.admit()
+    scheduler.start_decoding(s)
+    assert isinstance(scheduler.next_work(), DecodeStep)
+    scheduler.remove(s)
+    assert scheduler.is_empty
