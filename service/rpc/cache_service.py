@@ -1,0 +1,161 @@
+"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from icehouse.v1 import cache_service_pb2 as messages
+from icehouse.v1 import cache_service_pb2_grpc
+
+from service.domain.cache_orders import (
+    CacheAnswer,
+    CacheOrder,
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from service.domain.events import Finished
+from service.domain.request import SamplingParams
+from service.errors import IcehouseError, InvalidRequest, Reason
+from service.rpc.calls import CallDesk, Context
+from service.rpc.convert import cache_report_proto, usage_proto
+from service.rpc.convert_stats import evict_response, explain_response, verify_response
+from service.rpc.generation import Generation
+from service.rpc.ports import EnginePort
+from service.rpc.router import Router
+from service.rpc.stats import StatsReader
+from service.rpc.validation import check_model, refuse_value, tenant_of, watch_interval_of
+
+Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport)
+
+
+class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
+    """Turns calls into the cache's orders and their answers into responses."""
+
+    def __init__(
+        self,
+        *,
+        desk: CallDesk,
+        engine: EnginePort,
+        generation: Generation,
+        router: Router,
+        stats: StatsReader,
+    ) -> None:
+        self._desk = desk
+        self._engine = engine
+        self._generation = generation
+        self._router = router
+        self._stats = stats
+
+    async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
+        """Answer with what Generate would reuse."""
+        async with self._desk.call("Explain", context) as call:
+            tenant = tenant_of(request.cache)
+            _, token_ids = await self._generation.read_prompt(
+                request, request.WhichOneof("prompt"), model_id=request.model, call=call
+            )
+            explanation = await self._order(Explain(token_ids, tenant), Explanation)
+            return explain_response(explanation, prompt_token_count=len(token_ids))
+
+    async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
+        """Run the prompt without output."""
+        async with self._desk.call("Warm", context) as call:
+            _, domain_request = await self._generation.prepare(
+                request,
+                request.WhichOneof("prompt"),
+                call=call,
+                max_output_tokens=0,
+                sampling=SamplingParams(),
+            )
+            async with self._generation.run(domain_request) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        call.finish(event)
+                        return messages.WarmResponse(
+                            request_id=domain_request.request_id,
+                            cache=cache_report_proto(event.usage.cache),
+                            usage=usage_proto(event.usage),
+                        )
+        raise AssertionError("a request's events ended without Finished or Failed")
+
+    async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
+        """Pin a prompt's blocks."""
+        async with self._desk.call("Pin", context) as call:
+            tenant = tenant_of(request.cache)
+            _, token_ids = await self._generation.read_prompt(
+                request, request.WhichOneof("prompt"), model_id=request.model, call=call
+            )
+            report = await self._order(Pin(token_ids, tenant), PinReport)
+            return messages.PinResponse(
+                block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
+            )
+
+    async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
+        """Take a prompt's pins off."""
+        async with self._desk.call("Unpin", context) as call:
+            tenant = tenant_of(request.cache)
+            _, token_ids = await self._generation.read_prompt(
+                request, request.WhichOneof("prompt"), model_id=request.model, call=call
+            )
+            report = await self._order(Unpin(token_ids, tenant), PinReport)
+            return messages.UnpinResponse(
+                block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
+            )
+
+    async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
+        """Remove a prompt's blocks, or everything."""
+        async with self._desk.call("Evict", context) as call:
+            kind = request.WhichOneof("target")
+            if kind is None:
+                raise InvalidRequest(
+                    Reason.PROMPT_MISSING,
+                    "nothing is named to evict; set `text`, `chat`, `tokens` or `all`",
+                    field="target",
+                )
+            tenant = tenant_of(request.cache)
+            if kind == "all":
+                if not request.all:
+                    refuse_value("all", False, "true; name a prompt to evict less")
+                check_model(request.model, self._router.require_model().info)
+                return evict_response(await self._order(Evict(None), EvictReport))
+            _, token_ids = await self._generation.read_prompt(
+                request, kind, model_id=request.model, call=call
+            )
+            return evict_response(await self._order(Evict(token_ids, tenant), EvictReport))
+
+    async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
+        """Have blocks on SSD read and compared."""
+        async with self._desk.call("Verify", context):
+            if request.block_limit < 0:
+                refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
+            return verify_response(await self._order(Verify(request.block_limit), VerifyReport))
+
+    async def WatchStats(  # type: ignore[override]
+        self, request: messages.WatchStatsRequest, context: Context
+    ) -> None:
+        """Send counters until the caller ends it or the engine stops."""
+        async with self._desk.call("WatchStats", context):
+            interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
+            while True:
+                await context.write(messages.WatchStatsResponse(stats=await self._stats.read()))
+                await asyncio.sleep(interval_s)
+
+    async def _order(self, order: CacheOrder, answer_type: type[Answer]) -> Answer:
+        self._router.require_model()
+
+        def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+            self._engine.give_order(order, reply)
+
+        answer = await self._router.ask(send)
+        if isinstance(answer, IcehouseError):
+            raise answer
+        assert isinstance(answer, answer_type), f"{order} was answered by {answer}"
+        return answer

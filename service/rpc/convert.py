@@ -1,0 +1,157 @@
+"""Domain data to response messages of generation and models. Pure functions."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from icehouse.v1 import inference_service_pb2 as inference
+from icehouse.v1 import model_service_pb2, usage_pb2
+
+from service.domain.events import (
+    CacheReport,
+    Delta,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    ReuseLimit,
+    Started,
+    Usage,
+)
+from service.domain.model import ModelInfo
+
+_FINISH_REASONS = {
+    FinishReason.STOP_TOKEN: usage_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: usage_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: usage_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CONTEXT_LENGTH: usage_pb2.FINISH_REASON_CONTEXT_LENGTH,
+}
+
+REUSE_LIMITS = {
+    ReuseLimit.NONE: usage_pb2.REUSE_LIMIT_NONE,
+    ReuseLimit.NO_MATCH: usage_pb2.REUSE_LIMIT_NO_MATCH,
+    ReuseLimit.DIVERGED: usage_pb2.REUSE_LIMIT_DIVERGED,
+    ReuseLimit.NO_CHECKPOINT: usage_pb2.REUSE_LIMIT_NO_CHECKPOINT,
+    ReuseLimit.RECOMPUTE_FASTER: usage_pb2.REUSE_LIMIT_RECOMPUTE_FASTER,
+    ReuseLimit.LOAD_FAILED: usage_pb2.REUSE_LIMIT_LOAD_FAILED,
+    ReuseLimit.SWITCHED_OFF: usage_pb2.REUSE_LIMIT_SWITCHED_OFF,
+    ReuseLimit.UNSUPPORTED: usage_pb2.REUSE_LIMIT_UNSUPPORTED,
+}
+
+
+def duration_proto(duration_s: float) -> Duration:
+    """Return seconds as a Duration, to the nanosecond."""
+    duration = Duration()
+    duration.FromNanoseconds(round(duration_s * 1e9))
+    return duration
+
+
+def timestamp_proto(time_s: float) -> Timestamp:
+    """Return seconds since the Unix epoch as a Timestamp, to the microsecond."""
+    timestamp = Timestamp()
+    timestamp.FromMicroseconds(round(time_s * 1e6))
+    return timestamp
+
+
+def cache_report_proto(report: CacheReport) -> usage_pb2.CacheReport:
+    """Return what was reused."""
+    return usage_pb2.CacheReport(
+        cached_tokens=report.cached_token_count,
+        ram_tokens=report.ram_token_count,
+        ssd_tokens=report.ssd_token_count,
+        restore_duration=duration_proto(report.restore_s),
+        limit=REUSE_LIMITS[report.limit],
+    )
+
+
+def usage_proto(usage: Usage) -> usage_pb2.Usage:
+    """Return what a request cost."""
+    return usage_pb2.Usage(
+        prompt_tokens=usage.prompt_token_count,
+        cached_tokens=usage.cache.cached_token_count,
+        ram_tokens=usage.cache.ram_token_count,
+        ssd_tokens=usage.cache.ssd_token_count,
+        output_tokens=usage.output_token_count,
+        queue_duration=duration_proto(usage.queue_s),
+        restore_duration=duration_proto(usage.cache.restore_s),
+        prefill_duration=duration_proto(usage.prefill_s),
+        decode_duration=duration_proto(usage.decode_s),
+        time_to_first_token=duration_proto(usage.ttft_s),
+        total_duration=duration_proto(usage.total_s),
+    )
+
+
+def started_proto(event: Started, *, request_id: str, model_id: str, seed: int) -> inference.Started:
+    """Return the first event of a stream."""
+    return inference.Started(
+        request_id=request_id,
+        model=model_id,
+        prompt_tokens=event.prompt_token_count,
+        cache=cache_report_proto(event.cache),
+        queue_duration=duration_proto(event.queue_s),
+        seed=seed,
+    )
+
+
+def finished_proto(event: Finished) -> inference.Finished:
+    """Return the last event of a stream."""
+    return inference.Finished(
+        finish_reason=_FINISH_REASONS[event.reason],
+        stop_string=event.stop_string,
+        usage=usage_proto(event.usage),
+    )
+
+
+def stream_response(
+    event: Started | PrefillProgress | Delta | Finished, *, request_id: str, model_id: str, seed: int
+) -> inference.StreamResponse:
+    """Return one event of a stream."""
+    match event:
+        case Started():
+            started = started_proto(event, request_id=request_id, model_id=model_id, seed=seed)
+            return inference.StreamResponse(started=started)
+        case PrefillProgress():
+            progress = inference.PrefillProgress(
+                processed_tokens=event.processed_token_count, prompt_tokens=event.prompt_token_count
+            )
+            return inference.StreamResponse(prefill_progress=progress)
+        case Delta():
+            return inference.StreamResponse(delta=inference.Delta(text=event.text, token_ids=event.token_ids))
+        case Finished():
+            return inference.StreamResponse(finished=finished_proto(event))
+
+
+def generate_response(
+    event: Finished, deltas: list[Delta], *, request_id: str, model_id: str, seed: int
+) -> inference.GenerateResponse:
+    """Return the complete output."""
+    return inference.GenerateResponse(
+        request_id=request_id,
+        model=model_id,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        finish_reason=_FINISH_REASONS[event.reason],
+        stop_string=event.stop_string,
+        usage=usage_proto(event.usage),
+        cache=cache_report_proto(event.usage.cache),
+        seed=seed,
+    )
+
+
+def model_proto(info: ModelInfo) -> model_service_pb2.Model:
+    """Return a model's facts."""
+    return model_service_pb2.Model(
+        id=info.model_id,
+        architecture=info.architecture,
+        vocabulary_size=info.vocabulary_size,
+        context_tokens=info.context_token_limit,
+        dtype=info.dtype,
+        quantization=info.quantization,
+        parameter_count=info.parameter_count,
+        weight_bytes=info.weight_bytes,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        cache_classes=info.cache_classes,
+        fingerprint=info.fingerprint_hex,
+        has_chat_template=info.has_chat_template,
+        eos_token_ids=info.eos_token_ids,
+        device=info.device,
+    )

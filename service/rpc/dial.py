@@ -1,0 +1,152 @@
+"""The command line's own client: wait for a server, stream one continuation. Blocking.
+
+Programs use the package in clients/python; this one exists so that `icehouse generate` and
+`icehouse demo` need nothing beside the server's own distribution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse.v1 import inference_service_pb2, inference_service_pb2_grpc, usage_pb2
+
+_WATCH_SLICE_S = 1.0
+"""How long one look at the server's health may take before its process is looked at again."""
+
+
+class CallFailed(Exception):
+    """A call ended with a status other than OK. `unreachable` when there was no server to ask."""
+
+    def __init__(self, message: str, *, code: str, unreachable: bool) -> None:
+        super().__init__(message)
+        self.code = code
+        self.unreachable = unreachable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to continue, and how. None leaves the choice to the server."""
+
+    text: str
+    is_chat: bool = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """What a finished call cost. Durations in seconds."""
+
+    finish_reason: str
+    prompt_token_count: int
+    ram_token_count: int
+    ssd_token_count: int
+    output_token_count: int
+    ttft_s: float
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Rate after the first token; 0 when there was only one."""
+        return (self.output_token_count - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+class Connection:
+    """One channel to one server."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def wait_until_serving(self, *, is_alive: Callable[[], bool]) -> bool:
+        """Block until health says SERVING; False when `is_alive` says that the server is gone."""
+        health = health_pb2_grpc.HealthStub(self._channel)
+        while is_alive():
+            watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=_WATCH_SLICE_S, wait_for_ready=True)
+            try:
+                for answer in watch:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        watch.cancel()
+                        return True
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise _failure(error, self.address) from error
+        return False
+
+    def stream(self, prompt: Prompt, *, on_text: Callable[[str], None], timeout_s: float | None) -> Summary:
+        """Call Stream and hand over text as it comes. Raises CallFailed."""
+        stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
+        finished: inference_service_pb2.Finished | None = None
+        try:
+            for answer in stub.Stream(_request(prompt), timeout=timeout_s):
+                if answer.WhichOneof("event") == "delta" and answer.delta.text:
+                    on_text(answer.delta.text)
+                elif answer.WhichOneof("event") == "finished":
+                    finished = answer.finished
+        except grpc.RpcError as error:
+            raise _failure(error, self.address) from error
+        if finished is None:
+            raise CallFailed("the stream ended without `finished`", code="INTERNAL", unreachable=False)
+        return _summary(finished)
+
+
+def _request(prompt: Prompt) -> inference_service_pb2.GenerateRequest:
+    request = inference_service_pb2.GenerateRequest(
+        max_output_tokens=prompt.max_output_tokens or 0, stop=list(prompt.stop)
+    )
+    if prompt.is_chat:
+        request.chat.messages.add(role="user", content=prompt.text)
+    else:
+        request.text = prompt.text
+    for name in ("temperature", "top_p", "seed"):
+        value = getattr(prompt, name)
+        if value is not None:
+            setattr(request.sampling, name, value)
+    return request
+
+
+def _summary(finished: inference_service_pb2.Finished) -> Summary:
+    usage = finished.usage
+    return Summary(
+        finish_reason=usage_pb2.FinishReason.Name(finished.finish_reason)
+        .removeprefix("FINISH_REASON_")
+        .lower(),
+        prompt_token_count=usage.prompt_tokens,
+        ram_token_count=usage.ram_tokens,
+        ssd_token_count=usage.ssd_tokens,
+        output_token_count=usage.output_tokens,
+        ttft_s=usage.time_to_first_token.ToTimedelta().total_seconds(),
+        prefill_s=usage.prefill_duration.ToTimedelta().total_seconds(),
+        decode_s=usage.decode_duration.ToTimedelta().total_seconds(),
+    )
+
+
+def _failure(error: grpc.RpcError, address: str) -> CallFailed:
+    assert isinstance(error, grpc.Call), "a failed call knows its status"
+    code = error.code()
+    # gRPC's own status for a refused connection carries no details of ours.
+    has_details = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
+    if code is grpc.StatusCode.UNAVAILABLE and not has_details:
+        message = f"no server answers at {address}; start one with `icehouse serve`, or say --address"
+        return CallFailed(message, code=code.name, unreachable=True)
+    return CallFailed(f"{code.name}: {error.details()}", code=code.name, unreachable=False)

@@ -1,0 +1,149 @@
+"""One request from the wire to its last event: read, submit, hand out events, and never leave it running."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from icehouse.v1 import cache_policy_pb2
+
+from service.config import ServerConfig
+from service.domain.events import Event, Failed
+from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.rpc.calls import Call
+from service.rpc.outbox import Outbox
+from service.rpc.ports import EnginePort, ServedModel
+from service.rpc.prompts import PromptMessage, PromptReader, prompt_of
+from service.rpc.router import Router
+from service.rpc.validation import (
+    cache_use_of,
+    check_model,
+    priority_of,
+    refuse_value,
+    request_id_of,
+    tenant_of,
+)
+
+
+class RunMessage(PromptMessage, Protocol):
+    """A request message that makes the engine run."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def cache(self) -> cache_policy_pb2.CachePolicy: ...
+    @property
+    def priority(self) -> int: ...
+
+
+class Generation:
+    """Runs requests for the services. Owned by the event loop."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        engine: EnginePort,
+        router: Router,
+        prompts: PromptReader,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._router = router
+        self._prompts = prompts
+        self._draw_seed = draw_seed
+
+    def draw_seed(self) -> int:
+        """Return a seed for a request that names none, 0 to 2**64 - 1."""
+        return self._draw_seed()
+
+    async def prepare(
+        self,
+        message: RunMessage,
+        kind: str | None,
+        *,
+        call: Call,
+        max_output_tokens: int,
+        sampling: SamplingParams,
+        stop: tuple[str, ...] = (),
+    ) -> tuple[ServedModel, GenerationRequest]:
+        """Return the served model and the engine's request; raises what refuses it.
+
+        `kind` is the prompt's set field. What needs no tokenizer is refused first: it costs nothing.
+        """
+        request_id = request_id_of(message.request_id, generated=uuid.uuid4().hex)
+        call.request_id = request_id
+        cache_use = cache_use_of(message.cache)
+        if max_output_tokens == 0 and cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
+            refuse_value("cache.use", cache_use.name, "one that writes, for a warm-up")
+        tenant = tenant_of(message.cache)
+        priority = priority_of(message.priority)
+        model, token_ids = await self.read_prompt(message, kind, model_id=message.model, call=call)
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            max_output_tokens=max_output_tokens,
+            sampling=sampling,
+            stop=stop,
+            arrival_time=call.arrival_time,
+            deadline_time=call.deadline_time,
+            cache_use=cache_use,
+            tenant=tenant,
+            priority=priority,
+        )
+        return model, request
+
+    async def read_prompt(
+        self, message: PromptMessage, kind: str | None, *, model_id: str, call: Call
+    ) -> tuple[ServedModel, tuple[int, ...]]:
+        """Return the served model and the prompt's tokens; raises what refuses them."""
+        model = self._router.require_model()
+        check_model(model_id, model.info)
+        token_ids = await self._prompts.read(prompt_of(message, kind, model.info), model)
+        call.prompt_token_count = len(token_ids)
+        return model, token_ids
+
+    @contextlib.asynccontextmanager
+    async def run(
+        self, request: GenerationRequest, *, on_stall: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[AsyncIterator[Event]]:
+        """Submit the request and give its events; leaving the block early cancels it at once.
+
+        The iterator ends after `Finished` and raises the error of `Failed`.
+        """
+
+        def stalled() -> None:
+            self._engine.cancel(request.request_id)
+            on_stall()
+
+        outbox = Outbox(
+            event_limit=self._config.outbox_event_limit,
+            byte_limit=self._config.outbox_byte_limit,
+            on_stall=stalled,
+        )
+        self._router.require_model()
+        self._router.open(request.request_id, outbox)
+        try:
+            self._engine.submit(request)
+        except BaseException:
+            self._router.forget(request.request_id)
+            raise
+        try:
+            yield _events(outbox)
+        finally:
+            self._router.release(request.request_id)
+            if not outbox.ended:
+                self._engine.cancel(request.request_id)
+
+
+async def _events(outbox: Outbox) -> AsyncIterator[Event]:
+    while not outbox.ended:
+        event = await outbox.take()
+        if isinstance(event, Failed):
+            raise event.error
+        yield event

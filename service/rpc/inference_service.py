@@ -1,0 +1,117 @@
+"""InferenceService: Generate, Stream, Tokenize, CacheStats."""
+
+from __future__ import annotations
+
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import inference_service_pb2_grpc
+
+from service.config import ServerConfig
+from service.domain.events import Delta, Failed, Finished
+from service.domain.request import GenerationRequest
+from service.rpc.calls import Call, CallDesk, Context
+from service.rpc.convert import generate_response, stream_response
+from service.rpc.generation import Generation
+from service.rpc.ports import ServedModel
+from service.rpc.prompts import PromptReader, text_prompt_of
+from service.rpc.router import Router
+from service.rpc.stall_timer import StallTimer
+from service.rpc.stats import StatsReader
+from service.rpc.validation import check_model, max_output_tokens_of, sampling_of, stop_of
+
+
+class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
+    """Thin: each method reads the request, asks below, and writes the answer."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        desk: CallDesk,
+        generation: Generation,
+        router: Router,
+        prompts: PromptReader,
+        stats: StatsReader,
+    ) -> None:
+        self._config = config
+        self._desk = desk
+        self._generation = generation
+        self._router = router
+        self._prompts = prompts
+        self._stats = stats
+
+    async def Generate(
+        self, request: messages.GenerateRequest, context: Context
+    ) -> messages.GenerateResponse:
+        """Answer once, with the complete output."""
+        async with self._desk.call("Generate", context) as call:
+            model, domain_request = await self._read(request, call)
+            deltas: list[Delta] = []
+            async with self._generation.run(domain_request) as events:
+                async for event in events:
+                    if isinstance(event, Delta):
+                        deltas.append(event)
+                    elif isinstance(event, Finished):
+                        call.finish(event)
+                        return generate_response(
+                            event,
+                            deltas,
+                            request_id=domain_request.request_id,
+                            model_id=model.info.model_id,
+                            seed=domain_request.sampling.seed,
+                        )
+        raise AssertionError("a request's events ended without Finished or Failed")
+
+    # Written with context.write, not as a generator: only so can a write that blocks be timed.
+    async def Stream(  # type: ignore[override]
+        self, request: messages.GenerateRequest, context: Context
+    ) -> None:
+        """Answer event by event."""
+        timer = StallTimer(timeout_s=self._config.stall_timeout_s)
+        async with self._desk.call("Stream", context) as call:
+            model, domain_request = await self._read(request, call)
+            async with self._generation.run(domain_request, on_stall=timer.expire) as events, timer.guard():
+                async for event in events:
+                    assert not isinstance(event, Failed), "a failure is raised, not handed out"
+                    response = stream_response(
+                        event,
+                        request_id=domain_request.request_id,
+                        model_id=model.info.model_id,
+                        seed=domain_request.sampling.seed,
+                    )
+                    timer.writing()
+                    await context.write(response)
+                    timer.written()
+                    if isinstance(event, Finished):
+                        call.finish(event)
+
+    async def Tokenize(
+        self, request: messages.TokenizeRequest, context: Context
+    ) -> messages.TokenizeResponse:
+        """Answer with the tokens of a prompt."""
+        async with self._desk.call("Tokenize", context) as call:
+            model = self._router.require_model()
+            check_model(request.model, model.info)
+            prompt = text_prompt_of(request, request.WhichOneof("prompt"))
+            pieces = await self._prompts.pieces(prompt, model)
+            call.prompt_token_count = len(pieces)
+            tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in pieces]
+            return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
+
+    async def CacheStats(
+        self, request: messages.CacheStatsRequest, context: Context
+    ) -> messages.CacheStatsResponse:
+        """Answer with the counters between two steps."""
+        async with self._desk.call("CacheStats", context):
+            return await self._stats.read()
+
+    async def _read(
+        self, request: messages.GenerateRequest, call: Call
+    ) -> tuple[ServedModel, GenerationRequest]:
+        return await self._generation.prepare(
+            request,
+            request.WhichOneof("prompt"),
+            call=call,
+            max_output_tokens=max_output_tokens_of(request.max_output_tokens, self._config),
+            sampling=sampling_of(request.sampling, generated_seed=self._generation.draw_seed()),
+            stop=stop_of(request.stop, self._config),
+        )

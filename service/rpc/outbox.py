@@ -1,0 +1,113 @@
+"""Events of one request between the engine and its reader. Owned by the event loop.
+
+Bounded twice: above `event_limit` waiting events deltas are merged, so that what waits is
+hardly more than the output's own text; above `byte_limit` the reader counts as stalled, what
+waits is dropped and the request ends with `READER_STALLED`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable
+
+from service.domain.events import Delta, Event, Failed, Finished, PrefillProgress
+from service.errors import Overloaded, Reason
+
+TOKEN_ID_BYTES = 8
+"""What one waiting token id is counted as."""
+
+
+class Outbox:
+    """A queue with one writer and one reader, both on the event loop."""
+
+    def __init__(self, *, event_limit: int, byte_limit: int, on_stall: Callable[[], None]) -> None:
+        self._event_limit = event_limit
+        self._byte_limit = byte_limit
+        self._on_stall = on_stall
+        self._waiting: collections.deque[Event | _DeltaRun] = collections.deque()
+        self._waiting_bytes = 0
+        self._filled = asyncio.Event()
+        self._closed_by_writer = False
+        self.ended = False
+        """The reader has taken the last event."""
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._waiting_bytes
+
+    def put(self, event: Event) -> None:
+        """Add an event. Whatever comes after the last one is ignored."""
+        if self._closed_by_writer:
+            return
+        self._closed_by_writer = isinstance(event, (Finished, Failed))
+        self._append(event)
+        self._waiting_bytes += _size_bytes(event)
+        if self._waiting_bytes > self._byte_limit and not self._closed_by_writer:
+            self.stall(f"{self._waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
+        self._filled.set()
+
+    def stall(self, what: str) -> None:
+        """Drop what waits and end with READER_STALLED. `what` says which limit was passed."""
+        self._closed_by_writer = True
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        error = Overloaded(
+            Reason.READER_STALLED,
+            f"the reader is too slow: {what}; read the stream faster or ask for less",
+            metadata={"byte_limit": self._byte_limit},
+        )
+        self._waiting.append(Failed(error))
+        self._filled.set()
+        self._on_stall()
+
+    async def take(self) -> Event:
+        """Return the oldest event, waiting for one. After `Finished` or `Failed` none comes."""
+        assert not self.ended, "the last event was taken already"
+        while not self._waiting:
+            self._filled.clear()
+            await self._filled.wait()
+        oldest = self._waiting.popleft()
+        event = oldest.merged() if isinstance(oldest, _DeltaRun) else oldest
+        self._waiting_bytes -= _size_bytes(event)
+        self.ended = isinstance(event, (Finished, Failed))
+        return event
+
+    def _append(self, event: Event) -> None:
+        newest = self._waiting[-1] if self._waiting else None
+        if isinstance(event, PrefillProgress) and isinstance(newest, PrefillProgress):
+            self._waiting[-1] = event
+        elif isinstance(event, Delta) and len(self._waiting) >= self._event_limit:
+            if isinstance(newest, Delta):
+                newest = self._waiting[-1] = _DeltaRun(newest)
+            if isinstance(newest, _DeltaRun):
+                newest.add(event)
+            else:
+                self._waiting.append(event)
+        else:
+            self._waiting.append(event)
+
+
+class _DeltaRun:
+    """Deltas that will be sent as one. Joined once, when taken."""
+
+    def __init__(self, first: Delta) -> None:
+        self._texts = [first.text]
+        self._token_ids = list(first.token_ids)
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+
+    def merged(self) -> Delta:
+        return Delta("".join(self._texts), tuple(self._token_ids))
+
+
+def _size_bytes(event: Event) -> int:
+    if isinstance(event, Delta):
+        return len(event.text.encode("utf-8")) + TOKEN_ID_BYTES * len(event.token_ids)
+    return 0

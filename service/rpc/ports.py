@@ -1,0 +1,71 @@
+"""What this room needs from the rooms below it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from service.domain.cache_orders import CacheAnswer, CacheOrder
+from service.domain.cache_stats import CacheStats
+from service.domain.ids import RequestId
+from service.domain.model import ChatMessage, ModelInfo
+from service.domain.request import GenerationRequest
+from service.domain.stats import EngineStats
+from service.errors import IcehouseError
+
+StatsReply = Callable[[EngineStats, CacheStats | None], None]
+OrderReply = Callable[[CacheAnswer | IcehouseError], None]
+
+
+class EnginePort(Protocol):
+    """The engine, as the event loop sees it: nothing here blocks, everything is safe from its thread.
+
+    Each submitted request is answered through `Router.publish` by exactly one last event
+    (`Finished` or `Failed`), a cancelled one too.
+    """
+
+    @property
+    def heartbeat_time(self) -> float:
+        """`Clock.monotonic` at the inference loop's last turn."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Take the request in; raises Overloaded, Unavailable, CannotFit or AlreadyExists if it does not."""
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End the request within a step. An unknown or ended id is no error."""
+        ...
+
+    def request_stats(self, reply: StatsReply) -> None:
+        """Call `reply` once, on the inference thread, with the counters between two steps."""
+        ...
+
+    def give_order(self, order: CacheOrder, reply: OrderReply) -> None:
+        """Call `reply` once, on any thread, with the order's own answer or with an error."""
+        ...
+
+
+class TokenizerPort(Protocol):
+    """A tokenizer that several threads may use at once."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of plain text, the model's start token included if it wants one."""
+        ...
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the tokens of a conversation; raises InvalidRequest when the template refuses."""
+        ...
+
+    def piece(self, token_id: int) -> str:
+        """Return one token's own spelling."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The loaded model: its facts and its tokenizer."""
+
+    info: ModelInfo
+    tokenizer: TokenizerPort

@@ -1,0 +1,137 @@
+"""The gRPC server: wires the services together, opens the door, and shuts it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
+
+from service.clock import Clock
+from service.config import ServerConfig
+from service.rpc.address import bind, remove_uds, secure_uds
+from service.rpc.cache_service import CacheService
+from service.rpc.calls import CallDesk
+from service.rpc.generation import Generation
+from service.rpc.health import Health
+from service.rpc.inference_service import InferenceService
+from service.rpc.model_service import ModelService
+from service.rpc.ports import EnginePort
+from service.rpc.prompts import PromptReader
+from service.rpc.reflection import add_reflection
+from service.rpc.router import Router
+from service.rpc.stats import StatsReader
+
+SERVICE_NAMES = ("icehouse.v1.InferenceService", "icehouse.v1.ModelService", "icehouse.v1.CacheService")
+
+HEARTBEAT_TIMEOUT_S = 120.0
+"""A prefill chunk on a slow CPU takes tens of seconds; an inference loop silent for longer is stuck."""
+
+
+def draw_seed() -> int:
+    """Return 64 random bits from the system."""
+    return secrets.randbits(64)
+
+
+class RpcServer:
+    """The edge of the house. Constructed, started and stopped on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        engine: EnginePort,
+        router: Router,
+        clock: Clock,
+        draw_seed: Callable[[], int] = draw_seed,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        self._config = config
+        self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
+        self._health = Health(
+            engine=engine,
+            router=router,
+            clock=clock,
+            service_names=SERVICE_NAMES,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        self._server = grpc.aio.server(options=_options(config))
+        self._health_task: asyncio.Task[None] | None = None
+        self.address = ""
+        """What clients connect to, once started: "host:port" or "unix:path"."""
+        self._add_services(engine, router, clock, draw_seed)
+
+    async def start(self) -> str:
+        """Listen and return the address; raises StartError when it cannot be had."""
+        self.address = bind(self._server, self._config)
+        await self._health.refresh()
+        await self._server.start()
+        secure_uds(self._config)
+        self._health_task = asyncio.create_task(self._health.run(), name="health")
+        return self.address
+
+    async def refresh_health(self) -> None:
+        """Look at state and heartbeat now."""
+        await self._health.refresh()
+
+    async def stop(self, *, grace_s: float) -> None:
+        """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
+        await self._health.stop_serving()
+        if self._health_task is not None:
+            self._health_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._health_task
+        await self._server.stop(grace_s)
+        self._prompts.close()
+        if self.address:
+            remove_uds(self._config)
+
+    async def wait(self) -> None:
+        """Return when the server has stopped."""
+        await self._server.wait_for_termination()
+
+    def _add_services(
+        self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
+    ) -> None:
+        desk = CallDesk(clock=clock, concurrent_call_limit=self._config.max_concurrent_calls)
+        stats = StatsReader(engine=engine, router=router, clock=clock)
+        generation = Generation(
+            config=self._config, engine=engine, router=router, prompts=self._prompts, draw_seed=draw_seed
+        )
+        inference = InferenceService(
+            config=self._config,
+            desk=desk,
+            generation=generation,
+            router=router,
+            prompts=self._prompts,
+            stats=stats,
+        )
+        cache = CacheService(desk=desk, engine=engine, generation=generation, router=router, stats=stats)
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._server)
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(desk=desk, router=router), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        if self._config.reflection_enabled:
+            add_reflection(self._server, (*SERVICE_NAMES, health.SERVICE_NAME))
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        # Answers are as long as the request allowed: the tokens of a long prompt, a long output.
+        ("grpc.max_send_message_length", -1),
+        # Otherwise Linux lets two servers share a port, and each gets half of the calls.
+        ("grpc.so_reuseport", 0),
+        # Notice a caller whose machine has vanished: its sequence costs memory.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        # A desktop client may ping as often without data; the default would cut it off.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]

@@ -1,0 +1,84 @@
+"""IcehouseError to gRPC status with google.rpc details: the one place where codes are chosen."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from service import errors
+from service.errors import IcehouseError, Reason
+
+ERROR_DOMAIN = "icehouse.dev"
+"""`domain` of every ErrorInfo."""
+
+MESSAGE_LENGTH_LIMIT = 500
+VALUE_LENGTH_LIMIT = 200
+"""Statuses travel as HTTP/2 trailers, of which clients accept 8 KiB by default."""
+
+_CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
+    (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.CannotFit, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.StorageError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Cancelled, grpc.StatusCode.CANCELLED),
+)
+
+
+def code_of(error: IcehouseError) -> grpc.StatusCode:
+    """Return the canonical code; INTERNAL for what is never the caller's doing."""
+    for error_type, code in _CODES:
+        if isinstance(error, error_type):
+            return code
+    if error.reason is Reason.CACHE_UNSUPPORTED:
+        return grpc.StatusCode.FAILED_PRECONDITION
+    return grpc.StatusCode.INTERNAL
+
+
+def status_of(error: IcehouseError) -> grpc.Status:
+    """Return the status with ErrorInfo and whichever other details the error has facts for."""
+    code = code_of(error)
+    message = _clipped(error.message, MESSAGE_LENGTH_LIMIT)
+    proto = status_pb2.Status(code=code.value[0], message=message)
+    for detail in _details(error, code=code, message=message):
+        packed = AnyMessage()
+        packed.Pack(detail)
+        proto.details.append(packed)
+    return rpc_status.to_status(proto)
+
+
+def internal_error() -> IcehouseError:
+    """Return what a caller may know of an exception that nobody foresaw: nothing."""
+    return errors.EngineFailed(
+        Reason.ENGINE_FAILED, "an internal error; the server's log has the details under this request_id"
+    )
+
+
+def _details(error: IcehouseError, *, code: grpc.StatusCode, message: str) -> list[Message]:
+    metadata = {name: _clipped(value, VALUE_LENGTH_LIMIT) for name, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=ERROR_DOMAIN, metadata=metadata)
+    details: list[Message] = [info]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=message, reason=error.reason.value
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        quota = error_details_pb2.QuotaFailure.Violation(subject=error.reason.value, description=message)
+        details.append(error_details_pb2.QuotaFailure(violations=[quota]))
+    return details
+
+
+def _clipped(text: str, length_limit: int) -> str:
+    return text if len(text) <= length_limit else text[: length_limit - 1] + "…"

@@ -1,0 +1,156 @@
+"""Request messages to domain data. Every refusal is an InvalidRequest that names its field.
+
+Pure functions; tokenization and the checks that need its result are in `prompts`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from google.protobuf.duration_pb2 import Duration
+from icehouse.v1 import cache_policy_pb2, sampling_pb2
+
+from service.config import ServerConfig
+from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from service.domain.model import ModelInfo
+from service.domain.request import CacheUse, SamplingParams
+from service.errors import InvalidRequest, NotFound, Reason
+
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+TENANT_BYTE_LIMIT = 128
+PRIORITY_LIMIT = 100
+WATCH_INTERVAL_RANGE_S = (0.1, 3600.0)
+DEFAULT_WATCH_INTERVAL_S = 1.0
+DEFAULT_PAGE_SIZE = 100
+PAGE_SIZE_LIMIT = 1000
+
+_SHOWN_LENGTH_LIMIT = 80
+
+_CACHE_USES = {
+    cache_policy_pb2.CACHE_USE_UNSPECIFIED: CacheUse.READ_WRITE,
+    cache_policy_pb2.CACHE_USE_READ_WRITE: CacheUse.READ_WRITE,
+    cache_policy_pb2.CACHE_USE_READ_ONLY: CacheUse.READ_ONLY,
+    cache_policy_pb2.CACHE_USE_WRITE_ONLY: CacheUse.WRITE_ONLY,
+    cache_policy_pb2.CACHE_USE_OFF: CacheUse.OFF,
+}
+
+
+def shown(value: object) -> str:
+    """Return a caller's value fit for a message: quoted if text, and never longer than a line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_LENGTH_LIMIT else text[: _SHOWN_LENGTH_LIMIT - 1] + "…"
+
+
+def refuse_value(field: str, value: object, wanted: str) -> NoReturn:
+    """Raise PARAMETER_OUT_OF_RANGE for `field`; `wanted` is the range in words."""
+    raise InvalidRequest(
+        Reason.PARAMETER_OUT_OF_RANGE,
+        f"{field} is {shown(value)}; it must be {wanted}",
+        field=field,
+        metadata={"field": field, "value": shown(value), "wanted": wanted},
+    )
+
+
+def check_model(model_id: str, info: ModelInfo) -> None:
+    """Accept the served model's id and the empty one; raises NotFound for any other."""
+    if model_id and model_id != info.model_id:
+        raise NotFound(
+            Reason.MODEL_NOT_FOUND,
+            f"model {shown(model_id)} is not served here; use {info.model_id!r} or leave `model` empty",
+            field="model",
+            metadata={"model": shown(model_id), "served_model": info.model_id},
+        )
+
+
+def request_id_of(request_id: str, *, generated: str) -> RequestId:
+    """Return the caller's request id, or `generated` when there is none."""
+    if not request_id:
+        return RequestId(generated)
+    if REQUEST_ID_PATTERN.fullmatch(request_id) is None:
+        refuse_value("request_id", request_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
+    return RequestId(request_id)
+
+
+def max_output_tokens_of(value: int, config: ServerConfig) -> int:
+    """Return how many tokens to generate at most; 0 asks for the default."""
+    if value == 0:
+        return config.default_max_output_tokens
+    if not 1 <= value <= config.max_output_tokens_limit:
+        refuse_value("max_output_tokens", value, f"1 to {config.max_output_tokens_limit}, or absent")
+    return value
+
+
+def sampling_of(proto: sampling_pb2.SamplingParams, *, generated_seed: int) -> SamplingParams:
+    """Return the sampling parameters with the API's defaults (greedy) filled in."""
+    temperature = proto.temperature if proto.HasField("temperature") else 0.0
+    top_p = proto.top_p if proto.HasField("top_p") else 1.0
+    if not (math.isfinite(temperature) and temperature >= 0):
+        refuse_value("sampling.temperature", temperature, "a finite number >= 0; 0 is greedy")
+    # NaN fails every comparison, so each range is written as what is allowed.
+    if not 0 < top_p <= 1:
+        refuse_value("sampling.top_p", top_p, "> 0 and <= 1; 1 keeps all tokens")
+    if proto.top_k < 0:
+        refuse_value("sampling.top_k", proto.top_k, ">= 0; 0 keeps all tokens")
+    if not 0 <= proto.min_p < 1:
+        refuse_value("sampling.min_p", proto.min_p, ">= 0 and < 1; 0 keeps all tokens")
+    seed = proto.seed if proto.HasField("seed") else generated_seed
+    return SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=proto.top_k, min_p=proto.min_p, seed=seed
+    )
+
+
+def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
+    """Return the stop strings without repetitions."""
+    if len(stop) > config.max_stop_count:
+        refuse_value("stop", f"{len(stop)} strings", f"at most {config.max_stop_count} strings")
+    for index, text in enumerate(stop):
+        size_bytes = len(text.encode("utf-8"))
+        if not 1 <= size_bytes <= config.max_stop_bytes:
+            refuse_value(
+                f"stop[{index}]", f"{size_bytes} bytes", f"1 to {config.max_stop_bytes} bytes long in UTF-8"
+            )
+    return tuple(dict.fromkeys(stop))
+
+
+def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use") -> CacheUse:
+    """Return what may be done with the cache; enum values from a newer API are refused."""
+    use = _CACHE_USES.get(proto.use)
+    if use is None:
+        refuse_value(field, int(proto.use), "a CacheUse of this API version")
+    return use
+
+
+def tenant_of(proto: cache_policy_pb2.CachePolicy) -> Tenant:
+    """Return whose blocks may be shared."""
+    size_bytes = len(proto.tenant.encode("utf-8"))
+    if size_bytes > TENANT_BYTE_LIMIT:
+        refuse_value("cache.tenant", f"{size_bytes} bytes", f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8")
+    return Tenant(proto.tenant) if proto.tenant else DEFAULT_TENANT
+
+
+def priority_of(value: int) -> int:
+    """Return the priority."""
+    if not -PRIORITY_LIMIT <= value <= PRIORITY_LIMIT:
+        refuse_value("priority", value, f"{-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
+    return value
+
+
+def watch_interval_of(proto: Duration, *, present: bool) -> float:
+    """Return the time between two answers of WatchStats in seconds."""
+    if not present:
+        return DEFAULT_WATCH_INTERVAL_S
+    interval_s = proto.seconds + proto.nanos / 1e9
+    shortest_s, longest_s = WATCH_INTERVAL_RANGE_S
+    if not shortest_s <= interval_s <= longest_s:
+        refuse_value("interval", f"{interval_s} s", f"{shortest_s:g} s to {longest_s:g} s")
+    return interval_s
+
+
+def page_size_of(value: int) -> int:
+    """Return how many entries a page may have; 0 asks for the default."""
+    if not 0 <= value <= PAGE_SIZE_LIMIT:
+        refuse_value("page_size", value, f"0 to {PAGE_SIZE_LIMIT}")
+    return value or DEFAULT_PAGE_SIZE

@@ -1,0 +1,117 @@
+"""A real grpc.aio server on loopback around a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
+
+from service.config import ServerConfig
+from service.domain.model import EngineState, ModelInfo
+from service.rpc.ports import ServedModel
+from service.rpc.router import Router
+from service.rpc.server import RpcServer
+from tests.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
+
+SEED = 12345
+
+
+class FakeClock:
+    """Stands still until moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.now
+
+
+@dataclasses.dataclass
+class House:
+    """A started server with everything a test looks at."""
+
+    server: RpcServer
+    engine: FakeEngine
+    router: Router
+    clock: FakeClock
+    tokenizer: FakeTokenizer
+    channel: grpc.aio.Channel
+
+    @property
+    def inference(self) -> Any:
+        return inference_service_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def models(self) -> Any:
+        return model_service_pb2_grpc.ModelServiceStub(self.channel)
+
+    @property
+    def cache(self) -> Any:
+        return cache_service_pb2_grpc.CacheServiceStub(self.channel)
+
+    async def cancelled(self) -> str:
+        """Wait for the next cancel that reaches the engine."""
+        return await asyncio.get_running_loop().run_in_executor(
+            None, lambda: self.engine.cancelled.get(timeout=10)
+        )
+
+    async def settle(self) -> None:
+        """Return when the engine's thread has done all it was given, and the loop has heard of it."""
+        done = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.engine._work.put(lambda: loop.call_soon_threadsafe(done.set_result, None))
+        await done
+
+
+@contextlib.asynccontextmanager
+async def running_house(
+    *, ready: bool = True, info: ModelInfo = MODEL_INFO, **settings: Any
+) -> AsyncIterator[House]:
+    """Start a server with these settings of ServerConfig on a free loopback port."""
+    clock = FakeClock()
+    router = Router(asyncio.get_running_loop())
+    engine = FakeEngine(router)
+    engine.heartbeat_time = clock.now
+    tokenizer = FakeTokenizer()
+    server = RpcServer(
+        config=ServerConfig(**{"port": 0, **settings}),
+        engine=engine,
+        router=router,
+        clock=clock,
+        draw_seed=lambda: SEED,
+        heartbeat_timeout_s=30.0,
+    )
+    try:
+        address = await server.start()
+        # A pool of its own, so that no test meets the connection of another.
+        options = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.primary_user_agent", uuid.uuid4().hex),
+        ]
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            house = House(server, engine, router, clock, tokenizer, channel)
+            if ready:
+                router.model_loaded(ServedModel(info, tokenizer))
+                router.state_changed(EngineState.READY, None)
+                await house.settle()
+            yield house
+    finally:
+        await server.stop(grace_s=0)
+        engine.close()
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    async with running_house() as started:
+        yield started

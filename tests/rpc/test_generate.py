@@ -1,0 +1,128 @@
+"""Generate and Stream against a scripted engine."""
+
+from __future__ import annotations
+
+import pytest
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import prompt_pb2, sampling_pb2, usage_pb2
+
+from service.domain.events import Delta, FinishReason, PrefillProgress
+from service.domain.events import Finished as FinishedEvent
+from service.domain.request import CacheUse
+from tests.rpc.conftest import SEED, House
+from tests.rpc.fake_engine import started, usage_of
+
+
+async def stream(house: House, request: messages.GenerateRequest) -> list[messages.StreamResponse]:
+    return [response async for response in house.inference.Stream(request)]
+
+
+async def test_text_alone_is_enough(house: House) -> None:
+    response = await house.inference.Generate(messages.GenerateRequest(text="Hi"))
+    [request] = house.engine.submitted
+    assert request.prompt_token_ids == tuple(b"Hi")
+    assert request.max_output_tokens == 256
+    assert request.sampling.temperature == 0 and request.sampling.top_p == 1
+    assert request.sampling.seed == SEED == response.seed
+    assert request.cache_use is CacheUse.READ_WRITE
+    assert request.deadline_time is None
+    assert len(request.request_id) == 32 and response.request_id == request.request_id
+    assert response.model == "tiny"
+
+
+async def test_every_parameter_reaches_the_engine(house: House) -> None:
+    sampling = sampling_pb2.SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=2**64 - 1)
+    wanted = messages.GenerateRequest(
+        request_id="a.b:c-1",
+        model="tiny",
+        text="Hi",
+        max_output_tokens=3,
+        sampling=sampling,
+        stop=["x", "y", "x"],
+        priority=-5,
+    )
+    wanted.cache.use = 2
+    wanted.cache.tenant = "blue"
+    await house.inference.Generate(wanted)
+    [request] = house.engine.submitted
+    assert request.request_id == "a.b:c-1"
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.7, 0.9)
+    assert (request.sampling.top_k, request.sampling.min_p) == (40, 0.05)
+    assert request.sampling.seed == 2**64 - 1
+    assert request.stop == ("x", "y")
+    assert (request.priority, request.tenant) == (-5, "blue")
+    assert request.cache_use is CacheUse.READ_ONLY
+
+
+async def test_stream_and_generate_say_the_same(house: House) -> None:
+    request = messages.GenerateRequest(request_id="one", text="Hi", max_output_tokens=5)
+    responses = await stream(house, request)
+    await house.settle()
+    whole = await house.inference.Generate(request)
+    kinds = [response.WhichOneof("event") for response in responses]
+    assert kinds == ["started", "delta", "delta", "delta", "delta", "delta", "finished"]
+    deltas = [response.delta for response in responses[1:-1]]
+    assert "".join(delta.text for delta in deltas) == whole.text == " w0 w1 w2 w3 w4"
+    assert [i for delta in deltas for i in delta.token_ids] == list(whole.token_ids)
+    first, last = responses[0].started, responses[-1].finished
+    assert (first.request_id, first.model, first.seed) == (whole.request_id, whole.model, whole.seed)
+    assert first.cache == whole.cache
+    assert (last.usage, last.finish_reason) == (whole.usage, whole.finish_reason)
+
+
+async def test_usage_is_told_field_by_field(house: House) -> None:
+    usage = (await house.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=4))).usage
+    assert (usage.prompt_tokens, usage.output_tokens) == (2, 4)
+    assert (usage.cached_tokens, usage.ram_tokens, usage.ssd_tokens) == (3, 2, 1)
+    seconds = [
+        usage.queue_duration,
+        usage.restore_duration,
+        usage.prefill_duration,
+        usage.decode_duration,
+        usage.time_to_first_token,
+        usage.total_duration,
+    ]
+    assert [duration.ToMilliseconds() for duration in seconds] == [500, 250, 1500, 2500, 3500, 4500]
+
+
+async def test_stop_string_and_progress_are_told(house: House) -> None:
+    house.engine.script = lambda request: [
+        started(request),
+        PrefillProgress(1, 2),
+        Delta("so ", (1, 2)),
+        FinishedEvent(FinishReason.STOP_STRING, "END", usage_of(request, output_token_count=3)),
+    ]
+    responses = await stream(house, messages.GenerateRequest(text="Hi", stop=["END"]))
+    assert [r.WhichOneof("event") for r in responses] == ["started", "prefill_progress", "delta", "finished"]
+    assert responses[1].prefill_progress.processed_tokens == 1
+    assert responses[-1].finished.stop_string == "END"
+    assert responses[-1].finished.finish_reason == usage_pb2.FINISH_REASON_STOP_STRING
+
+
+async def test_chat_is_rendered_and_tokens_are_taken_as_they_are(house: House) -> None:
+    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", content="Hé")])
+    await house.inference.Generate(messages.GenerateRequest(chat=chat))
+    tokens = prompt_pb2.TokenPrompt(ids=[0, 299])
+    await house.inference.Generate(messages.GenerateRequest(tokens=tokens))
+    assert [r.prompt_token_ids for r in house.engine.submitted] == [tuple("user:Hé;".encode()), (0, 299)]
+
+
+async def test_tokenizer_never_runs_on_the_event_loop(house: House) -> None:
+    await house.inference.Generate(messages.GenerateRequest(text="Hi"))
+    assert house.tokenizer.thread_names and all(
+        n.startswith("tokenizer") for n in house.tokenizer.thread_names
+    )
+
+
+async def test_deadline_reaches_the_engine_in_its_own_time(house: House) -> None:
+    await house.inference.Generate(messages.GenerateRequest(text="Hi"), timeout=50)
+    [request] = house.engine.submitted
+    assert request.deadline_time == pytest.approx(house.clock.now + 50, abs=5)
+
+
+async def test_tokenize_names_each_token(house: House) -> None:
+    response = await house.inference.Tokenize(messages.TokenizeRequest(text="Hi"))
+    assert [(t.id, t.piece) for t in response.tokens] == [(72, "<72>"), (105, "<105>")]
+    assert response.token_count == 2
+    empty = await house.inference.Tokenize(messages.TokenizeRequest(text=""))
+    assert empty.token_count == 0
