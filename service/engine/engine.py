@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from service.clock import Clock
+from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.ids import RequestId
 from service.domain.model import EngineState, ModelInfo
@@ -19,7 +20,7 @@ from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
 from service.engine.loop import EngineLoop, cancelled_by_client
 from service.engine.mailbox import Mailbox
-from service.engine.messages import Cancel, Drain, Message, QueryStats, Submit
+from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
 from service.engine.ports import Listener, Runner
 from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
@@ -95,9 +96,15 @@ class Engine:
         """End a request within one step; unknown ids are ignored, since a cancel may cross an end."""
         self._mailbox.post(Cancel(request_id, error or cancelled_by_client()))
 
-    def request_stats(self, reply: Callable[[EngineStats, CacheStats | None], None]) -> bool:
-        """Have `reply` called on the inference thread between steps; False when there is no such thread."""
-        return self._mailbox.post(QueryStats(reply))
+    def request_stats(self, reply: Callable[[EngineStats, CacheStats | None], None]) -> None:
+        """Have `reply` called on the inference thread between steps; at once when that thread is gone."""
+        if not self._mailbox.post(QueryStats(reply)):
+            reply(EngineStats(), None)
+
+    def give_order(self, order: CacheOrder, reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+        """Have an order to the prefix cache carried out; `reply` is called once, on some thread."""
+        if not self._mailbox.post(Order(order, reply)):
+            reply(self._not_ready())
 
     def drain(self, *, grace_s: float) -> None:
         """Refuse new work, finish what runs within `grace_s`, then stop the thread."""

@@ -17,7 +17,7 @@ from service.domain.stats import EngineStats
 from service.engine.counters import Counters
 from service.engine.ids import SequenceId
 from service.engine.mailbox import Mailbox
-from service.engine.messages import Cancel, Message, QueryStats, Submit
+from service.engine.messages import Cancel, Message, Order, QueryStats, Submit
 from service.engine.ports import Drawn, Listener, Runner
 from service.engine.scheduler import DecodeStep, Idle, PrefillChunk, Scheduler
 from service.engine.sequence import Sequence
@@ -88,6 +88,10 @@ class EngineLoop:
         for message in self._mailbox.close():
             if isinstance(message, Submit):
                 self._events.append((message.request.request_id, Failed(error)))
+            elif isinstance(message, QueryStats):
+                message.reply(self._stats(), None)
+            elif isinstance(message, Order):
+                message.reply(error)
         self._events += [(request_id, Failed(error)) for request_id in self._sequences]
         self._sequences.clear()
         self._by_id.clear()
@@ -103,6 +107,8 @@ class EngineLoop:
                 self._end(sequence, Failed(message.error))
         elif isinstance(message, QueryStats):
             message.reply(self._stats(), None)
+        elif isinstance(message, Order):
+            message.reply(IcehouseError(Reason.CACHE_UNSUPPORTED, "this server keeps no prefix cache"))
         else:
             self._drain_deadline = message.deadline_time
 

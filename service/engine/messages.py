@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.ids import RequestId
 from service.domain.request import GenerationRequest
@@ -35,10 +36,18 @@ class QueryStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """Carry out an order to the prefix cache and call `reply` once; it must not block."""
+
+    order: CacheOrder
+    reply: Callable[[CacheAnswer | IcehouseError], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Drain:
     """Refuse new work, finish what runs until `deadline_time` (`Clock.monotonic`), then stop."""
 
     deadline_time: float
 
 
-Message = Submit | Cancel | QueryStats | Drain
+Message = Submit | Cancel | QueryStats | Order | Drain

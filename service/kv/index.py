@@ -1,0 +1,244 @@
+"""The prefix index: which blocks are known, in which tier, and what a prompt can reuse of them.
+
+Inference thread only, pure data, no mlx: a block's arrays are an opaque `Region` with a size.
+The chained hash makes a flat dict the prefix tree. A short RAM hit never hides a longer SSD hit,
+because both tiers live in the same entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from service.domain.blocks import BlockHeader, RegionKind, block_hash
+from service.domain.ids import BlockHash, Fingerprint
+from service.kv.records import BlockRecord
+
+_CANDIDATE_LIMIT = 512
+"""Children of one block that are compared token by token for a match that ends inside one."""
+
+
+class Region(Protocol):
+    """The arrays of one region of one block on the device."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays."""
+        ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Entry:
+    """One known block. `token_ids` is None for a block on SSD that this process never saw whole."""
+
+    hash: BlockHash
+    parent: BlockHash
+    start_token_index: int
+    token_count: int
+    token_ids: tuple[int, ...] | None = None
+    ram: dict[RegionKind, Region] = dataclasses.field(default_factory=dict)
+    ssd: dict[RegionKind, int] = dataclasses.field(default_factory=dict)
+    """Bytes of each region on SSD; empty when the block is not committed there."""
+    ssd_bytes: int = 0
+    is_spilling: bool = False
+    is_pinned: bool = False
+    hit_count: int = 0
+    last_used_time: float = 0.0
+
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + self.token_count
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(region.size_bytes for region in self.ram.values())
+
+    def has(self, kind: RegionKind) -> bool:
+        """Whether this region can be had from either tier."""
+        return kind in self.ram or kind in self.ssd
+
+    def header(self, fingerprint: Fingerprint, block_token_limit: int) -> BlockHeader:
+        """Return the block's facts; only for a block whose tokens are known."""
+        assert self.token_ids is not None, self.hash.hex()
+        return BlockHeader(
+            hash=self.hash,
+            parent=self.parent,
+            fingerprint=fingerprint,
+            start_token_index=self.start_token_index,
+            token_ids=self.token_ids,
+            block_token_limit=block_token_limit,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """A chain of known blocks that a prompt begins with; the last may be used in part."""
+
+    entries: tuple[Entry, ...]
+    token_count: int
+    """Tokens of the prompt covered; inside the last entry when it is used in part."""
+    known_token_count: int
+    """Tokens that match at all, before regions and checkpoints are asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexRules:
+    """What the model's cache classes allow; from the layout."""
+
+    block_token_count: int
+    has_kv: bool
+    cuttable_inside: bool
+    needs_checkpoint: bool
+    window_token_count: int
+
+    def needed_kinds(self, entry: Entry, token_count: int) -> tuple[RegionKind, ...]:
+        """Regions of this entry that a restore to `token_count` tokens reads."""
+        kinds = [RegionKind.KV] if self.has_kv else []
+        if self.window_token_count and entry.end_token_index > token_count - self.window_token_count:
+            kinds.append(RegionKind.WINDOW)
+        if self.needs_checkpoint and entry.end_token_index == token_count:
+            kinds.append(RegionKind.CHECKPOINT)
+        return tuple(kinds)
+
+
+class BlockIndex:
+    """All blocks of the served fingerprint, by hash and by parent."""
+
+    def __init__(self, rules: IndexRules) -> None:
+        self.rules = rules
+        self._entries: dict[BlockHash, Entry] = {}
+        self._children: dict[BlockHash, dict[BlockHash, Entry]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, block: BlockHash) -> Entry | None:
+        """Return the entry of this hash."""
+        return self._entries.get(block)
+
+    def children(self, parent: BlockHash) -> tuple[Entry, ...]:
+        """Return the known blocks that follow `parent`, oldest first."""
+        return tuple(self._children.get(parent, {}).values())
+
+    def add(self, *, parent: BlockHash, start_token_index: int, token_ids: tuple[int, ...]) -> Entry:
+        """Return the entry of the block with these tokens below `parent`, made if it was not known."""
+        name = block_hash(parent=parent, token_ids=token_ids)
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = Entry(name, parent, start_token_index, len(token_ids))
+            self._insert(entry)
+        if entry.token_ids is None:
+            entry.token_ids = token_ids
+        assert entry.token_ids == token_ids, f"two blocks share the hash {name.hex()}"
+        return entry
+
+    def add_stored(self, record: BlockRecord) -> Entry:
+        """Note that a block is committed on SSD."""
+        entry = self._entries.get(record.hash)
+        if entry is None:
+            entry = Entry(record.hash, record.parent, record.start_token_index, record.token_count)
+            entry.hit_count = record.hit_count
+            entry.is_pinned = record.pinned
+            self._insert(entry)
+        sizes = {
+            RegionKind.KV: record.kv_bytes,
+            RegionKind.WINDOW: record.window_bytes,
+            RegionKind.CHECKPOINT: record.checkpoint_bytes,
+        }
+        entry.ssd = {kind: size for kind, size in sizes.items() if size}
+        entry.ssd_bytes = record.file_bytes
+        return entry
+
+    def forget_stored(self, block: BlockHash) -> Entry | None:
+        """Note that a block is gone from SSD; return its entry when the index knew it."""
+        entry = self._entries.get(block)
+        if entry is not None:
+            entry.ssd, entry.ssd_bytes = {}, 0
+            self.discard_if_empty(entry)
+        return entry
+
+    def discard_if_empty(self, entry: Entry) -> None:
+        """Drop an entry that is in neither tier."""
+        if entry.ram or entry.ssd or entry.is_spilling or self._entries.get(entry.hash) is not entry:
+            return
+        del self._entries[entry.hash]
+        siblings = self._children[entry.parent]
+        del siblings[entry.hash]
+        if not siblings:
+            del self._children[entry.parent]
+
+    def match(self, *, root: BlockHash, token_ids: Sequence[int], token_limit: int) -> Match:
+        """Return the longest usable chain for a prompt, of at most `token_limit` tokens.
+
+        `root` is h0 of the fingerprint and tenant. Every entry whose tokens are known is compared
+        token by token, so that equal hashes alone never make a hit.
+        """
+        tokens = tuple(token_ids[:token_limit])
+        chain = self._full_blocks(root, tokens)
+        covered = chain[-1].end_token_index if chain else 0
+        parent = chain[-1].hash if chain else root
+        candidates = [(covered, tuple(chain))]
+        rest = tokens[covered:]
+        candidates += [
+            (covered + count, (*chain, entry)) for entry, count in self._inside(parent, rest) if count
+        ]
+        known = max(count for count, _ in candidates)
+        while len(chain) > 1:
+            chain = chain[:-1]
+            candidates.append((chain[-1].end_token_index, tuple(chain)))
+        candidates.sort(key=lambda pair: -pair[0])
+        for count, entries in candidates:
+            if count and self._is_usable(entries, count):
+                return Match(entries, count, known)
+        return Match((), 0, known)
+
+    def _insert(self, entry: Entry) -> None:
+        self._entries[entry.hash] = entry
+        self._children.setdefault(entry.parent, {})[entry.hash] = entry
+
+    def _full_blocks(self, root: BlockHash, tokens: tuple[int, ...]) -> list[Entry]:
+        size = self.rules.block_token_count
+        chain: list[Entry] = []
+        parent = root
+        for start in range(0, len(tokens) - size + 1, size):
+            wanted = tokens[start : start + size]
+            entry = self._entries.get(block_hash(parent=parent, token_ids=wanted))
+            if entry is None or (entry.token_ids is not None and entry.token_ids != wanted):
+                break
+            chain.append(entry)
+            parent = entry.hash
+        return chain
+
+    def _inside(self, parent: BlockHash, rest: tuple[int, ...]) -> list[tuple[Entry, int]]:
+        """Return children that begin like `rest`, with how many of their tokens are wanted, longest first."""
+        found = []
+        for entry in list(self._children.get(parent, {}).values())[-_CANDIDATE_LIMIT:]:
+            if entry.token_ids is None:
+                tail = rest[: entry.token_count]
+                is_it = len(tail) == entry.token_count and entry.hash == block_hash(
+                    parent=parent, token_ids=tail
+                )
+                count = len(tail) if is_it else 0
+            else:
+                count = _common_prefix(entry.token_ids, rest)
+            if count == entry.token_count or self.rules.cuttable_inside:
+                found.append((entry, count))
+        return sorted(found, key=lambda pair: -pair[1])
+
+    def _is_usable(self, entries: tuple[Entry, ...], token_count: int) -> bool:
+        if self.rules.needs_checkpoint and entries[-1].end_token_index != token_count:
+            return False
+        return all(
+            entry.has(kind) for entry in entries for kind in self.rules.needed_kinds(entry, token_count)
+        )
+
+
+def _common_prefix(known: tuple[int, ...], wanted: tuple[int, ...]) -> int:
+    limit = min(len(known), len(wanted))
+    if known[:limit] == wanted[:limit]:
+        return limit
+    return next(i for i in range(limit) if known[i] != wanted[i])
