@@ -91,7 +91,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._desk.call("Tokenize", context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
-            prompt = text_prompt_of(request, request.WhichOneof("prompt"))
+            prompt = text_prompt_of(request, request.WhichOneof("prompt"), model.info)
             pieces = await self._prompts.pieces(prompt, model)
             call.prompt_token_count = len(pieces)
             tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in pieces]

@@ -64,12 +64,12 @@ class PromptMessage(TextMessage, Protocol):
     def tokens(self) -> prompt_pb2.TokenPrompt: ...
 
 
-def text_prompt_of(message: TextMessage, kind: str | None) -> Text | Chat:
+def text_prompt_of(message: TextMessage, kind: str | None, info: ModelInfo) -> Text | Chat:
     """Return the prompt that `kind` (the oneof's set field) names; raises InvalidRequest."""
     if kind == "text":
         return Text(message.text)
     if kind == "chat":
-        return _chat_of(message.chat)
+        return _chat_of(message.chat, info)
     raise InvalidRequest(
         Reason.PROMPT_MISSING, "there is no prompt; set one of `text`, `chat` or `tokens`", field="prompt"
     )
@@ -79,7 +79,7 @@ def prompt_of(message: PromptMessage, kind: str | None, info: ModelInfo) -> Prom
     """Return the prompt that `kind` names, not empty; raises InvalidRequest."""
     if kind == "tokens":
         return _tokens_of(message.tokens, info)
-    prompt = text_prompt_of(message, kind)
+    prompt = text_prompt_of(message, kind, info)
     if isinstance(prompt, Text) and not prompt.text:
         raise _empty("text")
     return prompt
@@ -140,7 +140,13 @@ def _read_pieces(prompt: Text | Chat, tokenizer: TokenizerPort) -> list[tuple[in
     return [(token_id, tokenizer.piece(token_id)) for token_id in _read(prompt, tokenizer)]
 
 
-def _chat_of(chat: prompt_pb2.ChatPrompt) -> Chat:
+def _chat_of(chat: prompt_pb2.ChatPrompt, info: ModelInfo) -> Chat:
+    if not info.has_chat_template:
+        raise InvalidRequest(
+            Reason.CHAT_TEMPLATE_MISSING,
+            f"the model {info.model_id!r} has no chat template; send `text` or `tokens` instead",
+            field="chat",
+        )
     if not chat.messages:
         raise _bad_chat("the conversation has no messages; send at least one", field="chat.messages")
     return Chat(tuple(_message_of(message, index) for index, message in enumerate(chat.messages)))

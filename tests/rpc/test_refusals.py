@@ -1,0 +1,257 @@
+"""Each refusal: its code, reason and field, before the first message, and the server lives on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import grpc
+import pytest
+from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2
+from icehouse.v1 import inference_service_pb2 as messages
+
+from service.domain.events import Failed
+from service.domain.model import EngineState
+from service.errors import (
+    AlreadyExists,
+    Cancelled,
+    CannotFit,
+    DeadlineExceeded,
+    EngineFailed,
+    IcehouseError,
+    Reason,
+    Unavailable,
+)
+from tests.rpc.conftest import House, running_house
+from tests.rpc.details import refusal_of, refused
+from tests.rpc.fake_engine import MODEL_INFO, overloaded
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def request(**fields: Any) -> messages.GenerateRequest:
+    return messages.GenerateRequest(**({"text": "Hi"} | fields))
+
+
+def sampled(**fields: Any) -> messages.GenerateRequest:
+    return request(sampling=sampling_pb2.SamplingParams(**fields))
+
+
+def chat(*turns: tuple[str, str]) -> messages.GenerateRequest:
+    turns_proto = [prompt_pb2.ChatMessage(role=role, content=content) for role, content in turns]
+    return messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=turns_proto))
+
+
+def tokens(*ids: int) -> messages.GenerateRequest:
+    return messages.GenerateRequest(tokens=prompt_pb2.TokenPrompt(ids=ids))
+
+
+OUT_OF_RANGE = [
+    ("max_output_tokens", request(max_output_tokens=-1)),
+    ("max_output_tokens", request(max_output_tokens=2**31 - 1)),
+    ("sampling.temperature", sampled(temperature=-1)),
+    ("sampling.temperature", sampled(temperature=math.nan)),
+    ("sampling.temperature", sampled(temperature=math.inf)),
+    ("sampling.top_p", sampled(top_p=0)),
+    ("sampling.top_p", sampled(top_p=1.01)),
+    ("sampling.top_p", sampled(top_p=math.nan)),
+    ("sampling.top_k", sampled(top_k=-1)),
+    ("sampling.min_p", sampled(min_p=1)),
+    ("sampling.min_p", sampled(min_p=math.nan)),
+    ("stop", request(stop=[str(i) for i in range(17)])),
+    ("stop[1]", request(stop=["a", ""])),
+    ("stop[0]", request(stop=["é" * 129])),
+    ("request_id", request(request_id="a b")),
+    ("request_id", request(request_id="a" * 129)),
+    ("priority", request(priority=101)),
+    ("cache.tenant", request(cache=cache_policy_pb2.CachePolicy(tenant="t" * 129))),
+    ("cache.use", request(cache=cache_policy_pb2.CachePolicy(use=99))),  # type: ignore[arg-type]
+]
+
+BAD_PROMPTS = [
+    (Reason.PROMPT_MISSING, "prompt", messages.GenerateRequest()),
+    (Reason.PROMPT_EMPTY, "text", messages.GenerateRequest(text="")),
+    (Reason.PROMPT_EMPTY, "tokens", tokens()),
+    (Reason.PROMPT_TOO_LONG, "text", request(text="x" * 64)),
+    (Reason.PROMPT_TOO_LONG, "tokens", tokens(*[1] * 64)),
+    (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[1]", tokens(0, 300)),
+    (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[0]", tokens(-1)),
+    (Reason.CHAT_INVALID, "chat.messages", chat()),
+    (Reason.CHAT_INVALID, "chat.messages[0].role", chat(("wizard", "hi"))),
+    (Reason.CHAT_INVALID, "chat.messages[1].content", chat(("user", "hi"), ("user", ""))),
+    (Reason.CHAT_INVALID, "chat", chat(("user", "hi"), ("assistant", "ho"))),
+]
+
+
+@pytest.mark.parametrize(("field", "bad"), OUT_OF_RANGE)
+async def test_values_out_of_range_are_named(house: House, field: str, bad: messages.GenerateRequest) -> None:
+    for answer in (await refused(house.inference.Generate(bad)), await first_refusal(house, bad)):
+        assert (answer.code, answer.reason, answer.field) == (INVALID, "PARAMETER_OUT_OF_RANGE", field)
+        assert answer.message.startswith(f"{field} is ") and "must be" in answer.message
+        assert answer.info.metadata["field"] == field
+    assert house.engine.submitted == []
+    assert (await house.inference.Generate(request(max_output_tokens=1))).text == " w0"
+
+
+@pytest.mark.parametrize(("reason", "field", "bad"), BAD_PROMPTS)
+async def test_bad_prompts_are_named(
+    house: House, reason: Reason, field: str, bad: messages.GenerateRequest
+) -> None:
+    for answer in (await refused(house.inference.Generate(bad)), await first_refusal(house, bad)):
+        assert (answer.code, answer.reason, answer.field) == (INVALID, reason.value, field)
+    assert house.engine.submitted == []
+
+
+async def test_numbers_of_a_message_are_in_the_metadata(house: House) -> None:
+    long = await refused(house.inference.Generate(request(text="x" * 100)))
+    assert long.info.metadata == {"prompt_tokens": "100", "context_tokens": "64"}
+    outside = await refused(house.inference.Generate(tokens(0, 300)))
+    assert outside.info.metadata == {"index": "1", "token_id": "300", "vocabulary_size": "300"}
+
+
+async def test_longest_prompt_that_fits_is_taken(house: House) -> None:
+    await house.inference.Generate(request(text="x" * 63, max_output_tokens=1))
+    assert len(house.engine.submitted[0].prompt_token_ids) == 63
+
+
+async def test_last_of_two_prompts_on_the_wire_counts(house: House) -> None:
+    both = messages.GenerateRequest(text="Hi").SerializeToString() + tokens(7).SerializeToString()
+    await house.inference.Generate(messages.GenerateRequest.FromString(both))
+    assert house.engine.submitted[0].prompt_token_ids == (7,)
+
+
+async def test_unknown_model_is_not_found(house: House) -> None:
+    answer = await refused(house.inference.Generate(request(model="x" * 10_000)))
+    assert (answer.code, answer.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+    assert answer.info.metadata["served_model"] == "tiny"
+    assert len(answer.message) < 300, "a long name must not blow up the trailers"
+
+
+async def test_full_queue_says_when_to_come_back(house: House) -> None:
+    house.engine.refusal = overloaded()
+    answer = await refused(house.inference.Generate(request()))
+    assert (answer.code, answer.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert answer.retry.retry_delay.ToMilliseconds() == 1500
+    assert answer.quota.violations[0].subject == "QUEUE_FULL"
+    assert answer.info.metadata == {"waiting_limit": "8"}
+    house.engine.refusal = None
+    await house.inference.Generate(request(max_output_tokens=1))
+
+
+ENGINE_ERRORS = [
+    (CannotFit(Reason.MEMORY_NEVER_FITS, "needs 9, limit 8"), grpc.StatusCode.FAILED_PRECONDITION),
+    (AlreadyExists(Reason.REQUEST_ID_IN_USE, "in use"), grpc.StatusCode.ALREADY_EXISTS),
+    (Unavailable(Reason.DRAINING, "stopping"), grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded(Reason.DEADLINE_EXCEEDED, "too late"), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Cancelled(Reason.CANCELLED, "cancelled"), grpc.StatusCode.CANCELLED),
+    (EngineFailed(Reason.ENGINE_FAILED, "the loop died"), grpc.StatusCode.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), ENGINE_ERRORS)
+async def test_engine_errors_map_to_codes(house: House, error: IcehouseError, code: grpc.StatusCode) -> None:
+    house.engine.refusal = error
+    at_once = await refused(house.inference.Generate(request()))
+    house.engine.refusal = None
+    house.engine.script = lambda _: [Failed(error)]
+    later = await first_refusal(house, request())
+    assert at_once == later
+    assert (later.code, later.reason, later.message) == (code, error.reason.value, error.message)
+
+
+async def test_unforeseen_exception_tells_the_log_and_not_the_caller(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.engine.refusal = ZeroDivisionError("/secret/path")  # type: ignore[assignment]
+    answer = await refused(house.inference.Generate(request(request_id="r1", text="my prompt")))
+    assert (answer.code, answer.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_FAILED")
+    assert "secret" not in answer.message
+    [record] = [r for r in caplog.records if r.exc_info]
+    assert "r1" in record.getMessage() and record.exc_info and record.exc_info[0] is ZeroDivisionError
+    house.engine.refusal = None
+    await house.inference.Generate(request(max_output_tokens=1))
+
+
+async def test_one_log_line_per_call_without_its_text(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "service.rpc.calls"):
+        await house.inference.Generate(request(request_id="r1", text="my prompt", max_output_tokens=2))
+        await refused(house.inference.Generate(request(request_id="r2", text="my prompt", priority=999)))
+    facts = [getattr(record, "facts", None) for record in caplog.records]
+    assert [(f["method"], f["code"], f["request_id"]) for f in facts if f] == [
+        ("Generate", "OK", "r1"),
+        ("Generate", "INVALID_ARGUMENT", "r2"),
+    ]
+    assert facts[0] and (facts[0]["prompt_tokens"], facts[0]["output_tokens"]) == (9, 2)
+    assert "my prompt" not in caplog.text
+
+
+async def test_request_id_is_in_use_until_its_end(house: House) -> None:
+    house.engine.script = lambda _: []
+    running = house.inference.Stream(request(request_id="same"))
+    while not house.engine.submitted:
+        await house.settle()
+    answer = await refused(house.inference.Generate(request(request_id="same")))
+    assert (answer.code, answer.field) == (grpc.StatusCode.ALREADY_EXISTS, "request_id")
+    running.cancel()
+    assert await house.cancelled() == "same"
+
+
+async def test_calls_beyond_the_limit_are_refused() -> None:
+    async with running_house(max_concurrent_calls=1) as house:
+        house.engine.script = lambda _: []
+        running = house.inference.Stream(request())
+        while not house.engine.submitted:
+            await house.settle()
+        answer = await refused(house.inference.Tokenize(messages.TokenizeRequest(text="Hi")))
+        assert (answer.code, answer.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert answer.retry is not None
+        running.cancel()
+        await house.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "reason"),
+    [
+        (EngineState.LOADING, grpc.StatusCode.UNAVAILABLE, "LOADING"),
+        (EngineState.DRAINING, grpc.StatusCode.UNAVAILABLE, "DRAINING"),
+        (EngineState.FAILED, grpc.StatusCode.INTERNAL, "ENGINE_FAILED"),
+    ],
+)
+async def test_calls_outside_ready_are_refused(
+    house: House, state: EngineState, code: grpc.StatusCode, reason: str
+) -> None:
+    house.router.state_changed(state, None)
+    await house.settle()
+    for call in (
+        house.inference.Generate(request()),
+        house.inference.Tokenize(messages.TokenizeRequest(text="Hi")),
+        house.inference.CacheStats(messages.CacheStatsRequest()),
+    ):
+        answer = await refused(call)
+        assert (answer.code, answer.reason) == (code, reason)
+
+
+async def test_chat_needs_a_template() -> None:
+    info = dataclasses.replace(MODEL_INFO, has_chat_template=False)
+    async with running_house(info=info) as house:
+        answer = await refused(house.inference.Generate(chat(("user", "hi"))))
+        assert (answer.reason, answer.field) == ("CHAT_TEMPLATE_MISSING", "chat")
+
+
+async def test_message_of_100_mb_is_refused_and_the_server_lives(house: House) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await house.inference.Generate(request(text="x" * 100_000_000))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await house.inference.Generate(request(max_output_tokens=1))).text == " w0"
+
+
+async def first_refusal(house: House, bad: messages.GenerateRequest) -> Any:
+    """Return the refusal of a stream; no message may come before it."""
+    received = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for response in house.inference.Stream(bad):
+            received.append(response)
+    assert received == []
+    return refusal_of(caught.value)
