@@ -91,7 +91,17 @@ class EngineConfig:
     """The inference thread: batch, queue and prefill."""
 
     decode_batch_limit: int = setting(
-        0, Kind.COUNT, "Sequences decoded together; 0 chooses by device.", minimum=0, maximum=4096
+        0, Kind.COUNT, "Sequences decoding at once; 0 chooses by device.", minimum=0, maximum=4096
+    )
+    lane_row_limit: int = setting(
+        0,
+        Kind.COUNT,
+        "Sequences in one forward pass; more decode in several passes per step; 0 chooses by device.",
+        minimum=0,
+        maximum=4096,
+    )
+    prefilling_limit: int = setting(
+        8, Kind.COUNT, "Prompts being prefilled in turns; later ones wait.", minimum=1, maximum=4096
     )
     waiting_limit: int = setting(
         1024,
@@ -107,10 +117,10 @@ class EngineConfig:
         minimum=0,
     )
     prefill_slice_ms: float = setting(
-        250.0,
+        0.0,
         Kind.MILLISECONDS,
-        "Prefill time allowed between two decode steps when other requests are decoding.",
-        minimum=1,
+        "Prefill time between two decode steps while others decode; 0 follows the measured decode step.",
+        minimum=0,
     )
     memory_limit_bytes: int = setting(
         0, Kind.BYTES, "Memory that model, KV and cache may take together; 0 asks the device.", minimum=0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from icehouse.v1 import inference_service_pb2, inference_service_pb2_grpc, usage_pb2
 
 _WATCH_SLICE_S = 1.0
@@ -80,9 +80,13 @@ class Connection:
 
     def wait_until_serving(self, *, is_alive: Callable[[], bool]) -> bool:
         """Block until health says SERVING; False when `is_alive` says that the server is gone."""
-        health = health_pb2_grpc.HealthStub(self._channel)
+        health = self._channel.unary_stream(
+            "/grpc.health.v1.Health/Watch",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
         while is_alive():
-            watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=_WATCH_SLICE_S, wait_for_ready=True)
+            watch = health(health_pb2.HealthCheckRequest(), timeout=_WATCH_SLICE_S, wait_for_ready=True)
             try:
                 for answer in watch:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -141,8 +145,8 @@ def _summary(finished: inference_service_pb2.Finished) -> Summary:
     )
 
 
-def _failure(error: grpc.RpcError, address: str) -> CallFailed:
-    assert isinstance(error, grpc.Call), "a failed call knows its status"
+def _failure(error: Any, address: str) -> CallFailed:
+    """Read the status of a failed call: such an error is a grpc.RpcError and a grpc.Call in one."""
     code = error.code()
     # gRPC's own status for a refused connection carries no details of ours.
     has_details = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())

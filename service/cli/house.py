@@ -1,0 +1,139 @@
+"""The composition: from a configuration to the rooms, wired but not started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from service.cli.model_source import LocalModel
+from service.cli.preload import openblas_loaded, runs_on_cpu
+from service.clock import Clock
+from service.config import Config, EngineConfig, ModelConfig
+from service.domain.cache_orders import CacheOrder
+from service.domain.events import Event
+from service.domain.ids import RequestId
+from service.domain.model import EngineState
+from service.domain.request import GenerationRequest
+from service.engine.engine import Engine
+from service.engine.mlx_runner import MlxRunner
+from service.engine.model_loader import ModelSource, load_tokenizer
+from service.engine.scheduler import SchedulerLimits
+from service.engine.tokenizer import Tokenizer
+from service.errors import IcehouseError, Reason, StorageError
+from service.rpc.ports import OrderReply, ServedModel, StatsReply
+from service.rpc.router import Router
+from service.rpc.server import RpcServer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What 0 in the engine's settings means."""
+
+    decode_batch_limit: int
+    lane_row_limit: int
+    prefill_chunk_token_count: int
+
+
+# Measured with mlx 0.32.4: on 2 x86 cores one pass over 64 rows is slower per row than four over 16.
+CPU_DEFAULTS = DeviceDefaults(decode_batch_limit=64, lane_row_limit=16, prefill_chunk_token_count=256)
+GPU_DEFAULTS = DeviceDefaults(decode_batch_limit=128, lane_row_limit=128, prefill_chunk_token_count=1024)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class House:
+    """The rooms of one server, in the order they start in reverse: the edge needs the engine."""
+
+    engine: Engine
+    server: RpcServer
+    router: Router
+    clock: Clock
+
+
+def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clock) -> House:
+    """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    source = ModelSource(
+        path=model.path,
+        model_id=model.model_id,
+        dtype=weights_dtype(config.model),
+        adapter_path=config.model.adapter_path,
+        context_token_limit=config.model.context_token_limit,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    tokenizer = load_tokenizer(source)
+    limits, lane_row_limit = engine_limits(config.engine)
+    announcer = _Announcer(router, tokenizer)
+    engine = Engine(
+        runner=MlxRunner(source=source, tokenizer=tokenizer, lane_row_limit=lane_row_limit),
+        limits=limits,
+        mailbox_limit=config.engine.mailbox_limit,
+        listener=announcer,
+        clock=clock,
+        decode=tokenizer.decode,
+    )
+    announcer.engine = engine
+    server = RpcServer(config=config.server, engine=_EngineDoor(engine), router=router, clock=clock)
+    return House(engine=engine, server=server, router=router, clock=clock)
+
+
+def weights_dtype(config: ModelConfig) -> str:
+    """Return the weights' type to load, "" for the model's own.
+
+    On a CPU with OpenBLAS float32 is by far the fastest type; the reference BLAS is slower with it.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if runs_on_cpu() and openblas_loaded() else ""
+
+
+def engine_limits(config: EngineConfig) -> tuple[SchedulerLimits, int]:
+    """Return the scheduler's limits and the rows of a lane, with the device's defaults for 0."""
+    defaults = CPU_DEFAULTS if runs_on_cpu() else GPU_DEFAULTS
+    limits = SchedulerLimits(
+        waiting_limit=config.waiting_limit,
+        running_limit=config.decode_batch_limit or defaults.decode_batch_limit,
+        prefilling_limit=config.prefilling_limit,
+        prefill_chunk_token_count=config.prefill_chunk_token_count or defaults.prefill_chunk_token_count,
+        prefill_slice_s=config.prefill_slice_ms / 1000,
+    )
+    return limits, config.lane_row_limit or defaults.lane_row_limit
+
+
+class _Announcer:
+    """The engine's listener: the router, told of the model just before it is told READY."""
+
+    def __init__(self, router: Router, tokenizer: Tokenizer) -> None:
+        self._router = router
+        self._tokenizer = tokenizer
+        self.engine: Engine | None = None
+
+    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
+        self._router.publish(events)
+
+    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
+        if state is EngineState.READY:
+            assert self.engine is not None, "the engine started before the house was wired"
+            self._router.model_loaded(ServedModel(self.engine.model, self._tokenizer))
+        self._router.state_changed(state, error)
+
+
+class _EngineDoor:
+    """The engine as the edge wants it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def heartbeat_time(self) -> float:
+        return self._engine.heartbeat_time
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._engine.submit(request)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self._engine.cancel(request_id)
+
+    def request_stats(self, reply: StatsReply) -> None:
+        self._engine.request_stats(reply)
+
+    def give_order(self, order: CacheOrder, reply: OrderReply) -> None:
+        reply(StorageError(Reason.CACHE_UNSUPPORTED, "this server runs without a prefix cache"))

@@ -1,0 +1,129 @@
+"""`icehouse serve`: start the house, tell how it goes, drain it when told to stop.
+
+Start: model folder, tokenizer, address, engine. The address is bound before the model is loaded, so
+that a taken port is known at once; health stays NOT_SERVING until the model is warm.
+Stop: no new calls, running ones finish within the grace, then the engine's thread ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Iterator
+
+from service.cli.console import build_progress
+from service.cli.house import House, build_house
+from service.cli.logs import setup_logging
+from service.cli.model_source import locate_model
+from service.cli.preload import restart_with_openblas
+from service.clock import Clock, SystemClock
+from service.config import Config, LoadedConfig
+from service.domain.model import EngineState
+from service.errors import EngineFailed, Reason
+from service.rpc.router import Router
+
+_log = logging.getLogger("icehouse.boot")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_STUCK_S = 10.0
+"""How long the inference thread may go on after everything was cancelled: one long prefill chunk."""
+
+
+def serve(loaded: LoadedConfig) -> None:
+    """Serve until a signal. Raises IcehouseError when the house cannot start or its engine dies."""
+    if loaded.config.engine.preload_enabled:
+        restart_with_openblas()
+    setup_logging(loaded.config.log)
+    asyncio.run(_serve(loaded.config, SystemClock()))
+
+
+async def _serve(config: Config, clock: Clock) -> None:
+    narrator = Narrator(clock)
+    with narrator.phase("found the model") as fields, build_progress() as on_progress:
+        model = locate_model(config.model, on_progress=on_progress)
+        fields.update(model=model.model_id, path=model.path)
+    router = Router(asyncio.get_running_loop())
+    with narrator.phase("read the tokenizer"):
+        house = build_house(config, model=model, router=router, clock=clock)
+    stop_signal = _listen_for_signals()
+    address = await house.server.start()
+    try:
+        house.engine.start()
+        with narrator.phase("loaded the model") as fields:
+            await _until(house, EngineState.READY, stop_signal)
+            if router.model is not None:
+                info = router.model.info
+                fields.update(parameters=info.parameter_count, dtype=info.dtype, device=info.device)
+        _log.info("serving", extra={"address": address, "model": model.model_id, "boot_s": narrator.total_s})
+        await _until(house, EngineState.STOPPED, stop_signal)
+    finally:
+        await _drain(house, grace_s=config.server.drain_grace_s, narrator=narrator)
+    if router.state is EngineState.FAILED:
+        raise house.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+
+
+class Narrator:
+    """Tells each phase of the start with how long it took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._start_time = clock.monotonic()
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock.monotonic() - self._start_time
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[dict[str, object]]:
+        """Log `name` with its duration and the yielded fields when the block ends well."""
+        began = self._clock.monotonic()
+        fields: dict[str, object] = {}
+        yield fields
+        _log.info(name, extra={**fields, "duration_s": round(self._clock.monotonic() - began, 3)})
+
+
+def _listen_for_signals() -> asyncio.Event:
+    """Return an event that the first signal sets; the second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        _log.info("draining; a second signal ends at once", extra={"signal": number.name})
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def _until(house: House, state: EngineState, stop: asyncio.Event) -> None:
+    """Return when the engine reaches `state` or FAILED, or `stop` is set."""
+    changed = asyncio.Event()
+    house.router.add_listener(changed.set)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while house.router.state not in (state, EngineState.FAILED) and not stop.is_set():
+            changed.clear()
+            changing = asyncio.create_task(changed.wait())
+            await asyncio.wait((changing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            changing.cancel()
+    finally:
+        stopping.cancel()
+
+
+async def _drain(house: House, *, grace_s: float, narrator: Narrator) -> None:
+    with narrator.phase("drained"):
+        house.engine.drain(grace_s=grace_s)
+        # The engine ends what does not finish in time, so the edge need not cut in before it has told.
+        await house.server.stop(grace_s=grace_s + 1)
+        ended = await asyncio.to_thread(house.engine.join, timeout_s=_STUCK_S)
+    if not ended:
+        _log.error("the inference thread is stuck; ending without it", extra={"waited_s": _STUCK_S})
+        os._exit(1)
