@@ -71,6 +71,14 @@ class CacheLayout:
         """Distinct cache class names in order of first appearance, parts of lists by their own name."""
         return tuple(dict.fromkeys(part.cache_class.__name__ for part in self.parts))
 
+    @property
+    def signature(self) -> str:
+        """Every part's name, class, kind, window and facts: part of the fingerprint, never parsed."""
+        return ";".join(
+            f"{p.name}:{p.cache_class.__name__}:{p.kind}:{p.window_token_count}:{','.join(map(str, p.facts))}"
+            for p in self.parts
+        )
+
     def window_start(self, token_count: int) -> int:
         """First token any window still holds at this length; blocks that end after it are needed."""
         return max(0, token_count - self.window_token_count)
@@ -140,9 +148,7 @@ class CacheLayout:
         Raises StorageError when the source does not cover the tokens or does not fit this model.
         """
         caches = list(make_caches())
-        assert CacheLayout.of(caches, block_token_count=self.block_token_count) == self, (
-            "Not this model's caches"
-        )
+        assert tuple(parts_of(caches)) == self.parts, "Caches of another model than the layout's"
         return Restoring(
             self.parts,
             caches,

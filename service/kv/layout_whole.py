@@ -68,9 +68,10 @@ def rebuild_whole(template: Any, arrays: Mapping[str, mx.array]) -> Any:
     The template is used up. Raises KeyError or ValueError when arrays are missing or damaged.
     """
     if type(template) is ArraysCache:
-        for suffix, array in arrays.items():
+        for slot in range(len(template.cache)):
+            array = arrays[f"{slot:02d}"]
             # A new wrapper each: assigning into a cache must never reach a block's own array.
-            template[int(suffix)] = mx.contiguous(array)
+            template[slot] = mx.contiguous(array) if array.ndim > 1 else None
         return template
     tree = json.loads(np.asarray(arrays["state"]).tobytes())
     return type(template).from_state(_decode(tree, arrays))
@@ -80,10 +81,11 @@ def _cut_arrays_cache(cache: Any, row: int) -> list[tuple[str, mx.array]]:
     assert cache.lengths is None, "The batch is in the middle of a padded prefill"
     # A merge of empty caches leaves zeros here, which count down below zero: no padding at all.
     assert cache.left_padding is None or np.asarray(cache.left_padding)[row] <= 0, "Padding is still to come"
+    # An unused slot is written too, as an array of no rows: a missing one must never pass for it.
+    unused = mx.zeros((0,), mx.uint8)
     return [
-        (f"{slot:02d}", mx.contiguous(array[row : row + 1]))
+        (f"{slot:02d}", unused if array is None else mx.contiguous(array[row : row + 1]))
         for slot, array in enumerate(cache.cache)
-        if array is not None
     ]
 
 

@@ -29,7 +29,10 @@ def model_of(architecture: str, dtype: str = "float32", **overrides: Any) -> Any
 
 def prompt(token_count: int, *, seed: int = 0) -> list[int]:
     """Return a varied prompt without special tokens, the same in every process."""
-    return [(index * index * 7 + index * 31 + 13 * seed) % (VOCABULARY_SIZE - 10) + 10 for index in range(token_count)]
+    return [
+        (index * index * 7 + index * 31 + 13 * seed) % (VOCABULARY_SIZE - 10) + 10
+        for index in range(token_count)
+    ]
 
 
 def feed(model: Any, caches: Sequence[Any], tokens: Sequence[int]) -> mx.array:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import mlx.core as mx
 import pytest
 
-from tests.mlx.runs import BLOCK, CHUNK, Recording, feed, greedy, model_of, prompt, same_bits, uninterrupted
+from tests.mlx.runs import CHUNK, Recording, feed, greedy, model_of, prompt, same_bits, uninterrupted
 from tests.models import ARCHITECTURES, FLOAT32_ONLY
 
 CASES = [

@@ -96,7 +96,7 @@ def _draw(name: str, value: mx.array, *, seed: int) -> mx.array:
         return mx.array(0.1 * noise)
     if value.ndim < 2:
         return value + mx.array(0.1 * noise)
-    if name.endswith("embed_tokens.weight") or name.endswith("embeddings.weight"):
+    if name.endswith(("embed_tokens.weight", "embeddings.weight")):
         return mx.array(noise)
     if name.endswith(("lm_head.weight", "output.weight")):
         noise[: len(SPECIAL_TOKENS)] = 0.0
