@@ -97,6 +97,8 @@ async def running_house(
         options = [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.max_send_message_length", -1),
+            # A window that does not grow, so that a reader who stops is felt soon.
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.primary_user_agent", uuid.uuid4().hex),
         ]
         async with grpc.aio.insecure_channel(address, options=options) as channel:

@@ -1,0 +1,190 @@
+"""How calls end early: cancel, deadline, a stalled reader, a dead engine, a stopped server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import pytest
+from icehouse.v1 import inference_service_pb2 as messages
+
+from service.domain.events import Delta, Event, Failed, Finished
+from service.domain.model import EngineState
+from service.domain.request import GenerationRequest
+from service.errors import Cancelled, EngineFailed, Reason
+from tests.rpc.conftest import House, running_house
+from tests.rpc.details import refusal_of
+from tests.rpc.fake_engine import finished, hanging, started
+
+REQUEST = messages.GenerateRequest(request_id="r", text="Hi")
+
+
+async def read_to_error(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return caught.value
+
+
+async def read_to_end(call: Any) -> list[messages.StreamResponse]:
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+async def test_cancel_reaches_the_engine(house: House) -> None:
+    house.engine.script = hanging
+    stream = house.inference.Stream(REQUEST)
+    assert (await stream.read()).WhichOneof("event") == "started"
+    stream.cancel()
+    assert await house.cancelled() == "r"
+
+
+async def test_vanished_caller_reaches_the_engine(house: House) -> None:
+    house.engine.script = hanging
+    stream = house.inference.Stream(REQUEST)
+    await stream.read()
+    await house.channel.close()
+    assert await house.cancelled() == "r"
+
+
+async def test_cancelled_unary_reaches_the_engine(house: House) -> None:
+    house.engine.script = hanging
+    call = house.inference.Generate(REQUEST)
+    while not house.engine.submitted:
+        await house.settle()
+    call.cancel()
+    assert await house.cancelled() == "r"
+
+
+async def test_passed_deadline_reaches_the_engine(house: House) -> None:
+    house.engine.script = hanging
+    stream = house.inference.Stream(REQUEST, timeout=0.2)
+    error = await read_to_error(stream)
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await house.cancelled() == "r"
+
+
+async def test_id_is_free_again_after_the_engine_ended_the_request(house: House) -> None:
+    house.engine.script = hanging
+    stream = house.inference.Stream(REQUEST)
+    await stream.read()
+    stream.cancel()
+    await house.cancelled()
+    await house.settle()
+    house.engine.script = lambda request: [started(request), finished(request)]
+    assert (await house.inference.Generate(REQUEST)).request_id == "r"
+
+
+async def test_finished_request_is_not_cancelled(house: House) -> None:
+    await house.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+    await house.settle()
+    assert house.engine.cancelled.empty()
+
+
+FLOOD = [Delta("x" * 10_000, (1,))] * 400
+"""Far more than the connection's window holds."""
+
+
+async def test_reader_with_too_much_unread_is_cut_off() -> None:
+    async with running_house(outbox_byte_limit=100_000, outbox_event_limit=4) as house:
+        house.engine.script = hanging
+        stream = house.inference.Stream(REQUEST)
+        assert (await stream.read()).WhichOneof("event") == "started"
+        house.engine.publish(house.engine.submitted[0], *FLOOD)
+        assert await house.cancelled() == "r"
+        error = await read_to_error(stream)
+        assert refusal_of(error).reason == "READER_STALLED"
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_reader_who_takes_nothing_in_time_is_cut_off() -> None:
+    async with running_house(outbox_byte_limit=1 << 30, stall_timeout_s=0.2) as house:
+        house.engine.script = hanging
+        stream = house.inference.Stream(REQUEST)
+        assert (await stream.read()).WhichOneof("event") == "started"
+        house.engine.publish(house.engine.submitted[0], *FLOOD)
+        assert await house.cancelled() == "r"
+        assert refusal_of(await read_to_error(stream)).reason == "READER_STALLED"
+
+
+async def test_one_stalled_reader_does_not_delay_another() -> None:
+    async with running_house(outbox_byte_limit=1 << 30, stall_timeout_s=30.0) as house:
+        house.engine.script = hanging
+        stalled = house.inference.Stream(REQUEST)
+        await stalled.read()
+        house.engine.publish(house.engine.submitted[0], *FLOOD)
+        house.engine.script = lambda request: [started(request), Delta("quick", (1,)), finished(request)]
+        assert (await house.inference.Generate(messages.GenerateRequest(text="Hi"))).text == "quick"
+        stalled.cancel()
+        assert await house.cancelled() == "r"
+
+
+async def test_slow_reader_gets_every_word(house: House) -> None:
+    words = [f"{index:05d} " for index in range(5000)]
+
+    def talkative(request: GenerationRequest) -> Iterable[Event]:
+        yield started(request)
+        yield from (Delta(word, (index,)) for index, word in enumerate(words))
+        yield finished(request)
+
+    house.engine.script = talkative
+    stream = house.inference.Stream(REQUEST)
+    await stream.read()
+    await house.settle()
+    deltas = [r.delta for r in await read_to_end(stream) if r.WhichOneof("event") == "delta"]
+    assert "".join(delta.text for delta in deltas) == "".join(words)
+    assert [i for delta in deltas for i in delta.token_ids] == list(range(5000))
+    assert len(deltas) < 5000, "deltas above the event limit are merged"
+
+
+async def test_dead_engine_fails_every_open_call(house: House) -> None:
+    house.engine.script = hanging
+    house.engine.answers_stats = False
+    stream = house.inference.Stream(REQUEST)
+    await stream.read()
+    stats = house.inference.CacheStats(messages.CacheStatsRequest())
+    error = EngineFailed(Reason.ENGINE_FAILED, "the loop died of KeyError")
+    while not house.router._questions:
+        await house.settle()
+    house.router.state_changed(EngineState.FAILED, error)
+    failed = await read_to_error(stream)
+    assert (failed.code(), failed.details()) == (grpc.StatusCode.INTERNAL, "the loop died of KeyError")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stats
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_stopping_lets_running_calls_end() -> None:
+    async with running_house() as house:
+        house.engine.script = hanging
+        stream = house.inference.Stream(REQUEST)
+        await stream.read()
+        stopping = asyncio.create_task(house.server.stop(grace_s=10))
+        [request] = house.engine.submitted
+        house.engine.publish(request, Delta(" world", (2,)), finished(request))
+        rest = [response.WhichOneof("event") for response in await read_to_end(stream)]
+        assert rest[-1] == "finished"
+        await stopping
+
+
+async def test_stopping_without_grace_cancels_running_calls() -> None:
+    async with running_house() as house:
+        house.engine.script = hanging
+        stream = house.inference.Stream(REQUEST)
+        await stream.read()
+        await house.server.stop(grace_s=0)
+        assert await house.cancelled() == "r"
+        await read_to_error(stream)
+
+
+async def test_late_events_of_an_ended_request_are_ignored(house: House) -> None:
+    await house.inference.Generate(REQUEST)
+    [request] = house.engine.submitted
+    last: Finished = finished(request)
+    house.engine.publish(request, Delta("late", ()), last, Failed(Cancelled(Reason.CANCELLED, "late")))
+    await house.settle()
+    assert (await house.inference.Generate(REQUEST)).text.startswith(" w0")

@@ -1,0 +1,103 @@
+"""The standard services: health follows the engine, reflection speaks both versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from service.domain.model import EngineState
+from service.rpc.server import SERVICE_NAMES
+from tests.rpc.conftest import House, running_house
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(house: House) -> set[int]:
+    """Return the distinct answers for the whole server and for each service."""
+    await house.server.refresh_health()
+    stub: Any = health_pb2_grpc.HealthStub(house.channel)
+    answers = [await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", *SERVICE_NAMES)]
+    return {answer.status for answer in answers}
+
+
+async def test_health_waits_for_the_model() -> None:
+    async with running_house(ready=False) as house:
+        assert await health_of(house) == {NOT_SERVING}
+        house.router.state_changed(EngineState.READY, None)
+        await house.settle()
+        assert await health_of(house) == {SERVING}
+
+
+@pytest.mark.parametrize("state", [EngineState.DRAINING, EngineState.FAILED, EngineState.STOPPED])
+async def test_health_leaves_serving_with_the_engine(house: House, state: EngineState) -> None:
+    assert await health_of(house) == {SERVING}
+    house.router.state_changed(state, None)
+    await house.settle()
+    assert await health_of(house) == {NOT_SERVING}
+
+
+async def test_health_notices_a_stuck_loop_and_its_recovery(house: House) -> None:
+    house.clock.now += 31
+    assert await health_of(house) == {NOT_SERVING}
+    house.engine.heartbeat_time = house.clock.now
+    assert await health_of(house) == {SERVING}
+
+
+async def test_watchers_hear_of_a_change_without_asking(house: House) -> None:
+    await house.server.refresh_health()
+    stub: Any = health_pb2_grpc.HealthStub(house.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=""))
+    assert (await watch.read()).status == SERVING
+    house.router.state_changed(EngineState.DRAINING, None)
+    assert (await watch.read()).status == NOT_SERVING
+    watch.cancel()
+
+
+async def test_health_of_an_unknown_service_is_not_found(house: House) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(house.channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="nonsense"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def reflect(house: House, version: str, **fields: Any) -> Any:
+    method = house.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    call = method(iter([reflection_pb2.ServerReflectionRequest(**fields)]))
+    return await call.read()
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_and_describes(house: House, version: str) -> None:
+    listed = await reflect(house, version, list_services="")
+    names = {service.name for service in listed.list_services_response.service}
+    assert names == {
+        *SERVICE_NAMES,
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    for name in names:
+        answer = await reflect(house, version, file_containing_symbol=name)
+        files = [
+            descriptor_pb2.FileDescriptorProto.FromString(data)
+            for data in answer.file_descriptor_response.file_descriptor_proto
+        ]
+        described = {f"{file.package}.{service.name}" for file in files for service in file.service}
+        assert name in described
+
+
+async def test_reflection_can_be_switched_off() -> None:
+    async with running_house(reflection_enabled=False) as house:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reflect(house, "v1", list_services="")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
