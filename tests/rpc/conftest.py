@@ -69,7 +69,7 @@ class House:
         """Return when the engine's thread has done all it was given, and the loop has heard of it."""
         done = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
-        self.engine._work.put(lambda: loop.call_soon_threadsafe(done.set_result, None))
+        self.engine.call_on_thread(lambda: loop.call_soon_threadsafe(done.set_result, None))
         await done
 
 

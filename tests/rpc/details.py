@@ -8,19 +8,19 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A status with its google.rpc details by kind."""
+    """A status with its google.rpc details by kind, None for those that it lacks."""
 
     code: grpc.StatusCode
     message: str
     info: Any
-    bad_request: Any | None
-    retry: Any | None
-    quota: Any | None
+    bad_request: Any
+    retry: Any
+    quota: Any
 
     @property
     def reason(self) -> str:

@@ -122,7 +122,7 @@ class FakeEngine:
         self.submitted: list[GenerationRequest] = []
         self.cancelled: queue.SimpleQueue[RequestId] = queue.SimpleQueue()
         self._open: set[RequestId] = set()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake inference", daemon=True)
         self._thread.start()
 
@@ -147,6 +147,10 @@ class FakeEngine:
     def publish(self, request: GenerationRequest, *events: Event) -> None:
         """Publish events of a running request from the engine's thread, in one hand-over."""
         self._work.put(lambda: self.router.publish([(request.request_id, event) for event in events]))
+
+    def call_on_thread(self, work: Callable[[], object]) -> None:
+        """Call `work` on the engine's thread after all that it was given before."""
+        self._work.put(work)
 
     def close(self) -> None:
         """End the thread."""

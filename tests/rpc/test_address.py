@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
@@ -15,7 +16,7 @@ from tests.rpc.conftest import House, running_house
 REQUEST = messages.GenerateRequest(text="Hi", max_output_tokens=1)
 
 
-async def start_error(**settings: object) -> StartError:
+async def start_error(**settings: Any) -> StartError:
     with pytest.raises(StartError) as caught:
         async with running_house(**settings):
             pass

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import prompt_pb2, sampling_pb2, usage_pb2
 
 from service.domain.events import Delta, FinishReason, PrefillProgress
 from service.domain.events import Finished as FinishedEvent
@@ -41,7 +41,7 @@ async def test_every_parameter_reaches_the_engine(house: House) -> None:
         stop=["x", "y", "x"],
         priority=-5,
     )
-    wanted.cache.use = 2
+    wanted.cache.use = cache_policy_pb2.CACHE_USE_READ_ONLY
     wanted.cache.tenant = "blue"
     await house.inference.Generate(wanted)
     [request] = house.engine.submitted

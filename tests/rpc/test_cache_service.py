@@ -1,0 +1,178 @@
+"""CacheService and ModelService: orders reach the engine, answers come back whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from icehouse.v1 import cache_policy_pb2, prompt_pb2, usage_pb2
+from icehouse.v1 import cache_service_pb2 as messages
+from icehouse.v1 import model_service_pb2 as model_messages
+
+from service.domain.cache_orders import (
+    BlockMatch,
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Tier,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from service.domain.events import CacheReport
+from service.domain.ids import BlockHash, Tenant
+from service.errors import NotFound, Reason
+from service.rpc.convert import REUSE_LIMITS
+from tests.rpc.conftest import House
+from tests.rpc.details import refused
+from tests.rpc.fake_engine import MODEL_INFO, REPORT, finished, started
+
+BLUE = cache_policy_pb2.CachePolicy(tenant="blue")
+BLOCK = BlockMatch(
+    hash=BlockHash(bytes(range(32))),
+    start_token_index=0,
+    token_count=2,
+    size_bytes=100,
+    tier=Tier.SSD,
+    has_checkpoint=True,
+    pinned=False,
+)
+
+
+async def test_explain_tells_blocks_and_predictions(house: House) -> None:
+    house.engine.order_answer = Explanation(
+        cache=CacheReport(ssd_token_count=2),
+        blocks=(BLOCK,),
+        predicted_ttft_s=0.5,
+        predicted_cold_ttft_s=None,
+    )
+    response = await house.cache.Explain(messages.ExplainRequest(text="Hi!", cache=BLUE))
+    assert house.engine.orders == [Explain(tuple(b"Hi!"), Tenant("blue"))]
+    assert (response.prompt_tokens, response.cache.ssd_tokens) == (3, 2)
+    [block] = response.blocks
+    assert block.hash == bytes(range(32)).hex()
+    assert (block.tier, block.token_count, block.size_bytes) == (messages.CACHE_TIER_SSD, 2, 100)
+    assert block.has_checkpoint and not block.pinned
+    assert response.predicted_time_to_first_token.ToMilliseconds() == 500
+    assert not response.HasField("predicted_time_to_first_token_cold")
+
+
+async def test_warm_runs_the_prompt_without_output(house: House) -> None:
+    house.engine.script = lambda request: [started(request), finished(request)]
+    response = await house.cache.Warm(messages.WarmRequest(text="Hi", request_id="w", cache=BLUE))
+    [request] = house.engine.submitted
+    assert (request.max_output_tokens, request.tenant, request.request_id) == (0, "blue", "w")
+    assert (response.request_id, response.cache.ram_tokens) == ("w", REPORT.ram_token_count)
+    assert response.usage.output_tokens == 0
+
+
+async def test_warm_refuses_a_policy_that_keeps_nothing(house: House) -> None:
+    policy = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_READ_ONLY)
+    answer = await refused(house.cache.Warm(messages.WarmRequest(text="Hi", cache=policy)))
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "cache.use")
+    assert house.engine.submitted == []
+
+
+async def test_pin_and_unpin(house: House) -> None:
+    house.engine.order_answer = PinReport(block_count=1, token_count=2, size_bytes=3)
+    tokens = prompt_pb2.TokenPrompt(ids=[1, 2])
+    pinned = await house.cache.Pin(messages.PinRequest(tokens=tokens))
+    unpinned = await house.cache.Unpin(messages.UnpinRequest(tokens=tokens, cache=BLUE))
+    assert house.engine.orders == [Pin((1, 2)), Unpin((1, 2), Tenant("blue"))]
+    for answer in (pinned, unpinned):
+        assert (answer.block_count, answer.token_count, answer.size_bytes) == (1, 2, 3)
+
+
+async def test_an_error_for_an_answer_becomes_a_status(house: House) -> None:
+    house.engine.order_answer = NotFound(Reason.BLOCK_NOT_FOUND, "no block of this prompt is known")
+    answer = await refused(house.cache.Pin(messages.PinRequest(text="Hi")))
+    assert (answer.code, answer.reason) == (grpc.StatusCode.NOT_FOUND, "BLOCK_NOT_FOUND")
+
+
+async def test_evict_by_prompt_and_altogether(house: House) -> None:
+    house.engine.order_answer = EvictReport(1, 2, 3, 4)
+    response = await house.cache.Evict(messages.EvictRequest(text="Hi", cache=BLUE))
+    await house.cache.Evict(messages.EvictRequest(all=True))
+    assert house.engine.orders == [Evict(tuple(b"Hi"), Tenant("blue")), Evict(None)]
+    assert (response.ram_block_count, response.ram_bytes) == (1, 2)
+    assert (response.ssd_block_count, response.ssd_bytes) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "field"),
+    [
+        (messages.EvictRequest(), "PROMPT_MISSING", "target"),
+        (messages.EvictRequest(all=False), "PARAMETER_OUT_OF_RANGE", "all"),
+        (messages.EvictRequest(text=""), "PROMPT_EMPTY", "text"),
+        (messages.EvictRequest(all=True, model="other"), "MODEL_NOT_FOUND", None),
+    ],
+)
+async def test_evict_never_takes_more_than_was_named(
+    house: House, bad: messages.EvictRequest, reason: str, field: str | None
+) -> None:
+    answer = await refused(house.cache.Evict(bad))
+    assert answer.reason == reason and (field is None or answer.field == field)
+    assert house.engine.orders == []
+
+
+async def test_verify_cuts_names_but_not_their_number(house: House) -> None:
+    damaged = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(1500))
+    house.engine.order_answer = VerifyReport(2000, 9, damaged, 0.5)
+    response = await house.cache.Verify(messages.VerifyRequest(block_limit=2000))
+    assert house.engine.orders == [Verify(2000)]
+    assert (len(response.damaged_hashes), response.damaged_block_count) == (1000, 1500)
+    assert response.damaged_hashes[1] == "00" * 31 + "01"
+    refusal = await refused(house.cache.Verify(messages.VerifyRequest(block_limit=-1)))
+    assert refusal.field == "block_limit"
+
+
+async def test_watching_repeats_the_counters(house: House) -> None:
+    watch = house.cache.WatchStats(messages.WatchStatsRequest(interval=Duration(nanos=100_000_000)))
+    first = (await watch.read()).stats
+    house.engine.stats = dataclasses.replace(house.engine.stats, step_total=8)
+    second = (await watch.read()).stats
+    assert (first.engine.step_total, second.engine.step_total) == (7, 8)
+    watch.cancel()
+
+
+@pytest.mark.parametrize("interval", [Duration(), Duration(seconds=-1), Duration(seconds=3601)])
+async def test_watch_interval_has_a_range(house: House, interval: Duration) -> None:
+    watch: Any = house.cache.WatchStats(messages.WatchStatsRequest(interval=interval))
+    answer = await refused(watch.read())
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "interval")
+
+
+async def test_models_are_listed_and_described(house: House) -> None:
+    listed = await house.models.ListModels(model_messages.ListModelsRequest())
+    [model] = listed.models
+    assert (await house.models.GetModel(model_messages.GetModelRequest(model="tiny"))).model == model
+    assert (await house.models.GetModel(model_messages.GetModelRequest())).model == model
+    assert (model.id, model.context_tokens) == (MODEL_INFO.model_id, MODEL_INFO.context_token_limit)
+    assert model.cache_classes == ["KVCache"] and model.has_chat_template
+    missing = await refused(house.models.GetModel(model_messages.GetModelRequest(model="other")))
+    assert (missing.code, missing.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("page_size", model_messages.ListModelsRequest(page_size=-1)),
+        ("page_size", model_messages.ListModelsRequest(page_size=1001)),
+        ("page_token", model_messages.ListModelsRequest(page_token="x")),
+    ],
+)
+async def test_bad_pages_are_named(house: House, field: str, bad: model_messages.ListModelsRequest) -> None:
+    answer = await refused(house.models.ListModels(bad))
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", field)
+
+
+def test_every_reuse_limit_has_a_name_in_the_api() -> None:
+    names = set(usage_pb2.ReuseLimit.keys()) - {"REUSE_LIMIT_UNSPECIFIED"}
+    assert {f"REUSE_LIMIT_{limit.name}" for limit in REUSE_LIMITS} == names
+    assert {usage_pb2.ReuseLimit.Name(value) for value in REUSE_LIMITS.values()} == names
