@@ -48,6 +48,9 @@ class Damage(enum.StrEnum):
     OTHER_ABI = "other_abi"
     IO = "io"
     LAYOUT = "layout"
+    """Its tensors are not those of the blocks before it."""
+    MEMORY = "memory"
+    """No memory to read it into; the file is not at fault."""
 
 
 class BlockFileError(Exception):

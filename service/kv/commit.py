@@ -8,6 +8,7 @@ garbage that the next start repairs (a partial, a file without a row), never a r
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Sequence
 
 from service.domain.ids import BlockHash
@@ -23,37 +24,38 @@ def commit_block(
 ) -> BlockRecord:
     """Write a block's file and insert its row; return the row.
 
-    Raises `OSError` or `sqlite3.Error`. The partial file has been removed then, or, when
-    even that failed, is left for `PartialLeft.path` to tell.
+    Raises `OSError` or `sqlite3.Error`; no row is there then, and neither is a file unless
+    even removing it failed.
     """
     header = encoded.file.header
     path = paths.block(header.fingerprint, header.hash)
-    write_durably(encoded.parts, path=path, folder=paths.folder(header.fingerprint), files=files)
-    record = record_of(encoded.file, mtime_ns=files.stat(path).mtime_ns, used_time=now_time)
-    manifest.insert([(record, encoded.file)], day=day, written_bytes=record.file_bytes)
+    try:
+        write_durably(encoded.parts, path=path, folder=paths.folder(header.fingerprint), files=files)
+        record = record_of(encoded.file, mtime_ns=files.stat(path).mtime_ns, used_time=now_time)
+        manifest.insert([(record, encoded.file)], day=day, written_bytes=record.file_bytes)
+    except (OSError, sqlite3.Error):
+        # What cannot be removed now is removed or adopted by the next start.
+        for leftover in (path + PARTIAL_SUFFIX, path):
+            with contextlib.suppress(OSError):
+                files.unlink(leftover)
+        raise
     return record
 
 
 def write_durably(parts: Sequence[bytes | memoryview], *, path: str, folder: str, files: Files) -> None:
-    """Make a file appear under `path` whole and on the medium, or not at all."""
+    """Make a file appear under `path` only when it is whole and on the medium."""
     partial = path + PARTIAL_SUFFIX
     descriptor = files.create(partial)
     try:
-        try:
-            files.write(descriptor, parts)
-            files.fsync(descriptor)
-        except OSError:
-            # The first error is the one to tell; a close that fails too adds nothing.
-            with contextlib.suppress(OSError):
-                files.close(descriptor)
-            raise
-        files.close(descriptor)
-        files.rename(partial, path)
+        files.write(descriptor, parts)
+        files.fsync(descriptor)
     except OSError:
-        # What cannot be removed now is removed by the next start.
+        # The first error is the one to tell; a close that fails too adds nothing.
         with contextlib.suppress(OSError):
-            files.unlink(partial)
+            files.close(descriptor)
         raise
+    files.close(descriptor)
+    files.rename(partial, path)
     files.fsync_dir(folder)
 
 

@@ -30,6 +30,9 @@ _SELECT = """
     ORDER BY b.last_used_time
 """
 _INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 20)})"
+LOG_ALLOWANCE_BYTES = 4 << 20
+"""Room that the size limit keeps for the write-ahead log, its index and the next rows."""
+_LOG_LIMIT_PAGES = 256
 _CHUNK = 500
 """Hashes per statement; SQLite's oldest limit on variables is 999."""
 
@@ -49,6 +52,8 @@ class Manifest:
             database = Database(connection, execute_plugins=False, strict=True)
             database.enable_wal()
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
+            connection.execute(f"PRAGMA journal_size_limit = {LOG_ALLOWANCE_BYTES}")
             migrations.apply(database)
         except BaseException:
             connection.close()
@@ -100,6 +105,13 @@ class Manifest:
             "SELECT token_ids, extra, regions FROM block_contents WHERE hash = ?", (block_hash,)
         ).fetchone()
         return (unpack_tokens(row[0]), row[1], row[2]) if row else None
+
+    def holds(self, file: BlockFile) -> bool:
+        """Say whether a block's bulky contents are what its file says."""
+        row = self._connection.execute(
+            "SELECT * FROM block_contents WHERE hash = ?", (file.header.hash,)
+        ).fetchone()
+        return bool(row == _contents_row(file))
 
     def insert(
         self, blocks: Iterable[tuple[BlockRecord, BlockFile]], *, day: int, written_bytes: int

@@ -7,28 +7,16 @@ mailbox. Sizes are file or memory bytes, times are seconds.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import NewType
 
-from service.domain.blocks import BlockHeader, HostRegion, RegionKind
+from service.domain.blocks import BlockHeader, HostRegion, HostTensor, RegionKind
+from service.domain.cache_stats import SpillDropCause
 from service.domain.ids import BlockHash, Fingerprint
 from service.kv.block_head import Damage
 from service.kv.records import BlockRecord
 
 LoadId = NewType("LoadId", int)
 TaskId = NewType("TaskId", int)
-
-
-class DropCause(enum.StrEnum):
-    """Why an accepted spill was not persisted."""
-
-    ALREADY_STORED = "already_stored"
-    TOO_LARGE = "too_large"
-    NO_SPACE = "no_space"
-    DAILY_BUDGET = "daily_budget"
-    WRITES_OFF = "writes_off"
-    WRITE_FAILED = "write_failed"
-    DEADLINE = "deadline"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,20 +40,6 @@ class LoadRequest:
     """Sequence position of row 0 of the assembled buffers; the first block's start, or earlier."""
     capacity_token_count: int
     """Rows of each assembled buffer along the token axis."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AssembledTensor:
-    """One kv tensor over all blocks of a load, shape [..., capacity, last].
-
-    Rows before the first block and from the end of the last one on are not initialised.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-    """Flat, format "B", C-contiguous."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +81,7 @@ class SpillDropped:
     """The accepted block is not on SSD (or was there already)."""
 
     hash: BlockHash
-    cause: DropCause
+    cause: SpillDropCause
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +96,11 @@ class Loaded:
     """The verified beginning of a load: its first blocks, all of them unless `failure` is set."""
 
     load_id: LoadId
-    tensors: tuple[AssembledTensor, ...]
+    tensors: tuple[HostTensor, ...]
+    """The kv tensors of all loaded blocks together, each [..., capacity, width].
+
+    Rows before the first block and from `end_token_index` on are not initialised.
+    """
     blocks: tuple[LoadedBlock, ...]
     end_token_index: int
     """Sequence position behind the last wanted token that was read."""
@@ -181,6 +159,8 @@ class Flushed:
 class ReconcileReport:
     """What the last start found in the directory and how long it took."""
 
+    time: float = 0.0
+    """Wall clock, seconds since the epoch."""
     was_clean: bool = False
     """The directory was exactly as the last clean shutdown left it; files were not walked."""
     manifest_rebuilt: bool = False
@@ -197,7 +177,7 @@ class ReconcileReport:
     """Files whose modification time had changed but nothing else."""
     manifest_s: float = 0.0
     walk_s: float = 0.0
-    repair_s: float = 0.0
+    """Walking the files, repairs included."""
 
     @property
     def repair_count(self) -> int:
@@ -217,8 +197,11 @@ class StorageStats:
     """The SSD tier's counters. `*_count` and `*_bytes` are now, `*_total` since start."""
 
     block_count: int
+    """Of the served fingerprint, as are tokens, tails, pins and ages."""
+    tail_count: int
     token_count: int
     block_bytes: int
+    """Of all fingerprints."""
     pinned_count: int
     foreign_block_count: int
     """Blocks of other fingerprints, which age out within the same limit."""
@@ -234,7 +217,8 @@ class StorageStats:
     writes_detail: str
     spill_accepted_total: int
     spill_persisted_total: int
-    spill_dropped_totals: tuple[tuple[DropCause, int], ...]
+    spill_dropped_totals: tuple[tuple[SpillDropCause, int], ...]
+    """By this thread; blocks refused for want of credit are the engine's to count."""
     spill_queue_count: int
     spill_queue_bytes: int
     spill_queue_limit_bytes: int
@@ -243,14 +227,18 @@ class StorageStats:
     daily_write_limit_bytes: int
     load_total: int
     load_failed_totals: tuple[tuple[Damage, int], ...]
+    """Blocks that a load or `verify` could not use, by cause."""
     load_queue_count: int
+    load_queue_limit: int
     read_bytes_total: int
     read_bytes_per_s: float
     write_bytes_per_s: float
-    checksum_failure_total: int
+    verified_block_total: int
+    """Blocks whose regions were read and hashed, by loads and by `verify`."""
     quarantined_total: int
-    evicted_total: int
+    evicted_block_total: int
     evicted_bytes_total: int
+    purged_block_total: int
     age_percentiles_s: tuple[tuple[int, float], ...]
     """(percent, seconds since last use) for 10, 50, 90 and 99 percent of the blocks."""
     reconcile: ReconcileReport

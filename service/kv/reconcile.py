@@ -1,6 +1,6 @@
 """What is wrong between the manifest's rows and the files, and its repair.
 
-`diff` only looks, and is what `icehouse cache check` shows; `repair` acts on the same
+A `Walk` only looks, and is what `icehouse cache check` shows; `reconcile` acts on the same
 findings in an order that a crash cannot turn into a lying row: rows are deleted before
 their files move, and inserted after their files are known to be whole.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from service.domain.blocks import LAYOUT_ABI
 from service.domain.ids import BlockHash
@@ -59,70 +61,83 @@ class Discrepancy:
     file: BlockFile | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Diff:
-    """Rows that need nothing, and everything else."""
-
-    sound: tuple[BlockRecord, ...]
-    """In the order of the rows given."""
-    discrepancies: tuple[Discrepancy, ...]
-    file_count: int
-
-    def count(self, *findings: Finding) -> int:
-        """Return how many discrepancies are of these kinds."""
-        return sum(1 for item in self.discrepancies if item.finding in findings)
-
-
 Progress = Callable[[int], None]
 """Called now and then with the number of files looked at so far."""
 
 
-def diff(
-    rows: Sequence[BlockRecord],
-    edited: Iterable[BlockHash],
-    *,
-    files: Files,
-    paths: StorePaths,
-    now_time: float,
-    progress: Progress = lambda _: None,
-) -> Diff:
-    """Compare every row with every file. Nothing is changed.
+class Walk:
+    """One pass over all rows and files. Iterating yields the discrepancies and changes nothing.
 
     A file whose size and modification time are its row's is not opened. Raises `OSError`
-    when a folder cannot be listed.
+    when a folder cannot be listed. Afterwards `sound` holds the rows that need nothing.
     """
-    by_path = {paths.block(row.fingerprint, row.hash): row for row in rows}
-    edited_hashes = set(edited)
-    found: list[Discrepancy] = []
-    sound: set[BlockHash] = set()
-    file_count = 0
-    for folder in files.list(paths.blocks):
-        folder_path = f"{paths.blocks}/{folder.name}"
-        if not (folder.is_directory and is_folder_name(folder.name)):
-            found.append(Discrepancy(Finding.UNKNOWN, folder_path, folder.size_bytes))
-            continue
-        for info in files.list(folder_path):
-            path = f"{folder_path}/{info.name}"
-            row = by_path.pop(path, None)
-            if row is not None and row.mtime_ns == info.mtime_ns and row.file_bytes == info.size_bytes:
-                if row.layout_abi == LAYOUT_ABI:
-                    sound.add(row.hash)
-                else:
-                    found.append(Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, row.hash))
+
+    def __init__(
+        self,
+        rows: Sequence[BlockRecord],
+        edited: Iterable[BlockHash],
+        *,
+        files: Files,
+        paths: StorePaths,
+        now_time: float,
+        progress: Progress = lambda _: None,
+    ) -> None:
+        self.sound: list[BlockRecord] = []
+        self.counts: Counter[Finding] = Counter()
+        self.file_count = 0
+        self.unknown_bytes = 0
+        self._rows = {paths.block(row.fingerprint, row.hash): row for row in rows}
+        self._edited = set(edited)
+        self._files = files
+        self._paths = paths
+        self._now_time = now_time
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[Discrepancy]:
+        for item in self._find():
+            self.counts[item.finding] += 1
+            if item.finding is Finding.UNKNOWN:
+                self.unknown_bytes += item.size_bytes
+            yield item
+
+    def _find(self) -> Iterator[Discrepancy]:
+        for folder in self._files.list(self._paths.blocks):
+            path = f"{self._paths.blocks}/{folder.name}"
+            if folder.is_directory and is_folder_name(folder.name):
+                yield from self._find_in_folder(path)
             else:
-                found.append(_examine(path, info, row, edited_hashes, files=files, now_time=now_time))
-            file_count += 1
-            if file_count % 1000 == 0:
-                progress(file_count)
-    found.extend(Discrepancy(Finding.MISSING, path, hash=row.hash) for path, row in by_path.items())
-    with_file = {item.hash for item in found if item.finding is Finding.EDITED_ROW}
-    found.extend(Discrepancy(Finding.MISSING, "", hash=item) for item in edited_hashes - with_file)
-    progress(file_count)
-    return Diff(tuple(row for row in rows if row.hash in sound), tuple(found), file_count)
+                yield Discrepancy(Finding.UNKNOWN, path, folder.size_bytes)
+        for path, row in self._rows.items():
+            yield Discrepancy(Finding.MISSING, path, hash=row.hash)
+        for block_hash in self._edited:
+            yield Discrepancy(Finding.MISSING, "", hash=block_hash)
+        self._progress(self.file_count)
+
+    def _find_in_folder(self, folder_path: str) -> Iterator[Discrepancy]:
+        for info in self._files.list(folder_path):
+            path = f"{folder_path}/{info.name}"
+            row = self._rows.pop(path, None)
+            self.file_count += 1
+            if self.file_count % 1000 == 0:
+                self._progress(self.file_count)
+            if row is not None and row.layout_abi != LAYOUT_ABI:
+                yield Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, row.hash)
+            elif row is not None and row.mtime_ns == info.mtime_ns and row.file_bytes == info.size_bytes:
+                self.sound.append(row)
+            else:
+                yield self._examine(path, info, row)
+
+    def _examine(self, path: str, info: FileInfo, row: BlockRecord | None) -> Discrepancy:
+        name_hash = parse_block_name(info.name)
+        if row is None and name_hash in self._edited:
+            self._edited.remove(name_hash)
+            detail = "the row's checksum is not that of its facts"
+            return Discrepancy(Finding.EDITED_ROW, path, info.size_bytes, name_hash, detail)
+        return examine_file(path, info, row, files=self._files, now_time=self._now_time)
 
 
 def examine_row(row: BlockRecord, *, files: Files, paths: StorePaths, now_time: float) -> Discrepancy | None:
-    """Compare one row with its file, as `diff` would; None when they agree."""
+    """Compare one row with its file, as a walk would; None when they agree."""
     path = paths.block(row.fingerprint, row.hash)
     try:
         info = files.stat(path)
@@ -130,41 +145,11 @@ def examine_row(row: BlockRecord, *, files: Files, paths: StorePaths, now_time: 
         return Discrepancy(Finding.MISSING, path, hash=row.hash)
     if info.mtime_ns == row.mtime_ns and info.size_bytes == row.file_bytes:
         return None
-    return _examine(path, info, row, set(), files=files, now_time=now_time)
+    return examine_file(path, info, row, files=files, now_time=now_time)
 
 
-def repair(result: Diff, *, files: Files, paths: StorePaths, manifest: Manifest, day: int) -> None:
-    """Do what each finding asks for. Raises `OSError` or `sqlite3.Error`; running it again is safe."""
-    items = result.discrepancies
-    manifest.delete([item.hash for item in items if item.hash is not None and item.finding in _ROW_GOES])
-    for item in items:
-        if item.finding in (Finding.PARTIAL, Finding.OTHER_ABI):
-            files.unlink(item.path)
-        elif item.finding in (Finding.INVALID, Finding.DIFFERS, Finding.EDITED_ROW):
-            name = item.hash or parse_block_name(item.path.rpartition("/")[2])
-            assert name is not None, f"{item.path} is to be quarantined but is not named as a block"
-            move_to_quarantine(name, path=item.path, files=files, paths=paths)
-    adopted = [
-        (item.record, item.file)
-        for item in items
-        if item.finding in (Finding.ADOPTABLE, Finding.RESTAMPED) and item.record and item.file
-    ]
-    for fingerprint in {record.fingerprint for record, _ in adopted}:
-        manifest.add_fingerprint(fingerprint, details={}, now_time=max(r.created_time for r, _ in adopted))
-    manifest.insert(adopted, day=day, written_bytes=0)
-
-
-_ROW_GOES = frozenset({Finding.DIFFERS, Finding.EDITED_ROW, Finding.MISSING, Finding.OTHER_ABI})
-
-
-def _examine(
-    path: str,
-    info: FileInfo,
-    row: BlockRecord | None,
-    edited: set[BlockHash],
-    *,
-    files: Files,
-    now_time: float,
+def examine_file(
+    path: str, info: FileInfo, row: BlockRecord | None, *, files: Files, now_time: float
 ) -> Discrepancy:
     """Look into a file that is not plainly what a row says."""
     if not info.is_directory and is_partial_name(info.name):
@@ -172,13 +157,13 @@ def _examine(
     name_hash = None if info.is_directory else parse_block_name(info.name)
     if name_hash is None:
         return Discrepancy(Finding.UNKNOWN, path, info.size_bytes)
-    if name_hash in edited:
-        return Discrepancy(Finding.EDITED_ROW, path, info.size_bytes, name_hash, "its checksum does not match")
     file, problem = _read(path, files)
     if problem is not None and problem.damage is Damage.OTHER_ABI:
         return Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, name_hash, str(problem))
-    if file is not None and StorePaths("").block(file.header.fingerprint, file.header.hash) not in path:
-        problem = BlockFileError(Damage.MISMATCH, "the file holds another block than its name says")
+    if file is not None and not path.endswith(
+        StorePaths("").block(file.header.fingerprint, file.header.hash)
+    ):
+        problem = BlockFileError(Damage.MISMATCH, "it holds another block than its name says")
     if file is None or problem is not None:
         finding = Finding.INVALID if row is None else Finding.DIFFERS
         return Discrepancy(finding, path, info.size_bytes, name_hash, str(problem))
@@ -194,7 +179,46 @@ def _examine(
     )
     if dataclasses.replace(row, mtime_ns=info.mtime_ns) == same:
         return Discrepancy(Finding.RESTAMPED, path, info.size_bytes, name_hash, "", same, file)
-    return Discrepancy(Finding.DIFFERS, path, info.size_bytes, name_hash, "its header is not what the row says")
+    return Discrepancy(
+        Finding.DIFFERS, path, info.size_bytes, name_hash, "its header is not what the row says"
+    )
+
+
+def reconcile(
+    walk: Walk, *, files: Files, paths: StorePaths, manifest: Manifest, day: int
+) -> list[BlockRecord]:
+    """Repair what a walk finds, in batches; return all usable records, in no order.
+
+    Raises `OSError` or `sqlite3.Error`; whatever was repaired before stays repaired.
+    """
+    usable: list[BlockRecord] = []
+    findings = iter(walk)
+    while batch := list(islice(findings, _BATCH_COUNT)):
+        usable.extend(repair(batch, files=files, paths=paths, manifest=manifest, day=day))
+    return walk.sound + usable
+
+
+def repair(
+    items: Sequence[Discrepancy], *, files: Files, paths: StorePaths, manifest: Manifest, day: int
+) -> list[BlockRecord]:
+    """Do what each finding asks for; return the records that are usable after it."""
+    manifest.delete([item.hash for item in items if item.hash is not None and item.finding in _ROW_GOES])
+    for item in items:
+        if item.finding in (Finding.PARTIAL, Finding.OTHER_ABI):
+            files.unlink(item.path)
+        elif item.finding in (Finding.INVALID, Finding.DIFFERS, Finding.EDITED_ROW):
+            assert item.hash is not None, f"{item.path} is to be quarantined but is not named as a block"
+            move_to_quarantine(item.hash, path=item.path, files=files, paths=paths)
+    kept = [(item.record, item.file) for item in items if item.record is not None and item.file is not None]
+    for record, _ in {record.fingerprint: (record, file) for record, file in kept}.values():
+        manifest.add_fingerprint(record.fingerprint, details={}, now_time=record.created_time)
+    manifest.insert(kept, day=day, written_bytes=0)
+    return [record for record, _ in kept]
+
+
+_BATCH_COUNT = 512
+"""Discrepancies repaired in one transaction; bounds what an adoption of everything holds in memory."""
+_ROW_GOES = frozenset({Finding.DIFFERS, Finding.EDITED_ROW, Finding.MISSING, Finding.OTHER_ABI})
 
 
 def _read(path: str, files: Files) -> tuple[BlockFile | None, BlockFileError | None]:

@@ -47,6 +47,11 @@ class BlockRecord:
         """Blocks of this chain before this one."""
         return self.start_token_index // self.block_token_limit
 
+    def is_of(self, file: BlockFile) -> bool:
+        """Say whether every fact is what this file says."""
+        fresh = record_of(file, mtime_ns=self.mtime_ns, used_time=0.0)
+        return fresh.facts_checksum() == self.facts_checksum()
+
     def facts_checksum(self) -> int:
         """Return the xxh3 of the facts, stored in the row, so that a row edited by hand is seen."""
         return xxhash.xxh3_64_intdigest(

@@ -1,0 +1,233 @@
+"""Reading block files: verified, and straight to where their bytes are wanted.
+
+Runs on any thread; owns nothing but the buffers it fills. The kv tensors of consecutive
+blocks are read into one buffer per tensor, so that a restore is left with one copy; every
+region is hashed in file order right behind each read, while its bytes are in the CPU's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+import xxhash
+
+from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.kv.block_file import read_head
+from service.kv.block_head import DTYPE_BYTES, BlockFile, BlockFileError, Damage, FileRegion, FileTensor
+from service.kv.files import Files
+from service.kv.messages import LoadedBlock, PlannedBlock
+
+_TOKEN_AXIS = -2
+_GROUP_BYTES = 1 << 20
+"""Bytes read by one call and then hashed; fits the second-level cache."""
+_GROUP_COUNT = 1024
+
+
+def empty_bytes(size_bytes: int) -> memoryview:
+    """Return an uninitialised flat buffer of format "B"."""
+    return np.empty(size_bytes, dtype=np.uint8).data
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvBuffers:
+    """Where the kv tensors of a load go: one buffer per tensor, `capacity` rows along the token axis."""
+
+    tensors: tuple[HostTensor, ...]
+    origin_token_index: int
+    capacity_token_count: int
+
+    @classmethod
+    def like(cls, region: FileRegion, *, origin_token_index: int, capacity_token_count: int) -> KvBuffers:
+        """Return buffers for blocks whose kv region is shaped like this one.
+
+        Raises `BlockFileError` when a tensor has no token axis.
+        """
+        tensors = []
+        for tensor in region.tensors:
+            if len(tensor.shape) < 2:
+                raise BlockFileError(
+                    Damage.LAYOUT, f"{tensor.name} of shape {tensor.shape} has no token axis"
+                )
+            shape = (*tensor.shape[:_TOKEN_AXIS], capacity_token_count, tensor.shape[-1])
+            data = empty_bytes(prod(shape) * DTYPE_BYTES[tensor.dtype])
+            tensors.append(HostTensor(tensor.name, tensor.dtype, shape, data))
+        return cls(tuple(tensors), origin_token_index, capacity_token_count)
+
+    def segments(
+        self, region: FileRegion, *, start_token_index: int, token_count: int
+    ) -> Iterator[memoryview]:
+        """Yield, in file order, where the bytes of a block's kv region go; rows beyond capacity go nowhere.
+
+        Raises `BlockFileError` when the region's tensors are not those of the buffers.
+        """
+        first_row = start_token_index - self.origin_token_index
+        placed_rows = min(token_count, self.capacity_token_count - first_row)
+        assert first_row >= 0 and placed_rows > 0, (
+            f"Rows {first_row}+{token_count} lie outside of the buffers"
+        )
+        if len(region.tensors) != len(self.tensors):
+            raise BlockFileError(Damage.LAYOUT, f"{len(region.tensors)} kv tensors, not {len(self.tensors)}")
+        for source, target in zip(region.tensors, self.tensors, strict=True):
+            _check_alike(source, target, token_count=token_count)
+            row_bytes = source.shape[-1] * DTYPE_BYTES[source.dtype]
+            block_bytes = placed_rows * row_bytes
+            stride_bytes = self.capacity_token_count * row_bytes
+            begin = first_row * row_bytes
+            for _ in range(prod(source.shape[:_TOKEN_AXIS])):
+                yield target.data[begin : begin + block_bytes]
+                if placed_rows < token_count:
+                    # A buffer of its own each time: parts are hashed only after several were read.
+                    yield empty_bytes((token_count - placed_rows) * row_bytes)
+                begin += stride_bytes
+
+
+def open_block(files: Files, path: str, planned: PlannedBlock) -> tuple[int, BlockFile]:
+    """Open a block's file and prove that it is the expected block; return its descriptor and facts.
+
+    Raises `BlockFileError`; the descriptor is the caller's to close.
+    """
+    try:
+        descriptor = files.open(path)
+    except FileNotFoundError as error:
+        raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
+    except OSError as error:
+        raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
+    try:
+        file = _read_head(files, descriptor, path)
+        if file.header != planned.header:
+            raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
+        missing = [kind for kind in planned.regions if file.region(kind) is None]
+        if missing:
+            raise BlockFileError(Damage.MISMATCH, f"{path} has no region {', '.join(sorted(missing))}")
+    except BaseException:
+        files.close(descriptor)
+        raise
+    return descriptor, file
+
+
+def read_block(
+    files: Files, descriptor: int, file: BlockFile, planned: PlannedBlock, buffers: KvBuffers | None
+) -> LoadedBlock:
+    """Read and verify the wanted regions of an open block; kv goes to `buffers`.
+
+    Raises `BlockFileError`; buffers then hold bytes that must not be used.
+    """
+    loaded = []
+    for region in file.regions:
+        if region.kind not in planned.regions:
+            continue
+        if region.kind is RegionKind.KV:
+            assert buffers is not None, "kv is wanted but has nowhere to go"
+            parts = buffers.segments(
+                region,
+                start_token_index=planned.header.start_token_index,
+                token_count=planned.header.token_count,
+            )
+            _read_verified(files, descriptor, region, parts)
+        else:
+            data = empty_bytes(region.size_bytes)
+            _read_verified(files, descriptor, region, _slices(data))
+            loaded.append(_host_region(region, data))
+    return LoadedBlock(planned.header, tuple(loaded))
+
+
+def verify_block(files: Files, path: str) -> BlockFile:
+    """Read and hash every region of a file; return its facts. Raises `BlockFileError`."""
+    try:
+        descriptor = files.open(path)
+    except FileNotFoundError as error:
+        raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
+    except OSError as error:
+        raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
+    try:
+        file = _read_head(files, descriptor, path)
+        scratch = empty_bytes(_GROUP_BYTES)
+        for region in file.regions:
+            sizes = _chunk_sizes(region.size_bytes)
+            _read_verified(files, descriptor, region, (scratch[:size] for size in sizes))
+        return file
+    finally:
+        files.close(descriptor)
+
+
+def _read_head(files: Files, descriptor: int, path: str) -> BlockFile:
+    try:
+        return read_head(files, descriptor)
+    except OSError as error:
+        raise BlockFileError(Damage.IO, f"{path} cannot be read: {error}") from error
+
+
+def _read_verified(files: Files, descriptor: int, region: FileRegion, parts: Iterator[memoryview]) -> None:
+    """Fill `parts`, which cover the region in file order, and prove their checksum."""
+    digest = xxhash.xxh3_64()
+    offset = region.offset
+    for group, size_bytes in _groups(parts):
+        try:
+            got = files.read_into(descriptor, group, offset=offset)
+        except OSError as error:
+            raise BlockFileError(Damage.IO, f"region {region.kind} cannot be read: {error}") from error
+        if got != size_bytes:
+            raise BlockFileError(Damage.TRUNCATED, f"region {region.kind} ends after {offset + got} bytes")
+        for part in group:
+            digest.update(part)
+        offset += size_bytes
+    assert offset == region.offset + region.size_bytes, f"{region.kind} was not covered exactly"
+    if digest.intdigest() != region.checksum:
+        raise BlockFileError(
+            Damage.CHECKSUM, f"region {region.kind} does not have the checksum of its header"
+        )
+
+
+def _groups(parts: Iterator[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yield runs of parts that are read together, with their bytes."""
+    group: list[memoryview] = []
+    size_bytes = 0
+    for part in parts:
+        group.append(part)
+        size_bytes += part.nbytes
+        if size_bytes >= _GROUP_BYTES or len(group) == _GROUP_COUNT:
+            yield group, size_bytes
+            group, size_bytes = [], 0
+    if group:
+        yield group, size_bytes
+
+
+def _slices(data: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, data.nbytes, _GROUP_BYTES):
+        yield data[begin : begin + _GROUP_BYTES]
+
+
+def _chunk_sizes(size_bytes: int) -> Iterator[int]:
+    # One scratch buffer is filled and hashed at a time, so a chunk must be a whole group.
+    for begin in range(0, size_bytes, _GROUP_BYTES):
+        yield min(_GROUP_BYTES, size_bytes - begin)
+
+
+def _host_region(region: FileRegion, data: memoryview) -> HostRegion:
+    tensors = []
+    for tensor in region.tensors:
+        begin = tensor.offset - region.offset
+        tensors.append(
+            HostTensor(tensor.name, tensor.dtype, tensor.shape, data[begin : begin + tensor.size_bytes])
+        )
+    return HostRegion(region.kind, tuple(tensors))
+
+
+def _check_alike(source: FileTensor, target: HostTensor, *, token_count: int) -> None:
+    is_alike = (
+        source.name == target.name
+        and source.dtype == target.dtype
+        and len(source.shape) == len(target.shape)
+        and source.shape[:_TOKEN_AXIS] == target.shape[:_TOKEN_AXIS]
+        and source.shape[-1] == target.shape[-1]
+        and source.shape[_TOKEN_AXIS] == token_count
+    )
+    if not is_alike:
+        raise BlockFileError(
+            Damage.LAYOUT,
+            f"{source.name} {source.dtype}{source.shape} does not continue "
+            f"{target.name} {target.dtype}{target.shape}",
+        )

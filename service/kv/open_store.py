@@ -1,0 +1,149 @@
+"""The start of the SSD tier: from a directory in any state to rows and files that agree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sqlite3
+
+from service.clock import Clock
+from service.domain.ids import BlockHash
+from service.kv.clean_mark import snapshot, take_mark
+from service.kv.files import Files
+from service.kv.manifest import Manifest
+from service.kv.messages import ReconcileReport, StorageSettings
+from service.kv.reconcile import Finding, Walk, reconcile
+from service.kv.records import BlockRecord
+from service.kv.space import SECONDS_PER_DAY
+from service.kv.store_paths import StorePaths, parse_block_name
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """A directory whose rows and files agree."""
+
+    manifest: Manifest
+    records: list[BlockRecord]
+    """Of all fingerprints, from the least to the most recently used."""
+    quarantined: dict[BlockHash, int]
+    """Bytes by hash, oldest first."""
+    unknown_bytes: int
+    """Files in our folders that we did not name."""
+    report: ReconcileReport
+
+
+def open_store(settings: StorageSettings, *, paths: StorePaths, files: Files, clock: Clock) -> OpenedStore:
+    """Open the manifest, reconcile it with the files and return what is usable.
+
+    The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
+    refuses; running it again is safe.
+    """
+    for path in (paths.root, paths.blocks, paths.quarantine):
+        files.make_dir(path)
+    started = clock.monotonic()
+    is_clean = _matches_mark(files, paths)
+    manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
+    try:
+        loaded = clock.monotonic()
+        now_time = clock.wall()
+        walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time)
+        unknown_bytes = 0
+        if is_clean and not edited and not rebuilt:
+            records = rows
+        else:
+            day = int(now_time // SECONDS_PER_DAY)
+            records = reconcile(walk, files=files, paths=paths, manifest=manifest, day=day)
+            records.sort(key=lambda record: record.last_used_time)
+            unknown_bytes = walk.unknown_bytes
+        walked = clock.monotonic()
+        files.make_dir(paths.folder(settings.fingerprint))
+        files.fsync_dir(paths.blocks)
+        manifest.add_fingerprint(
+            settings.fingerprint, details=dict(settings.fingerprint_details), now_time=now_time
+        )
+        quarantined = {
+            block_hash: info.size_bytes
+            for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
+            if (block_hash := parse_block_name(info.name)) is not None
+        }
+    except BaseException:
+        manifest.close(checkpoint=False)
+        raise
+    counts = walk.counts
+    report = ReconcileReport(
+        time=now_time,
+        was_clean=records is rows,
+        manifest_rebuilt=rebuilt,
+        row_count=len(rows) + len(edited),
+        file_count=walk.file_count,
+        partials_deleted=counts[Finding.PARTIAL],
+        adopted=counts[Finding.ADOPTABLE],
+        quarantined=counts[Finding.INVALID] + counts[Finding.DIFFERS] + counts[Finding.EDITED_ROW],
+        rows_without_file=counts[Finding.MISSING],
+        other_abi_deleted=counts[Finding.OTHER_ABI],
+        unknown_files=counts[Finding.UNKNOWN],
+        restamped=counts[Finding.RESTAMPED],
+        manifest_s=loaded - started,
+        walk_s=walked - loaded,
+    )
+    return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
+
+
+def _matches_mark(files: Files, paths: StorePaths) -> bool:
+    """Say whether the directory is as the last clean shutdown left it. The mark is used up."""
+    mark = take_mark(files, paths)
+    if mark is None:
+        return False
+    try:
+        return snapshot(files, paths) == mark
+    except FileNotFoundError:
+        return False
+
+
+def _load_manifest(
+    files: Files, paths: StorePaths, *, check_pages: bool
+) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
+    """Return the open manifest, its rows and edited rows, and whether it was made anew beside blocks."""
+    existed = _create_private(files, paths)
+    try:
+        manifest = Manifest.open(paths.manifest)
+        try:
+            if not (check_pages and existed) or manifest.is_sound():
+                has_blocks = bool(files.list(paths.blocks))
+                return manifest, *manifest.load(), not existed and has_blocks
+        except BaseException:
+            manifest.close(checkpoint=False)
+            raise
+        manifest.close(checkpoint=False)
+    except sqlite3.OperationalError:
+        # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
+        raise
+    except sqlite3.DatabaseError as error:
+        _log.warning("manifest could not be read and was moved aside: %s", error)
+    _move_aside(files, paths)
+    _create_private(files, paths)
+    return Manifest.open(paths.manifest), [], [], True
+
+
+def _create_private(files: Files, paths: StorePaths) -> bool:
+    """Make the manifest's file so that SQLite keeps its mode; say whether there was one already."""
+    try:
+        files.close(files.create(paths.manifest))
+    except FileExistsError:
+        return True
+    # A log of another manifest must never be replayed into the new one.
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            files.unlink(paths.manifest + suffix)
+    return False
+
+
+def _move_aside(files: Files, paths: StorePaths) -> None:
+    """Keep the unreadable manifest for a person to look at; its logs first, or they would outlive it."""
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            files.unlink(paths.manifest + suffix)
+    files.rename(paths.manifest, paths.manifest_aside)

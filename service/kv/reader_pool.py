@@ -1,0 +1,187 @@
+"""The readers: a few threads that turn load requests into verified, assembled buffers.
+
+A load goes from the engine straight to this pool, never behind a write, and its answer goes
+straight back; the storage thread is only told what was found, to count it and to put damaged
+files aside. The blocks of one load are shared among the readers: the reader that takes the
+last ticket delivers.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import queue
+from collections.abc import Callable
+from math import exp
+
+from service.clock import Clock
+from service.domain.blocks import RegionKind
+from service.kv.block_head import BlockFile, BlockFileError, Damage
+from service.kv.block_reader import KvBuffers, open_block, read_block
+from service.kv.files import Files
+from service.kv.messages import BlockFailure, Loaded, LoadedBlock, LoadFailed, LoadRequest
+from service.kv.store_paths import StorePaths
+
+_RATE_WINDOW_S = 5.0
+"""Seconds of reading after which an old rate weighs 1/e."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What the storage thread is told of a finished load."""
+
+    block_count: int
+    failures: tuple[BlockFailure, ...]
+    read_bytes: int
+    read_bytes_per_s: float
+
+
+class Rate:
+    """An exponential moving average of bytes per second, weighted by the time each sample took."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+
+    def add(self, *, size_bytes: int, elapsed_s: float) -> None:
+        """Take a sample in. Two threads at once may lose one sample, which an average can bear."""
+        if elapsed_s <= 0 or size_bytes == 0:
+            return
+        old_weight = exp(-elapsed_s / _RATE_WINDOW_S) if self.bytes_per_s else 0.0
+        self.bytes_per_s = old_weight * self.bytes_per_s + (1 - old_weight) * size_bytes / elapsed_s
+
+
+class LoadJob:
+    """One load on its way. Each result slot is written by the one reader that has that block."""
+
+    def __init__(self, request: LoadRequest) -> None:
+        assert request.blocks, f"Load {request.load_id} asks for no block"
+        self.request = request
+        self.started_s = 0.0
+        self.is_shared = False
+        """Set by the first block's reader before others get a part."""
+        self.buffers: KvBuffers | None = None
+        self.results: list[LoadedBlock | BlockFailure | None] = [None] * len(request.blocks)
+        self.tickets = collections.deque(range(len(request.blocks)))
+
+
+class ReaderPool:
+    """Reads what is submitted, on `run`'s threads or, step by step, on the caller's."""
+
+    def __init__(
+        self,
+        *,
+        files: Files,
+        paths: StorePaths,
+        clock: Clock,
+        post: Callable[[Loaded | LoadFailed], None],
+        report: Callable[[LoadReport], None],
+    ) -> None:
+        self._files = files
+        self._paths = paths
+        self._clock = clock
+        self._post = post
+        self._report = report
+        self._rate = Rate()
+        self._work: queue.SimpleQueue[tuple[LoadJob, int] | None] = queue.SimpleQueue()
+
+    def submit(self, request: LoadRequest) -> None:
+        """Queue a load; bounding it is the caller's part."""
+        self._work.put((LoadJob(request), 0))
+
+    def run(self) -> None:
+        """Read until `stop`; the body of each reader's thread."""
+        while (work := self._work.get()) is not None:
+            self._read(*work)
+        # The others are told too.
+        self._work.put(None)
+
+    def stop(self) -> None:
+        """Let the threads end after the reads queued before."""
+        self._work.put(None)
+
+    def step(self) -> bool:
+        """Read one block on the calling thread; False when nothing is queued."""
+        try:
+            work = self._work.get_nowait()
+        except queue.Empty:
+            return False
+        if work is None:
+            return False
+        self._read(*work)
+        return True
+
+    def _read(self, job: LoadJob, index: int) -> None:
+        if index == 0:
+            job.started_s = self._clock.monotonic()
+        planned = job.request.blocks[index]
+        path = self._paths.block(planned.header.fingerprint, planned.header.hash)
+        try:
+            if not isinstance(job.results[0], BlockFailure):
+                descriptor, file = open_block(self._files, path, planned)
+                try:
+                    if index == 0:
+                        self._begin(job, file)
+                    job.results[index] = read_block(self._files, descriptor, file, planned, job.buffers)
+                finally:
+                    self._files.close(descriptor)
+        except BlockFileError as error:
+            job.results[index] = BlockFailure(planned.header.hash, error.damage, str(error))
+        except MemoryError:
+            job.results[index] = BlockFailure(planned.header.hash, Damage.MEMORY, "No memory to read it into")
+        except OSError as error:
+            # Only a close can raise it here, after the bytes were read: the medium is not to be trusted.
+            job.results[index] = BlockFailure(planned.header.hash, Damage.IO, f"{path}: {error}")
+        if not job.is_shared or job.tickets.pop() == 0:
+            self._deliver(job)
+
+    def _begin(self, job: LoadJob, file: BlockFile) -> None:
+        """Make the buffers in the shape of the first block, then let all readers at the others."""
+        region = file.region(RegionKind.KV)
+        if region is not None and RegionKind.KV in job.request.blocks[0].regions:
+            job.buffers = KvBuffers.like(
+                region,
+                origin_token_index=job.request.origin_token_index,
+                capacity_token_count=job.request.capacity_token_count,
+            )
+        job.is_shared = True
+        for index in range(1, len(job.request.blocks)):
+            self._work.put((job, index))
+
+    def _deliver(self, job: LoadJob) -> None:
+        request = job.request
+        elapsed_s = self._clock.monotonic() - job.started_s
+        loaded: list[LoadedBlock] = []
+        for result in job.results:
+            if not isinstance(result, LoadedBlock):
+                break
+            loaded.append(result)
+        failures = tuple(result for result in job.results if isinstance(result, BlockFailure))
+        tensors = job.buffers.tensors if job.buffers else ()
+        read_bytes = _read_bytes(job, loaded)
+        self._rate.add(size_bytes=read_bytes, elapsed_s=elapsed_s)
+        if loaded:
+            last = request.blocks[len(loaded) - 1]
+            self._post(
+                Loaded(
+                    load_id=request.load_id,
+                    tensors=tensors,
+                    blocks=tuple(loaded),
+                    end_token_index=last.header.start_token_index + last.token_count,
+                    failure=failures[0] if failures else None,
+                    read_bytes=read_bytes,
+                    read_s=elapsed_s,
+                    read_bytes_per_s=self._rate.bytes_per_s,
+                )
+            )
+        else:
+            self._post(LoadFailed(request.load_id, failures[0]))
+        self._report(LoadReport(len(loaded), failures, read_bytes, self._rate.bytes_per_s))
+
+
+def _read_bytes(job: LoadJob, loaded: list[LoadedBlock]) -> int:
+    """Return the region bytes of the delivered blocks."""
+    own_bytes = sum(region.size_bytes for block in loaded for region in block.regions)
+    if job.buffers is None:
+        return own_bytes
+    row_bytes = sum(t.data.nbytes for t in job.buffers.tensors) // job.buffers.capacity_token_count
+    return own_bytes + row_bytes * sum(block.header.token_count for block in loaded)

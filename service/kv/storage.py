@@ -1,0 +1,195 @@
+"""The SSD tier as the engine sees it: calls that never block, answers posted to its mailbox.
+
+The engine's thread calls the methods; `post` is called on the storage and reader threads and
+must not block. Every queue is bounded: spills by bytes (credit before the copy), loads and
+tasks by count; a call that finds its queue full says so and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+
+from service.clock import Clock
+from service.domain.blocks import HostBlock
+from service.domain.ids import BlockHash, Fingerprint
+from service.kv.credit import Credit, Meter
+from service.kv.files import Files
+from service.kv.messages import LoadRequest, Outcome, StorageFailed, StorageSettings, TaskId
+from service.kv.reader_pool import ReaderPool
+from service.kv.storage_loop import StorageLoop
+from service.kv.storage_requests import (
+    CloseRequest,
+    FlushRequest,
+    PinRequest,
+    PurgeRequest,
+    Request,
+    SpillRequest,
+    StatsRequest,
+    TouchRequest,
+    VerifyRequest,
+)
+from service.kv.store import BlockStore
+
+_log = logging.getLogger(__name__)
+
+_Task = TouchRequest | PinRequest | PurgeRequest | VerifyRequest | FlushRequest | StatsRequest
+_TICK_S = 1.0
+"""Longest wait for a message, so that recency is written and a broken disk is tried again."""
+
+
+class Storage:
+    """Owns the storage thread, the readers and their queues.
+
+    `lock`, then `start`; the first outcome is `Inventory`, the last one `StorageClosed` (after
+    `close`) or `StorageFailed`. Without threads, `open` and `step` do the same work on the caller's.
+    """
+
+    def __init__(
+        self, settings: StorageSettings, *, files: Files, clock: Clock, post: Callable[[Outcome], None]
+    ) -> None:
+        self._post = post
+        self._has_failed = False
+        self._threads: list[threading.Thread] = []
+        self._reader_thread_count = settings.reader_thread_count
+        self._task_ids = count(1)
+        self._spill_meter = Meter(settings.spill_queue_limit_bytes)
+        self._load_meter = Meter(settings.load_queue_limit_count)
+        self._task_meter = Meter(settings.task_queue_limit_count)
+        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._store = BlockStore(settings, files=files, clock=clock)
+        self._readers = ReaderPool(
+            files=files, paths=self._store.paths, clock=clock, post=post, report=self._inbox.put
+        )
+        self._loop = StorageLoop(
+            self._store,
+            inbox=self._inbox,
+            spill_meter=self._spill_meter,
+            load_meter=self._load_meter,
+            task_meter=self._task_meter,
+            clock=clock,
+            post=post,
+        )
+
+    def lock(self) -> None:
+        """Make the directory this process's own.
+
+        Raises `StartError` naming the owner when it has one already. A disk that refuses for
+        another reason does not stop the start: the tier begins with writes off and tries again.
+        """
+        try:
+            self._store.lock()
+        except OSError as error:
+            _log.error("cache directory could not be locked: %s", error)
+
+    def start(self) -> None:
+        """Start the storage thread and the readers."""
+        bodies = [("storage", self._run_loop)]
+        bodies += [(f"storage-reader-{n}", self._readers.run) for n in range(self._reader_thread_count)]
+        for name, body in bodies:
+            thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def join(self, *, timeout_s: float) -> bool:
+        """Wait for the threads to end after `close`; False when one still runs."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def open(self) -> None:
+        """Open the directory on the calling thread; only without `start`."""
+        self._loop.open()
+
+    def step(self) -> bool:
+        """Do one piece of work on the calling thread; False when nothing is left. Only without `start`."""
+        has_read = self._readers.step()
+        return self._loop.step() or has_read
+
+    def try_reserve(self, size_bytes: int) -> Credit | None:
+        """Take room for one block in the spill queue, before it is copied; None when there is none."""
+        return Credit(self._spill_meter, size_bytes) if self._spill_meter.try_take(size_bytes) else None
+
+    def spill(self, block: HostBlock, credit: Credit) -> None:
+        """Hand a block over to be persisted; `Persisted` or `SpillDropped` follows."""
+        assert block.size_bytes <= credit.size_bytes, "Spill larger than its credit"
+        self._inbox.put(SpillRequest(block, credit))
+
+    def load(self, request: LoadRequest) -> bool:
+        """Have blocks read; `Loaded` or `LoadFailed` follows. False when too many loads wait."""
+        if not self._load_meter.try_take(1):
+            return False
+        self._readers.submit(request)
+        return True
+
+    def touch(self, hashes: Iterable[BlockHash]) -> bool:
+        """Note that blocks were used; a chain from its tail to its head. False when too much waits."""
+        return self._send(TouchRequest(tuple(hashes)))
+
+    def pin(self, hashes: Iterable[BlockHash]) -> bool:
+        """Protect blocks and their ancestors from eviction. False when too much waits."""
+        return self._send(PinRequest(tuple(hashes), pinned=True))
+
+    def unpin(self, hashes: Iterable[BlockHash]) -> bool:
+        """Stop to protect blocks. False when too much waits."""
+        return self._send(PinRequest(tuple(hashes), pinned=False))
+
+    def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
+        """Remove blocks by order; `Evicted`, then `Purged` follow. None when too much waits."""
+        task_id = self._next_task_id()
+        return task_id if self._send(PurgeRequest(task_id, tuple(hashes), None)) else None
+
+    def purge(self, fingerprint: Fingerprint | None = None) -> TaskId | None:
+        """Remove all blocks of a fingerprint, or of every one; `Evicted`, then `Purged` follow."""
+        task_id = self._next_task_id()
+        return task_id if self._send(PurgeRequest(task_id, None, fingerprint)) else None
+
+    def verify(self, hashes: Sequence[BlockHash] | None = None) -> TaskId | None:
+        """Read and hash blocks (None: all); `Verified` follows. None when too much waits."""
+        task_id = self._next_task_id()
+        wanted = None if hashes is None else tuple(hashes)
+        return task_id if self._send(VerifyRequest(task_id, wanted)) else None
+
+    def flush(self, *, deadline_time: float) -> TaskId | None:
+        """Have every spill so far finished, or dropped at the deadline; `Flushed` follows."""
+        task_id = self._next_task_id()
+        return task_id if self._send(FlushRequest(task_id, deadline_time)) else None
+
+    def request_stats(self) -> TaskId | None:
+        """Ask for the counters; `StatsAnswer` follows. None when too much waits."""
+        task_id = self._next_task_id()
+        return task_id if self._send(StatsRequest(task_id)) else None
+
+    def close(self, *, deadline_time: float) -> None:
+        """Finish spills until the deadline (`Clock.monotonic`), close the directory and end the threads."""
+        self._readers.stop()
+        self._inbox.put(CloseRequest(deadline_time))
+
+    def _send(self, request: _Task) -> bool:
+        if not self._task_meter.try_take(1):
+            return False
+        self._inbox.put(request)
+        return True
+
+    def _next_task_id(self) -> TaskId:
+        return TaskId(next(self._task_ids))
+
+    def _run_loop(self) -> None:
+        self._loop.open()
+        while not self._loop.is_closed:
+            if not self._loop.step() and not self._loop.is_closed:
+                self._loop.wait(_TICK_S)
+
+    def _run(self, body: Callable[[], None]) -> None:
+        """A thread's top: what escapes its loop is told once, and the other threads end too."""
+        try:
+            body()
+        except Exception as error:
+            _log.exception("storage failed")
+            if not self._has_failed:
+                self._has_failed = True
+                self._post(StorageFailed(f"{type(error).__name__}: {error}"))
+            self._readers.stop()
