@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
 from service.cli import show_config
 from service.cli.console import complain, out
 from service.cli.flags import with_settings
+from service.cli.generate import generate
 from service.config import LoadedConfig
 from service.errors import ConfigError, IcehouseError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+
+DEMO_PROMPT = "The best way to keep ice through a hot summer is to"
 
 app = typer.Typer(
     name="icehouse",
@@ -38,7 +42,30 @@ def _config(loaded: LoadedConfig) -> None:
     show_config.show_config(loaded)
 
 
+def _doctor(loaded: LoadedConfig) -> None:
+    """Check whether this machine is ready to serve, and say what to do if not."""
+    from service.cli.doctor import doctor
+
+    if not doctor(loaded.config):
+        raise typer.Exit(EXIT_FAILURE)
+
+
 app.command("serve")(with_settings(_serve))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="What the model continues.")] = DEMO_PROMPT,
+    max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
+) -> None:
+    """Make the demo model, start a server, stream a continuation, stop the server."""
+    from service.cli.demo import run_demo
+
+    run_demo(prompt=prompt, max_output_tokens=max_output_tokens)
+
+
+app.command("generate")(generate)
+app.command("doctor")(with_settings(_doctor))
 app.command("config")(with_settings(_config))
 
 
