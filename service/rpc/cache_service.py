@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -146,7 +147,9 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
                 await context.write(messages.WatchStatsResponse(stats=await self._stats.read()))
-                await asyncio.sleep(interval_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await self._router.left_ready.wait()
 
     async def _order(self, order: CacheOrder, answer_type: type[Answer]) -> Answer:
         self._router.require_model()

@@ -13,7 +13,7 @@ import grpc
 
 from service.clock import Clock
 from service.domain.events import Finished, Usage
-from service.errors import IcehouseError, Overloaded, Reason
+from service.errors import IcehouseError, Overloaded, Reason, Unavailable
 from service.rpc.status import code_of, internal_error, status_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,12 +48,24 @@ class CallDesk:
         self._clock = clock
         self._concurrent_call_limit = concurrent_call_limit
         self._running_count = 0
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
+
+    async def wait_idle(self) -> None:
+        """Return when no call runs."""
+        await self._idle.wait()
 
     @contextlib.asynccontextmanager
     async def call(self, method: str, context: Context) -> AsyncIterator[Call]:
         """Wrap one servicer method; whatever leaves the block becomes a status and a log line."""
         call = Call(method, self._clock.monotonic(), self._deadline_time(context))
         self._running_count += 1
+        self._idle.clear()
         try:
             self._check_room()
             yield call
@@ -71,8 +83,12 @@ class CallDesk:
             await context.abort_with_status(status_of(internal_error()))
         finally:
             self._running_count -= 1
+            if not self._running_count:
+                self._idle.set()
 
     def _check_room(self) -> None:
+        if self._closed:
+            raise Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
         if self._running_count <= self._concurrent_call_limit:
             return
         raise Overloaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 from grpc_health.v1 import health
@@ -56,12 +57,10 @@ class Health:
         while True:
             self._changed.clear()
             await self.refresh()
-            try:
+            # Without a change of state too: the heartbeat may have gone stale.
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_INTERVAL_S):
                     await self._changed.wait()
-            except TimeoutError:
-                # Nothing changed by message; the heartbeat may have gone stale all the same.
-                continue
 
     async def stop_serving(self) -> None:
         """NOT_SERVING from now on, whatever the engine says."""

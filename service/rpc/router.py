@@ -30,6 +30,8 @@ class Router:
         self._questions: set[asyncio.Future[Any]] = set()
         self._listeners: list[Callable[[], None]] = []
         self.state = EngineState.LOADING
+        self.left_ready = asyncio.Event()
+        """The engine was READY and will not be again."""
         self.model: ServedModel | None = None
         self._error: IcehouseError | None = None
 
@@ -122,6 +124,8 @@ class Router:
     def _set_state(self, state: EngineState, error: IcehouseError | None) -> None:
         self.state = state
         self._error = error or self._error
+        if state not in (EngineState.LOADING, EngineState.READY):
+            self.left_ready.set()
         if state in (EngineState.FAILED, EngineState.STOPPED):
             self._fail_everything()
         for listener in self._listeners:

@@ -31,6 +31,9 @@ SERVICE_NAMES = ("icehouse.v1.InferenceService", "icehouse.v1.ModelService", "ic
 HEARTBEAT_TIMEOUT_S = 120.0
 """A prefill chunk on a slow CPU takes tens of seconds; an inference loop silent for longer is stuck."""
 
+_FLUSH_S = 0.5
+"""Time for the last statuses to leave after their calls have ended."""
+
 
 def draw_seed() -> int:
     """Return 64 random bits from the system."""
@@ -52,6 +55,7 @@ class RpcServer:
     ) -> None:
         self._config = config
         self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
+        self._desk = CallDesk(clock=clock, concurrent_call_limit=config.max_concurrent_calls)
         self._health = Health(
             engine=engine,
             router=router,
@@ -85,7 +89,12 @@ class RpcServer:
             self._health_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._health_task
-        await self._server.stop(grace_s)
+        self._desk.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._desk.wait_idle()
+        # Not waited for any longer: health watchers, who would stay for ever.
+        await self._server.stop(_FLUSH_S)
         self._prompts.close()
         if self.address:
             remove_uds(self._config)
@@ -97,7 +106,7 @@ class RpcServer:
     def _add_services(
         self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
     ) -> None:
-        desk = CallDesk(clock=clock, concurrent_call_limit=self._config.max_concurrent_calls)
+        desk = self._desk
         stats = StatsReader(engine=engine, router=router, clock=clock)
         generation = Generation(
             config=self._config, engine=engine, router=router, prompts=self._prompts, draw_seed=draw_seed

@@ -8,14 +8,17 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1.cache_service_pb2 import WatchStatsRequest
 
 from service.domain.events import Delta, Event, Failed, Finished
 from service.domain.model import EngineState
 from service.domain.request import GenerationRequest
 from service.errors import Cancelled, EngineFailed, Reason
 from tests.rpc.conftest import House, running_house
-from tests.rpc.details import refusal_of
+from tests.rpc.details import refusal_of, refused
 from tests.rpc.fake_engine import finished, hanging, started
 
 REQUEST = messages.GenerateRequest(request_id="r", text="Hi")
@@ -179,6 +182,33 @@ async def test_stopping_without_grace_cancels_running_calls() -> None:
         await house.server.stop(grace_s=0)
         assert await house.cancelled() == "r"
         await read_to_error(stream)
+
+
+async def test_stopping_does_not_wait_for_watchers() -> None:
+    async with running_house() as house:
+        health: Any = health_pb2_grpc.HealthStub(house.channel)
+        watching_health = health.Watch(health_pb2.HealthCheckRequest(service=""))
+        await watching_health.read()
+        watching_stats = house.cache.WatchStats(WatchStatsRequest(interval=Duration(seconds=3600)))
+        await watching_stats.read()
+        house.router.state_changed(EngineState.DRAINING, None)
+        async with asyncio.timeout(5):
+            await house.server.stop(grace_s=3600)
+        assert refusal_of(await read_to_error(watching_stats)).reason == "DRAINING"
+
+
+async def test_new_calls_are_refused_while_old_ones_end() -> None:
+    async with running_house() as house:
+        house.engine.script = hanging
+        stream = house.inference.Stream(REQUEST)
+        await stream.read()
+        stopping = asyncio.create_task(house.server.stop(grace_s=3600))
+        await house.settle()
+        answer = await refused(house.inference.Generate(messages.GenerateRequest(text="Hi")))
+        assert (answer.code, answer.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        house.engine.publish(house.engine.submitted[0], finished(house.engine.submitted[0]))
+        await stopping
+        assert (await read_to_end(stream))[-1].WhichOneof("event") == "finished"
 
 
 async def test_late_events_of_an_ended_request_are_ignored(house: House) -> None:
