@@ -1,0 +1,25 @@
+"""Client of Icehouse: `Client` for threads, `AsyncClient` for asyncio."""
+
+from icehouse_client.aio import AsyncClient, AsyncStream
+from icehouse_client.client import Client, Stream
+from icehouse_client.errors import IcehouseClientError
+from icehouse_client.requests import DEFAULT_TIMEOUT_S, CacheUse, Message, Options, Prompt
+from icehouse_client.results import FinishReason, Reply, Started, Token, Usage
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "CacheUse",
+    "Client",
+    "DEFAULT_TIMEOUT_S",
+    "FinishReason",
+    "IcehouseClientError",
+    "Message",
+    "Options",
+    "Prompt",
+    "Reply",
+    "Started",
+    "Stream",
+    "Token",
+    "Usage",
+]

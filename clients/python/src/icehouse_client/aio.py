@@ -1,0 +1,135 @@
+"""The asyncio client. Belongs to the event loop it was made on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from icehouse.v1 import inference_service_pb2 as inference
+from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
+
+from icehouse_client.client import CHANNEL_OPTIONS
+from icehouse_client.errors import error_from
+from icehouse_client.requests import (
+    DEFAULT_TIMEOUT_S,
+    Message,
+    Options,
+    Prompt,
+    generate_request,
+    timeout_of,
+    tokenize_request,
+)
+from icehouse_client.results import Reply, Started, StreamSum, Token, reply_from, tokens_from
+
+
+class AsyncClient:
+    """As `Client`, with awaitable methods."""
+
+    def __init__(
+        self, address: str = "localhost:50051", *, timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
+        self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection and what runs on it."""
+        await self._channel.close()
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Reply:
+        """Return the whole output."""
+        request = generate_request(prompt, options)
+        with _translated():
+            return reply_from(await self._inference.Generate(request, timeout=self._deadline(options)))
+
+    async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
+        """Return the assistant's next turn."""
+        return await self.generate(messages, **options)
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        """Return the output as it comes: iterate over its text, then look at `reply`."""
+        request = generate_request(prompt, options)
+        return AsyncStream(self._inference.Stream(request, timeout=self._deadline(options)))
+
+    async def tokenize(
+        self, prompt: str | Sequence[Message], *, model: str = "", timeout_s: float | None = None
+    ) -> list[Token]:
+        """Return the tokens of a prompt."""
+        request = tokenize_request(prompt, model=model)
+        with _translated():
+            return tokens_from(await self._inference.Tokenize(request, timeout=timeout_s or self._timeout_s))
+
+    async def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
+        """Return the server's counters, as the API's own message."""
+        with _translated():
+            return await self._inference.CacheStats(
+                inference.CacheStatsRequest(), timeout=timeout_s or self._timeout_s
+            )
+
+    async def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
+        """Return the served models, as the API's own messages."""
+        request = model_service_pb2.ListModelsRequest()
+        with _translated():
+            response = await self._models.ListModels(request, timeout=timeout_s or self._timeout_s)
+        return list(response.models)
+
+    def _deadline(self, options: Options) -> float | None:
+        return timeout_of(options, default_s=self._timeout_s)
+
+
+class AsyncStream:
+    """As `Stream`, iterated with `async for`."""
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, inference.StreamResponse]) -> None:
+        self._call = call
+        self._sum = StreamSum()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        with _translated():
+            async for response in self._call:
+                if text := self._sum.add(response):
+                    yield text
+
+    @property
+    def started(self) -> Started | None:
+        """What the server said when it began; None before the first text."""
+        return self._sum.started
+
+    @property
+    def reply(self) -> Reply:
+        """The whole output; raises ValueError before its end."""
+        if self._sum.reply is None:
+            raise ValueError("the stream has not ended; iterate over it first")
+        return self._sum.reply
+
+    def cancel(self) -> None:
+        """End it on the server too. Harmless after the end."""
+        self._call.cancel()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from(error.code(), error.details(), error.trailing_metadata()) from None

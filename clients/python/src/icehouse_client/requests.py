@@ -1,0 +1,116 @@
+"""From keyword arguments to request messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2
+from icehouse.v1 import inference_service_pb2 as inference
+
+DEFAULT_TIMEOUT_S = 120.0
+"""The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
+
+CacheUse = Literal["read_write", "read_only", "write_only", "off"]
+
+_CACHE_USES = {
+    "read_write": cache_policy_pb2.CACHE_USE_READ_WRITE,
+    "read_only": cache_policy_pb2.CACHE_USE_READ_ONLY,
+    "write_only": cache_policy_pb2.CACHE_USE_WRITE_ONLY,
+    "off": cache_policy_pb2.CACHE_USE_OFF,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation. `role` is "system", "user", "assistant", ..."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Text, a conversation, or token ids."""
+
+
+class Options(TypedDict, total=False):
+    """What may be said about a request beside its prompt. Left out: the server's default."""
+
+    max_output_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: Sequence[str]
+    model: str
+    request_id: str
+    cache_use: CacheUse
+    tenant: str
+    priority: int
+    timeout_s: float | None
+
+
+def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
+    """Return the message of Generate and Stream; raises TypeError for a prompt of no known kind."""
+    request = inference.GenerateRequest(
+        request_id=options.get("request_id", ""),
+        model=options.get("model", ""),
+        max_output_tokens=options.get("max_output_tokens", 0),
+        sampling=sampling_pb2.SamplingParams(
+            temperature=options.get("temperature"),
+            top_p=options.get("top_p"),
+            top_k=options.get("top_k"),
+            min_p=options.get("min_p"),
+            seed=options.get("seed"),
+        ),
+        stop=options.get("stop", ()),
+        priority=options.get("priority", 0),
+    )
+    if "cache_use" in options:
+        request.cache.use = _CACHE_USES[options["cache_use"]]
+    if "tenant" in options:
+        request.cache.tenant = options["tenant"]
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(_chat(prompt))
+    else:
+        request.tokens.CopyFrom(prompt_pb2.TokenPrompt(ids=_token_ids(prompt)))
+    return request
+
+
+def tokenize_request(prompt: str | Sequence[Message], *, model: str) -> inference.TokenizeRequest:
+    """Return the message of Tokenize."""
+    if isinstance(prompt, str):
+        return inference.TokenizeRequest(model=model, text=prompt)
+    return inference.TokenizeRequest(model=model, chat=_chat(prompt))
+
+
+def timeout_of(options: Options, *, default_s: float | None) -> float | None:
+    """Return the call's deadline in seconds, None for none."""
+    return options.get("timeout_s", default_s)
+
+
+def _is_chat(prompt: Sequence[Message] | Sequence[int]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Message)
+
+
+def _chat(messages: Sequence[Message] | Sequence[int]) -> prompt_pb2.ChatPrompt:
+    turns = []
+    for message in messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"a conversation holds Message, not {type(message).__name__}")
+        turns.append(prompt_pb2.ChatMessage(role=message.role, content=message.content, name=message.name))
+    return prompt_pb2.ChatPrompt(messages=turns)
+
+
+def _token_ids(prompt: Sequence[Message] | Sequence[int]) -> list[int]:
+    token_ids = []
+    for token_id in prompt:
+        if not isinstance(token_id, int):
+            raise TypeError(f"a prompt is a str, Messages or token ids, not {type(token_id).__name__}")
+        token_ids.append(token_id)
+    return token_ids

@@ -1,0 +1,191 @@
+"""Both faces of the Python client: results, options, errors, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+import pytest
+from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message
+
+from service.domain.events import Delta, Finished
+from service.domain.events import FinishReason as EngineFinishReason
+from service.domain.request import CacheUse
+from tests.rpc.conftest import SEED, House
+from tests.rpc.fake_engine import hanging, overloaded, started, usage_of
+
+Result = TypeVar("Result")
+
+
+async def threaded(house: House, use: Callable[[Client], Result]) -> Result:
+    """Use a synchronous client in a thread, beside the server's loop."""
+
+    def run() -> Result:
+        with Client(house.server.address) as client:
+            return use(client)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_generate_gives_a_whole_reply(house: House) -> None:
+    reply = await threaded(house, lambda client: client.generate("Hi", max_output_tokens=2))
+    assert (reply.text, reply.token_ids) == (" w0 w1", (0, 1))
+    assert reply.finish_reason is FinishReason.LENGTH and reply.stop_string is None
+    assert (reply.model, reply.seed, reply.reuse_limit) == ("tiny", SEED, "DIVERGED")
+    assert (reply.usage.prompt_tokens, reply.usage.cached_tokens) == (2, 3)
+    assert (reply.usage.ttft_s, reply.usage.restore_s) == (3.5, 0.25)
+
+
+async def test_stream_gives_the_same_piece_by_piece(house: House) -> None:
+    def use(client: Client) -> Any:
+        with client.stream("Hi", max_output_tokens=3, request_id="s") as stream:
+            with pytest.raises(ValueError, match="not ended"):
+                _ = stream.reply
+            return list(stream), stream.started, stream.reply
+
+    pieces, began, reply = await threaded(house, use)
+    await house.settle()
+    whole = await threaded(house, lambda c: c.generate("Hi", max_output_tokens=3, request_id="s"))
+    assert pieces == [" w0", " w1", " w2"]
+    assert reply == whole
+    assert (began.request_id, began.prompt_tokens, began.cached_tokens) == ("s", 2, 3)
+
+
+async def test_options_and_prompts_of_every_kind_arrive(house: House) -> None:
+    def use(client: Client) -> None:
+        client.generate(
+            "Hi",
+            temperature=0.5,
+            top_p=0.9,
+            top_k=3,
+            min_p=0.1,
+            seed=7,
+            stop=["x"],
+            model="tiny",
+            request_id="o",
+            cache_use="off",
+            tenant="blue",
+            priority=2,
+        )
+        client.chat([Message("user", "Hi")], max_output_tokens=1)
+        client.generate([1, 2, 3], max_output_tokens=1)
+
+    await threaded(house, use)
+    full, chat, tokens = house.engine.submitted
+    sampling = full.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 3)
+    assert (sampling.min_p, sampling.seed) == (0.1, 7)
+    assert (full.stop, full.request_id, full.cache_use) == (("x",), "o", CacheUse.OFF)
+    assert (full.tenant, full.priority) == ("blue", 2)
+    assert chat.prompt_token_ids == tuple(b"user:Hi;")
+    assert tokens.prompt_token_ids == (1, 2, 3)
+
+
+async def test_every_call_has_a_deadline_unless_told_otherwise(house: House) -> None:
+    def use(client: Client) -> None:
+        client.generate("Hi", max_output_tokens=1)
+        client.generate("Hi", max_output_tokens=1, timeout_s=7)
+        client.generate("Hi", max_output_tokens=1, timeout_s=None)
+
+    await threaded(house, use)
+    remaining = [r.deadline_time and r.deadline_time - house.clock.now for r in house.engine.submitted]
+    assert remaining == [pytest.approx(120, abs=5), pytest.approx(7, abs=5), None]
+
+
+async def test_refusal_is_an_error_with_its_facts(house: House) -> None:
+    def use(client: Client) -> IcehouseClientError:
+        with pytest.raises(IcehouseClientError) as caught:
+            client.generate("x" * 100)
+        return caught.value
+
+    error = await threaded(house, use)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
+    assert (error.field, error.metadata["context_tokens"]) == ("text", "64")
+    assert error.retry_after_s is None and "100 tokens" in str(error)
+
+
+async def test_overload_says_when_to_come_back(house: House) -> None:
+    house.engine.refusal = overloaded()
+
+    def use(client: Client) -> IcehouseClientError:
+        with pytest.raises(IcehouseClientError) as caught:
+            list(client.stream("Hi"))
+        return caught.value
+
+    error = await threaded(house, use)
+    assert (error.reason, error.retry_after_s, error.field) == ("QUEUE_FULL", 1.5, None)
+
+
+async def test_no_server_is_an_error_too() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with AsyncClient(address) as client:
+            with pytest.raises(IcehouseClientError) as caught:
+                await client.generate("Hi")
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
+
+
+async def test_leaving_a_stream_cancels_it(house: House) -> None:
+    house.engine.script = hanging
+
+    def use(client: Client) -> str:
+        with client.stream("Hi", request_id="left") as stream:
+            return next(iter(stream))
+
+    assert await threaded(house, use) == "hello"
+    assert await house.cancelled() == "left"
+
+
+async def test_tokenize_stats_and_models(house: House) -> None:
+    def use(client: Client) -> Any:
+        return client.tokenize("Hi"), client.cache_stats(), client.models()
+
+    tokens, stats, models = await threaded(house, use)
+    assert [(token.id, token.piece) for token in tokens] == [(72, "<72>"), (105, "<105>")]
+    assert stats.engine.step_total == 7
+    assert [model.id for model in models] == ["tiny"]
+
+
+async def test_the_asyncio_face_says_the_same(house: House) -> None:
+    house.engine.script = lambda request: [
+        started(request),
+        Delta("so", (1,)),
+        Finished(EngineFinishReason.STOP_STRING, "END", usage_of(request, output_token_count=1)),
+    ]
+    async with AsyncClient(house.server.address) as client:
+        whole = await client.chat([Message("user", "Hi")], request_id="a")
+        await house.settle()
+        async with client.stream([Message("user", "Hi")], request_id="a") as stream:
+            pieces = [text async for text in stream]
+        assert pieces == ["so"] and stream.reply == whole
+        assert (whole.finish_reason, whole.stop_string) == (FinishReason.STOP_STRING, "END")
+        assert stream.started is not None and stream.started.request_id == "a"
+        assert [token.id for token in await client.tokenize("Hi")] == [72, 105]
+        assert (await client.cache_stats()).engine.step_total == 7
+        assert [model.id for model in await client.models()] == ["tiny"]
+        with pytest.raises(IcehouseClientError) as caught:
+            async for _ in client.stream("Hi", temperature=-1):
+                pytest.fail("a refused stream has no text")
+        assert caught.value.field == "sampling.temperature"
+
+
+async def test_leaving_an_asyncio_stream_cancels_it(house: House) -> None:
+    house.engine.script = hanging
+    async with AsyncClient(house.server.address) as client:
+        async with client.stream("Hi", request_id="left") as stream:
+            async for text in stream:
+                assert text == "hello"
+                break
+        assert await house.cancelled() == "left"
+
+
+def test_a_prompt_of_no_known_kind_is_refused_here() -> None:
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match="token ids"):
+            client.generate(["Hi"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="Message"):
+            client.generate([Message("user", "Hi"), "ho"])  # type: ignore[list-item]
