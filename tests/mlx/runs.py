@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from service.kv.layout import CacheLayout
@@ -37,7 +38,7 @@ def prompt(token_count: int, *, seed: int = 0) -> list[int]:
 
 def feed(model: Any, caches: Sequence[Any], tokens: Sequence[int]) -> mx.array:
     """Run tokens through the model and return the last position's logits, evaluated."""
-    logits = model(mx.array([list(tokens)]), cache=caches)[0, -1]
+    logits: mx.array = model(mx.array([list(tokens)]), cache=caches)[0, -1]
     mx.eval(logits, [cache.state for cache in caches])
     return logits
 
@@ -48,7 +49,7 @@ def greedy(model: Any, caches: Sequence[Any], first: int, count: int) -> tuple[l
     token = first
     for _ in range(count):
         logits = feed(model, caches, [token])
-        token = int(mx.argmax(logits).item())
+        token = int(np.asarray(mx.argmax(logits)))
         tokens.append(token)
         steps.append(logits)
     return tokens, steps

@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
+from service.domain.blocks import RegionKind
 from service.kv.layout import CacheLayout
-from service.kv.layout_regions import from_host, to_host
+from service.kv.layout_regions import ArrayRegion, from_host, to_host
 from service.kv.layout_source import RestoreBlock, RestoreSource
 from tests.mlx.runs import (
     BLOCK,
@@ -126,3 +127,26 @@ def test_an_unused_slot_stays_unused_and_a_lost_one_is_noticed() -> None:
     assert restored[0] is None and restored[2] is None
     assert same_bits(restored[1], cache[1])
     assert restored.left_padding is None and restored.lengths is None
+
+
+def test_writing_in_place_into_a_restored_cache_spares_the_block() -> None:
+    """MLX assigns slices through the array object, so a cache must never hold the block's own object."""
+    full, state = mx.ones((1, 1, 256, 4)), mx.ones((1, 3, 4))
+    kv = ArrayRegion(RegionKind.KV, (("000.k", full), ("000.v", full)))
+    checkpoint = ArrayRegion(RegionKind.CHECKPOINT, (("001.00", state),))
+
+    def make_caches() -> list[Any]:
+        return [KVCache(), ArraysCache(size=1)]
+
+    layout = CacheLayout.of(make_caches(), block_token_count=256)
+    restored = layout.restore(
+        RestoreSource((RestoreBlock(0, 256, kv=kv, checkpoint=checkpoint),)),
+        token_count=256,
+        capacity_token_count=256,
+        make_caches=make_caches,
+    )
+    restored[0].trim(256)
+    restored[0].update_and_fetch(mx.zeros((1, 1, 8, 4)), mx.zeros((1, 1, 8, 4)))
+    restored[1][0][:, 0] = mx.zeros((4,))
+    mx.eval(restored[0].keys, restored[1][0])
+    assert same_bits(full, mx.ones((1, 1, 256, 4))) and same_bits(state, mx.ones((1, 3, 4)))

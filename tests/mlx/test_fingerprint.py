@@ -35,7 +35,8 @@ def _edit_config(folder: Path, **changes: Any) -> None:
 
 def _edit_tensor(folder: Path, name: str, edit: Callable[[mx.array], mx.array]) -> None:
     path = folder / "model.safetensors"
-    weights = {key: mx.array(value) for key, value in mx.load(str(path)).items()}
+    loaded: Any = mx.load(str(path))
+    weights = {key: mx.array(value) for key, value in loaded.items()}
     weights[name] = edit(weights[name])
     mx.eval(weights)
     mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})

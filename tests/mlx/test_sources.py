@@ -36,7 +36,7 @@ def _buffers(recording: Recording, *, start: int, stop: int, slots: int, dirt: i
         item_bytes = tensor.data.nbytes // (heads * count * width)
         buffer = np.full((1, heads, slots, width * item_bytes), dirt, dtype=np.uint8)
         buffer[:, :, :count] = np.frombuffer(tensor.data, dtype=np.uint8).reshape(1, heads, count, -1)
-        flat = memoryview(buffer.reshape(-1))
+        flat = buffer.reshape(-1).data
         tensors.append(HostTensor(tensor.name, tensor.dtype, (1, heads, slots, width), flat))
     return KvBuffers(start, stop, tuple(tensors))
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx.nn.layers.quantized import quantize
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from tests.models.configs import CONTEXT_TOKEN_LIMIT, tiny_config
 from tests.models.vocabulary import SPECIAL_TOKENS, write_tokenizer
@@ -28,7 +28,7 @@ _QUERY_GAIN: Final = 3.0
 _DTYPES: Final = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
-def build(architecture: str, *, dtype: str = "float32", seed: int = 0, **overrides: Any) -> nn.Module:
+def build(architecture: str, *, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Any:
     """Return an evaluated model; equal arguments give bit-equal weights in any process."""
     return _build(tiny_config(architecture, **overrides), dtype=dtype, seed=seed)
 
@@ -54,7 +54,7 @@ def tiny_model_dir(
     config["torch_dtype"] = dtype
     model = _build(config, dtype=dtype, seed=seed)
     if quantize_bits is not None:
-        nn.quantize(model, group_size=32, bits=quantize_bits)
+        quantize(model, group_size=32, bits=quantize_bits)
         config["quantization"] = {"group_size": 32, "bits": quantize_bits}
     folder = parent / (name or architecture)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,16 +67,16 @@ def tiny_model_dir(
     return folder
 
 
-def _build(config: dict[str, Any], *, dtype: str, seed: int) -> nn.Module:
+def _build(config: dict[str, Any], *, dtype: str, seed: int) -> Any:
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map_with_path(lambda name, value: _draw(name, value, seed=seed), model.parameters()))
     keep_float32 = getattr(model, "cast_predicate", None)
-    cast = [
-        (name, value.astype(_DTYPES[dtype]) if keep_float32 is None or keep_float32(name) else value)
-        for name, value in tree_flatten(model.parameters())
-    ]
-    model.update(tree_unflatten(cast))
+
+    def cast(name: str, value: mx.array) -> mx.array:
+        return value.astype(_DTYPES[dtype]) if keep_float32 is None or keep_float32(name) else value
+
+    model.update(tree_map_with_path(cast, model.parameters()))
     mx.eval(model.parameters())
     model.eval()
     return model
@@ -106,8 +106,9 @@ def _draw(name: str, value: mx.array, *, seed: int) -> mx.array:
     return mx.array(noise * (gain / math.sqrt(fan_in)))
 
 
-def _write_weights(folder: Path, model: nn.Module, *, shard_count: int) -> None:
-    weights = sorted(tree_flatten(model.parameters()))
+def _write_weights(folder: Path, model: Any, *, shard_count: int) -> None:
+    flat: Any = tree_flatten(model.parameters())
+    weights: list[tuple[str, mx.array]] = sorted(flat)
     if shard_count == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), metadata={"format": "mlx"})
         return
