@@ -1,0 +1,107 @@
+"""Each check's verdict, and that its advice says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+
+from service.cli import doctor
+from service.cli.device import Device
+from service.cli.doctor import Verdict
+from service.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+
+
+def with_model(name: object) -> Config:
+    return Config(model=ModelConfig(model=str(name)))
+
+
+def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        config = Config(server=ServerConfig(port=port))
+        taken.listen()
+        check = doctor.check_address(config)
+        assert check.verdict is Verdict.FAIL and str(port) in check.detail and "--port" in check.advice
+    assert doctor.check_address(config).verdict is Verdict.OK
+
+
+def test_a_socket_needs_a_folder(tmp_path: Path) -> None:
+    good = Config(server=ServerConfig(uds=str(tmp_path / "a.sock")))
+    bad = Config(server=ServerConfig(uds=str(tmp_path / "absent" / "a.sock")))
+    assert doctor.check_address(good).verdict is Verdict.OK
+    assert doctor.check_address(bad).verdict is Verdict.FAIL
+
+
+def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
+    assert "mlx_lm.convert" in doctor.check_model(with_model(tmp_path)).advice
+    (tmp_path / "config.json").write_text("{}")
+    assert "download" in doctor.check_model(with_model(tmp_path)).advice
+    (tmp_path / "model.safetensors").touch()
+    assert doctor.check_model(with_model(tmp_path)).verdict is Verdict.OK
+    assert doctor.check_model(with_model("./absent")).verdict is Verdict.FAIL
+    assert doctor.check_model(with_model("org/name")).verdict is Verdict.OK
+
+
+def test_the_demo_model_without_its_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "demo_model_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "package_installed", lambda: False)
+    check = doctor.check_model(with_model("demo"))
+    assert check.verdict is Verdict.FAIL and "icehouse[demo]" in check.advice
+
+
+def test_missing_openblas_is_a_warning_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(doctor, "find_openblas", lambda: None)
+    check = doctor.check_blas(Config())
+    assert check.verdict is Verdict.WARN and "libopenblas0-pthread" in check.advice
+    monkeypatch.setattr(doctor, "find_openblas", lambda: Path("/lib/libopenblas.so.0"))
+    monkeypatch.setattr(doctor, "openblas_loaded", lambda: False)
+    assert doctor.check_blas(Config()).verdict is Verdict.OK
+    assert doctor.check_blas(Config(engine=EngineConfig(preload_enabled=False))).verdict is Verdict.WARN
+
+
+def test_a_gpu_needs_no_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "runs_on_cpu", lambda: False)
+    assert doctor.check_blas(Config()).verdict is Verdict.OK
+
+
+def test_a_mac_without_metal_is_told_about_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(doctor, "find_device", lambda: Device(name="M4", is_gpu=False, memory_bytes=None))
+    check = doctor.check_device(Config())
+    assert check.verdict is Verdict.WARN and "Dockerfile.macos-notes" in check.advice
+
+
+def test_mlx_that_cannot_be_loaded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Device:
+        raise ImportError("libmlx.so: not found")
+
+    monkeypatch.setattr(doctor, "find_device", broken)
+    check = doctor.check_device(Config())
+    assert check.verdict is Verdict.FAIL and "libmlx.so" in check.detail
+
+
+def test_a_small_disk_is_a_warning_and_a_file_in_the_way_fails(tmp_path: Path) -> None:
+    huge = CacheConfig(directory=str(tmp_path / "kv"), ssd_bytes=1 << 60)
+    assert doctor.check_disk(Config(cache=huge)).verdict is Verdict.WARN
+    (tmp_path / "file").touch()
+    inside_a_file = CacheConfig(directory=str(tmp_path / "file" / "kv"))
+    assert doctor.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
+    off = dataclasses.replace(huge, ssd_enabled=False)
+    assert doctor.check_disk(Config(cache=off)).verdict is Verdict.OK
+
+
+def test_one_failure_makes_the_whole_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [doctor.Check("a", Verdict.OK, "fine"), doctor.Check("b", Verdict.WARN, "hm [x]", "do this")]
+    monkeypatch.setattr(doctor, "CHECKS", [lambda config, c=c: c for c in checks])
+    assert doctor.doctor(Config())
+    shown = capsys.readouterr().out
+    assert "hm [x]" in shown and "do this" in shown
+    monkeypatch.setattr(doctor, "CHECKS", [lambda config: doctor.Check("c", Verdict.FAIL, "bad", "mend it")])
+    assert not doctor.doctor(Config())

@@ -1,0 +1,34 @@
+"""Log lines for people and for machines."""
+
+import json
+import logging
+
+from service.cli.logs import JsonFormatter, TextFormatter
+
+
+def record(**extra: object) -> logging.LogRecord:
+    return logging.Logger("icehouse.boot").makeRecord(
+        "icehouse.boot", logging.INFO, "file.py", 1, "loaded %s", ("it",), None, extra=extra
+    )
+
+
+def test_text_shows_the_fields_after_the_message() -> None:
+    line = TextFormatter().format(record(path="a b", duration_s=1.23456, count=3))
+    assert line[8:] == ' loaded it path="a b" duration_s=1.23 count=3'
+
+
+def test_json_is_one_object_with_every_field() -> None:
+    event = json.loads(JsonFormatter().format(record(count=3, facts={"code": "OK"})))
+    assert (event["message"], event["count"], event["code"]) == ("loaded it", 3, "OK")
+    assert event["time"].endswith("Z") and event["level"] == "info"
+    assert "facts" not in event
+
+
+def test_an_exception_keeps_its_traceback() -> None:
+    try:
+        raise ValueError("deep")
+    except ValueError as error:
+        broken = record()
+        broken.exc_info = (ValueError, error, error.__traceback__)
+    assert "deep" in json.loads(JsonFormatter().format(broken))["exception"]
+    assert TextFormatter().format(broken).endswith("ValueError: deep")

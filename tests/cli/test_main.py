@@ -1,0 +1,90 @@
+"""The command line as a process sees it: exit codes and one line of what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from service.cli import main as cli
+from service.cli.flags import value_text
+from service.config import SETTINGS
+from service.errors import IcehouseError
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    monkeypatch.setattr("sys.argv", ["icehouse", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code
+
+
+def test_help_lists_every_command() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("serve", "demo", "generate", "doctor", "config", "version"):
+        assert re.search(rf"\b{command}\b", result.stdout), command
+
+
+def test_serve_has_a_flag_for_every_setting() -> None:
+    text = run("serve", "--help").stdout
+    assert [s.flag for s in SETTINGS if not re.search(rf"{s.flag}\b", text)] == []
+
+
+def test_config_shows_value_and_source() -> None:
+    result = run("config", "--port", "7", "--ssd-bytes", "4GiB", "--no-cache")
+    lines = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}
+    assert lines["server.port"] == ["7", "--port"]
+    assert lines["cache.ssd_bytes"] == ["4", "GiB", "--ssd-bytes"]
+    assert lines["cache.enabled"] == ["off", "--cache"]
+    assert lines["server.host"] == ["127.0.0.1", "default"]
+    assert len(lines) == len(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("serve", "--port", "x"), 2, "server.port = 'x' (from --port) is not a whole number"),
+        (("config", "--config", "/nowhere.toml"), 2, "cannot read the config file"),
+        (("serve", "--no-preload", "--model", "./nowhere"), 1, "there is no model folder"),
+        (("generate", "hi", "--address", "127.0.0.1:1"), 1, "no server answers at 127.0.0.1:1"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr("service.cli.serve.setup_logging", lambda config: None)
+    assert run_main(monkeypatch, *arguments) == code
+    lines = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert len(lines) == 1 and words in lines[0], lines
+
+
+def test_an_unknown_variable_stops_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ICEHOUSE_CACHE_RAM_BITES", "1")
+    result = run("config")
+    assert isinstance(result.exception, IcehouseError)
+    assert "ICEHOUSE_CACHE_RAM_BYTES" in str(result.exception)
+
+
+def test_values_are_for_people() -> None:
+    by_key = {s.key: s for s in SETTINGS}
+    assert value_text(by_key["cache.ssd_bytes"], 32 << 30) == "32 GiB"
+    assert value_text(by_key["cache.adopt_budget_ms"], 5.0) == "5 ms"
+    assert value_text(by_key["cache.enabled"], False) == "off"
+    assert value_text(by_key["server.uds"], None) == "none"

@@ -1,0 +1,148 @@
+"""Where values come from, which source wins, and what is refused in which words."""
+
+from pathlib import Path
+
+import pytest
+
+from service.config import CacheConfig, Config, load_config
+from service.errors import ConfigError, Reason
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "icehouse.toml"
+    file.write_text(text)
+    return file
+
+
+def refusal(**sources: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(**{"environ": {}, **sources})  # type: ignore[arg-type]
+    assert caught.value.reason is Reason.CONFIG_INVALID
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_without_sources_everything_is_default() -> None:
+    loaded = load_config(environ={})
+    assert loaded.config == Config()
+    assert set(loaded.sources.values()) == {"default"}
+
+
+def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "[server]\nport = 1\nhost = 'file'\n[log]\nlevel = 'debug'\n")
+    loaded = load_config(
+        flags={"server.port": "3", "server.uds": None},
+        environ={"ICEHOUSE_SERVER_PORT": "2", "ICEHOUSE_SERVER_HOST": "variable"},
+        file=file,
+    )
+    assert (loaded.config.server.port, loaded.config.server.host) == (3, "variable")
+    assert loaded.config.log.level == "debug"
+    assert loaded.sources["server.port"] == "--port"
+    assert loaded.sources["server.host"] == "ICEHOUSE_SERVER_HOST"
+    assert loaded.sources["log.level"] == str(file)
+    assert loaded.sources["cache.ram_bytes"] == "default"
+
+
+def test_the_file_can_be_named_by_a_variable(tmp_path: Path) -> None:
+    file = write(tmp_path, "[model]\nmodel = 'org/name'\n")
+    assert load_config(environ={"ICEHOUSE_CONFIG": str(file)}).config.model.model == "org/name"
+
+
+def test_the_section_is_not_said_twice_in_a_variable() -> None:
+    loaded = load_config(environ={"ICEHOUSE_MODEL": "a/b", "ICEHOUSE_MODEL_NAME": "c"})
+    assert (loaded.config.model.model, loaded.config.model.model_name) == ("a/b", "c")
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("0", 0), ("4096", 4096), ("4GiB", 4 << 30), ("1.5 GiB", 3 << 29), ("500MB", 500_000_000), ("2k", None)],
+)
+def test_sizes_have_units(text: str, size_bytes: int | None) -> None:
+    if size_bytes is None:
+        assert "is not a size" in refusal(flags={"cache.ram_bytes": text})
+    else:
+        assert load_config(flags={"cache.ram_bytes": text}, environ={}).config.cache.ram_bytes == size_bytes
+
+
+@pytest.mark.parametrize(("word", "on"), [("on", True), ("False", False), ("1", True), ("no", False)])
+def test_switches_have_words(word: str, on: bool) -> None:
+    assert load_config(environ={"ICEHOUSE_CACHE_ENABLED": word}).config.cache.enabled is on
+
+
+def test_an_empty_text_takes_an_optional_setting_away(tmp_path: Path) -> None:
+    environ = {"ICEHOUSE_SERVER_UDS": "/run/icehouse.sock"}
+    assert load_config(environ=environ).config.server.uds == "/run/icehouse.sock"
+    assert load_config(flags={"server.uds": ""}, environ=environ).config.server.uds is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"server.port": "70000"}, ["server.port", "70000", "--port", "0 to 65535"]),
+        ({"server.port": "1e3"}, ["not a whole number"]),
+        ({"server.host": " "}, ["not a text"]),
+        ({"server.drain_grace_s": "nan"}, ["not a finite number"]),
+        ({"server.drain_grace_s": "-1"}, ["0 or more"]),
+        ({"model.dtype": "int8"}, ["none of auto, bfloat16"]),
+        ({"cache.enabled": "perhaps"}, ["not true or false"]),
+        ({"cache.kv_bits": "5"}, ["cache.kv_bits = 5", "0, 2, 3, 4, 6, 8"]),
+        ({"cache.kv_group_size": "48"}, ["32, 64, 128"]),
+        ({"cache.checkpoint_interval_tokens": "300"}, ["300", "not a multiple", "256"]),
+        ({"engine.prefill_chunk_token_count": "300"}, ["300", "neither divides", "256"]),
+        ({"server.max_output_tokens_limit": "10"}, ["256", "more than", "10"]),
+        ({"server.uds": "/" + "x" * 110}, ["103 bytes"]),
+    ],
+)
+def test_what_is_out_of_range_is_named_with_its_limit(flags: dict[str, str], words: list[str]) -> None:
+    message = refusal(flags=flags)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[server]\nprot = 1", ["key 'prot'", "[server]", "did you mean 'port'?"]),
+        ("[sever]\nport = 1", ["section [sever]", "did you mean 'server'?"]),
+        ("port = 1", ["section [port]"]),
+        ("server = 1", ["must be a section"]),
+        ("[server]\nport = '1", ["not valid TOML"]),
+        ("[server]\nport = true", ["not a whole number"]),
+        ("[server]\nport = 1.5", ["not a whole number"]),
+        ("[cache]\nenabled = 'maybe'", ["not true or false"]),
+        ("[cache]\nram_bytes = 1.5", ["not a size"]),
+        ("[model]\nmodel = 7", ["not a text"]),
+    ],
+)
+def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    message = refusal(file=write(tmp_path, text))
+    assert [word for word in words if word not in message] == []
+    assert "icehouse.toml" in message or "must be a section" in message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "No such file" in refusal(file=tmp_path / "absent.toml")
+
+
+def test_an_unknown_variable_is_named() -> None:
+    message = refusal(environ={"ICEHOUSE_SERVER_PRT": "1"})
+    assert "ICEHOUSE_SERVER_PRT" in message and "'ICEHOUSE_SERVER_PORT'" in message
+
+
+def test_other_peoples_variables_are_none_of_our_business() -> None:
+    assert load_config(environ={"ICE": "1", "HOME": "/", "ICEHOUSE_PRELOADED": "1"}).config == Config()
+
+
+def test_a_chunk_may_divide_the_block_or_be_a_multiple() -> None:
+    for chunk in ("64", "256", "1024"):
+        flags = {"engine.prefill_chunk_token_count": chunk}
+        assert load_config(flags=flags, environ={}).config.engine.prefill_chunk_token_count == int(chunk)
+
+
+def test_the_block_directory_has_a_default_and_knows_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert CacheConfig().block_directory.is_relative_to(tmp_path)
+    assert CacheConfig().block_directory.parts[-2:] == ("icehouse", "blocks")
+    assert CacheConfig(directory="~/kv").block_directory == tmp_path / "kv"

@@ -1,0 +1,66 @@
+"""What no file of the repository may say, and what the README promises."""
+
+from __future__ import annotations
+
+import re
+
+from service.cli import main as cli
+from service.config import SETTINGS
+from tests.tidy.tree import ROOT, text_files
+
+# Spelled in pieces, so that this file does not find itself.
+FORBIDDEN = {
+    "an absolute home folder": re.compile(r"/(?:home|Users)/(?!you\b)[a-z]\w*/|/" + r"root/\w"),
+    "a work folder of some machine": re.compile(r"(?<![\w.])/" + r"work/(?:main|shared)|/tmp/" + r"v/env"),
+    "a merge conflict": re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE),
+    "unfinished work": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
+}
+
+
+def test_no_file_names_this_machine_or_unfinished_work() -> None:
+    found = [
+        f"{path}: {what}: {match[0]!r}"
+        for path, text in text_files()
+        if path.name not in ("LICENSE", "constraints.txt")
+        for what, pattern in FORBIDDEN.items()
+        if (match := pattern.search(text))
+    ]
+    assert found == []
+
+
+def test_text_files_end_with_a_newline() -> None:
+    assert [str(path) for path, text in text_files() if text and not text.endswith("\n")] == []
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", readme))
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    commands = re.findall(r"^(make \w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert commands[:2] == ["make demo", "make test"]
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    commands = {c.name or (c.callback.__name__ if c.callback else "") for c in cli.app.registered_commands}
+    commands |= {group.name or "" for group in cli.app.registered_groups}
+    named = set(re.findall(r"`?icehouse ([a-z]+)\b", (ROOT / "README.md").read_text()))
+    assert {"serve", "demo", "generate", "doctor", "config"} <= named <= commands
+
+
+def test_every_setting_is_in_the_readme_with_its_flag_and_variable() -> None:
+    rows = (ROOT / "README.md").read_text().splitlines()
+    missing = [
+        s.key for s in SETTINGS if not any(f"`{s.flag}`" in row and f"`{s.variable}`" in row for row in rows)
+    ]
+    assert missing == []
+
+
+def test_make_help_knows_every_phony_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = set(re.findall(r"[a-z-]+", text.partition(".PHONY:")[2].partition("\n")[0]))
+    helped = set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE))
+    assert phony == helped
