@@ -12,16 +12,17 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from service.kv.layout import CacheLayout
 from service.kv.layout_regions import ArrayRegion, evaluate
-from tests.mlx.runs import BLOCK, CHUNK, feed, model_of, prompt, same_bits, uninterrupted
+from tests.mlx.runs import BLOCK, CHUNK, Recording, feed, model_of, prompt, same_bits, uninterrupted
 from tests.models import ARCHITECTURES
 
 BATCHABLE = [architecture for architecture in ARCHITECTURES if architecture != "llama4"]
 LENGTHS = (3 * CHUNK, 7, CHUNK + 5, 2 * CHUNK + 1)
 
 
-def _batch(model: Any, prompts: list[list[int]]) -> Any:
+def _batch(model: Any, prompts: list[list[int]], *, caches: list[list[Any]] | None = None) -> Any:
     """Prefill each prompt alone on the grid, as the engine does, then decode all of them together."""
-    caches = [uninterrupted(model, tokens[:-1]) for tokens in prompts]
+    if caches is None:
+        caches = [uninterrupted(model, tokens[:-1]) for tokens in prompts]
     merged = PromptProcessingBatch(
         model,
         list(range(len(prompts))),
@@ -108,3 +109,14 @@ def _alone(model: Any, fed: list[int], *, prompt_count: int) -> list[Any]:
     for token in fed[prompt_count - 1 :]:
         feed(model, caches, [token])
     return caches
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
+def test_restored_sequences_join_a_batch_as_cold_ones_do(architecture: str) -> None:
+    model = model_of(architecture)
+    recordings = [Recording(model, prompt(length, seed=length)) for length in (CHUNK, 3 * CHUNK)]
+    restored = [recording.restore(len(recording.tokens), through_host=True) for recording in recordings]
+    prompts = [[*recording.tokens, 11] for recording in recordings]
+    cold, warm = _batch(model, prompts), _batch(model, prompts, caches=restored)
+    for _ in range(16):
+        assert [r.token for r in warm.next()] == [r.token for r in cold.next()]
