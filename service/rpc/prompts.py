@@ -70,13 +70,13 @@ def text_prompt_of(message: TextMessage, kind: str | None, info: ModelInfo) -> T
         return Text(message.text)
     if kind == "chat":
         return _chat_of(message.chat, info)
-    raise InvalidRequest(
-        Reason.PROMPT_MISSING, "there is no prompt; set one of `text`, `chat` or `tokens`", field="prompt"
-    )
+    raise _missing("`text` or `chat`")
 
 
 def prompt_of(message: PromptMessage, kind: str | None, info: ModelInfo) -> Prompt:
     """Return the prompt that `kind` names, not empty; raises InvalidRequest."""
+    if kind is None:
+        raise _missing("`text`, `chat` or `tokens`")
     if kind == "tokens":
         return _tokens_of(message.tokens, info)
     prompt = text_prompt_of(message, kind, info)
@@ -185,6 +185,10 @@ def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo) -> Tokens:
 
 def _bad_chat(message: str, *, field: str) -> InvalidRequest:
     return InvalidRequest(Reason.CHAT_INVALID, message, field=field)
+
+
+def _missing(choices: str) -> InvalidRequest:
+    return InvalidRequest(Reason.PROMPT_MISSING, f"there is no prompt; set one of {choices}", field="prompt")
 
 
 def _empty(field: str) -> InvalidRequest:

@@ -8,9 +8,11 @@ v1 can describe itself too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 V1_NAME = "grpc.reflection.v1.ServerReflection"
@@ -19,9 +21,8 @@ V1ALPHA_NAME = "grpc.reflection.v1alpha.ServerReflection"
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Serve both versions for `service_names` and for reflection itself."""
-    servicer = reflection.aio.ReflectionServicer(
-        (*service_names, V1_NAME, V1ALPHA_NAME), pool=_pool_with_v1()
-    )
+    names = (*service_names, V1_NAME, V1ALPHA_NAME)
+    servicer = reflection.aio.ReflectionServicer(names, pool=_Pool(_pool_with_v1()))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -30,6 +31,25 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
     )
     methods = {"ServerReflectionInfo": handler}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1_NAME, methods),))
+
+
+class _Pool:
+    """A descriptor pool that finds methods too; protobuf's own knows only what encloses them."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        """Return the file of a message, enum, service, field or method; raises KeyError."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            service_name, _, method_name = symbol.rpartition(".")
+            service = self._pool.FindServiceByName(service_name)
+            return service.methods_by_name[method_name].containing_service.file
 
 
 def _pool_with_v1() -> descriptor_pool.DescriptorPool:

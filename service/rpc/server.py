@@ -20,6 +20,7 @@ from service.rpc.generation import Generation
 from service.rpc.health import Health
 from service.rpc.inference_service import InferenceService
 from service.rpc.model_service import ModelService
+from service.rpc.one_of import OneOfInterceptor
 from service.rpc.ports import EnginePort
 from service.rpc.prompts import PromptReader
 from service.rpc.reflection import add_reflection
@@ -63,7 +64,7 @@ class RpcServer:
             service_names=SERVICE_NAMES,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        self._server = grpc.aio.server(options=_options(config))
+        self._server = grpc.aio.server(options=_options(config), interceptors=(OneOfInterceptor(self._desk),))
         self._health_task: asyncio.Task[None] | None = None
         self.address = ""
         """What clients connect to, once started: "host:port" or "unix:path"."""

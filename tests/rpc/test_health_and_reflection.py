@@ -96,6 +96,16 @@ async def test_reflection_lists_and_describes(house: House, version: str) -> Non
         assert name in described
 
 
+@pytest.mark.parametrize(
+    "symbol", ["icehouse.v1.InferenceService.Generate", "icehouse.v1.GenerateRequest", "icehouse.v1.CacheUse"]
+)
+async def test_reflection_finds_methods_and_messages(house: House, symbol: str) -> None:
+    answer = await reflect(house, "v1", file_containing_symbol=symbol)
+    assert answer.WhichOneof("message_response") == "file_descriptor_response"
+    missing = await reflect(house, "v1", file_containing_symbol=symbol + "x")
+    assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
 async def test_reflection_can_be_switched_off() -> None:
     async with running_house(reflection_enabled=False) as house:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

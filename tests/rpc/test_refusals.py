@@ -116,10 +116,19 @@ async def test_longest_prompt_that_fits_is_taken(house: House) -> None:
     assert len(house.engine.submitted[0].prompt_token_ids) == 63
 
 
-async def test_last_of_two_prompts_on_the_wire_counts(house: House) -> None:
+@pytest.mark.parametrize("method", ["Generate", "Stream"])
+async def test_two_prompts_at_once_are_refused(house: House, method: str) -> None:
     both = messages.GenerateRequest(text="Hi").SerializeToString() + tokens(7).SerializeToString()
-    await house.inference.Generate(messages.GenerateRequest.FromString(both))
-    assert house.engine.submitted[0].prompt_token_ids == (7,)
+    path = f"/icehouse.v1.InferenceService/{method}"
+    channel: Any = house.channel
+    if method == "Generate":
+        call = channel.unary_unary(path)(both)
+    else:
+        call = channel.unary_stream(path)(both).read()
+    answer = await refused(call)
+    assert (answer.code, answer.reason, answer.field) == (INVALID, "PROMPT_AMBIGUOUS", "tokens")
+    assert answer.info.metadata == {"fields": "text,tokens"}
+    assert house.engine.submitted == []
 
 
 async def test_unknown_model_is_not_found(house: House) -> None:
