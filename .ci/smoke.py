@@ -1,0 +1,143 @@
+"""Smoke test from outside: the README's grpcurl lines, then wrong inputs, against a live server.
+
+Usage: python .ci/smoke.py [--grpcurl PATH]. Starts `icehouse serve` with the demo model on a free
+loopback port, finds the services by reflection alone, stops the server and wants exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from service.cli.demo import free_port, running_server
+from service.demo.build import ensure_demo_model
+from service.rpc.dial import Connection
+
+ROOT = Path(__file__).resolve().parents[1]
+README_ADDRESS = "localhost:50051"
+CALL_TIMEOUT_S = 120
+
+# What the answer of each method in the README must contain.
+EXPECTED = {
+    "InferenceService/Generate": '"text"',
+    "InferenceService/Stream": '"finished"',
+    "InferenceService/Tokenize": '"tokenCount"',
+    "InferenceService/CacheStats": '"engine"',
+    "ModelService/ListModels": "gemma-3-270m",
+    "Health/Check": "SERVING",
+    "list": "icehouse.v1.InferenceService",
+}
+
+GENERATE = "icehouse.v1.InferenceService/Generate"
+
+# Request, and the status and reason that must come back.
+WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
+    ("no prompt", {}, "InvalidArgument", "PROMPT_MISSING"),
+    ("empty prompt", {"text": ""}, "InvalidArgument", "PROMPT_EMPTY"),
+    ("negative length", {"text": "a", "max_output_tokens": -1}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    ("huge length", {"text": "a", "max_output_tokens": 1 << 30}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    ("cold", {"text": "a", "sampling": {"temperature": -1}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    ("NaN", {"text": "a", "sampling": {"temperature": "NaN"}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    ("unknown model", {"text": "a", "model": "none"}, "NotFound", "MODEL_NOT_FOUND"),
+    ("token outside", {"tokens": {"ids": [1 << 30]}}, "InvalidArgument", "TOKEN_OUT_OF_RANGE"),
+    ("too long", {"tokens": {"ids": [5] * 40_000}}, "InvalidArgument", "PROMPT_TOO_LONG"),
+    ("empty chat", {"chat": {"messages": []}}, "InvalidArgument", "CHAT_INVALID"),
+    ("100 MB", {"text": "a" * 100_000_000}, "ResourceExhausted", ""),
+)
+
+
+class Smoke:
+    """Runs calls and counts what went wrong."""
+
+    def __init__(self, *, grpcurl: str, address: str) -> None:
+        self._grpcurl = grpcurl
+        self._address = address
+        self.failure_count = 0
+
+    def readme(self) -> None:
+        """Run every grpcurl line of the README, with this server's address in place of the written one."""
+        commands = readme_commands()
+        self._check("the README has its grpcurl lines", len(commands) >= 6, f"found {len(commands)}")
+        for command in commands:
+            line = command.replace(README_ADDRESS, self._address).replace("grpcurl", self._grpcurl, 1)
+            done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
+            method = next((name for name in EXPECTED if command.rstrip().endswith(name)), None)
+            wanted = EXPECTED[method] if method else ""
+            good = done.returncode == 0 and wanted in done.stdout
+            self._check(command.replace("\n", " ")[:110], good, done.stdout[-500:] + done.stderr[-500:])
+
+    def wrong_inputs(self) -> None:
+        """Send what must be refused."""
+        for name, request, code, reason in WRONG:
+            done = self._call(request)
+            good = done.returncode != 0 and f"Code: {code}" in done.stderr and reason in done.stderr
+            self._check(f"refused: {name} -> {code} {reason}", good, (done.stdout + done.stderr)[-800:])
+        two = subprocess.run(
+            [self._grpcurl, "-plaintext", "-d", '{"text":"a","tokens":{"ids":[1]}}', self._address, GENERATE],
+            capture_output=True,
+            text=True,
+            timeout=CALL_TIMEOUT_S,
+        )
+        self._check("refused: two prompts at once", two.returncode != 0, two.stdout)
+
+    def still_alive(self) -> None:
+        """After all of it the server answers."""
+        done = self._call({"text": "The capital of France is", "max_output_tokens": 4})
+        self._check("the server lives on", done.returncode == 0 and '"text"' in done.stdout, done.stderr)
+
+    def _call(self, request: dict[str, object]) -> subprocess.CompletedProcess[str]:
+        command = [self._grpcurl, "-plaintext", "-d", "@", self._address, GENERATE]
+        return subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, timeout=CALL_TIMEOUT_S
+        )
+
+    def _check(self, name: str, good: bool, details: str) -> None:
+        print(f"  {'ok  ' if good else 'FAIL'} {name}", flush=True)
+        if not good:
+            self.failure_count += 1
+            print(f"       {details}")
+
+
+def readme_commands() -> list[str]:
+    """Return the grpcurl commands in the README's code blocks, continuation lines joined."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("grpcurl ")]
+
+
+def main() -> int:
+    """Run everything; the exit code says whether all went well."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--grpcurl", default=shutil.which("grpcurl"))
+    grpcurl = parser.parse_args().grpcurl
+    if grpcurl is None:
+        print("grpcurl is not here; install it with", file=sys.stderr)
+        print("  go install github.com/fullstorydev/grpcurl/cmd/grpcurl@latest", file=sys.stderr)
+        return 1
+    ensure_demo_model()
+    address = f"127.0.0.1:{free_port()}"
+    smoke = Smoke(grpcurl=grpcurl, address=address)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        running_server(address=address, scratch=Path(scratch)) as server,
+        Connection(address) as connection,
+    ):
+        if not connection.wait_until_serving(is_alive=lambda: server.poll() is None):
+            print("the server did not start", file=sys.stderr)
+            return 1
+        smoke.readme()
+        smoke.wrong_inputs()
+        smoke.still_alive()
+    print(f"  server stopped with exit code {server.returncode}; {smoke.failure_count} failures")
+    return 1 if smoke.failure_count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
