@@ -88,7 +88,7 @@ class CacheLayout:
 
         In a batch that dispatched its next step already, that step's token is counted too.
         """
-        ends = {held.end for _, held in self._held(caches, row, RegionKind.KV, RegionKind.WINDOW)}
+        ends = {store.end for _, store in self._held(caches, row, RegionKind.KV, RegionKind.WINDOW)}
         assert len(ends) <= 1, f"Layers disagree about the sequence's length: {sorted(ends)}"
         return ends.pop() if ends else None
 
@@ -96,16 +96,16 @@ class CacheLayout:
         """Bytes one more token takes in the kv region; 0 while the caches are empty or have none."""
         return sum(
             array.nbytes // (array.shape[0] * array.shape[2])
-            for _, held in self._held(caches, 0, RegionKind.KV)
-            for _, array in held.tensors
+            for _, store in self._held(caches, 0, RegionKind.KV)
+            for _, array in store.tensors
         )
 
     def cut_kv(self, caches: Sequence[Any], *, start: int, stop: int, row: int = 0) -> ArrayRegion:
         """Cut tokens [start, stop) out of every layer of unlimited context."""
         arrays = [
             (f"{part.name}.{suffix}", array)
-            for part, held in self._held(caches, row, RegionKind.KV)
-            for suffix, array in held.cut(start, stop)
+            for part, store in self._held(caches, row, RegionKind.KV)
+            for suffix, array in store.cut(start, stop)
         ]
         return ArrayRegion(RegionKind.KV, tuple(arrays))
 
@@ -116,8 +116,8 @@ class CacheLayout:
         """
         arrays = [
             (f"{part.name}.{suffix}", array)
-            for part, held in self._held(caches, row, RegionKind.WINDOW)
-            for suffix, array in held.cut(max(start, stop - part.window_token_count), stop)
+            for part, store in self._held(caches, row, RegionKind.WINDOW)
+            for suffix, array in store.cut(max(start, stop - part.window_token_count), stop)
         ]
         return ArrayRegion(RegionKind.WINDOW, tuple(arrays))
 
@@ -130,7 +130,7 @@ class CacheLayout:
             (f"{part.name}.{suffix}", array)
             for part in self.parts
             if part.kind is RegionKind.CHECKPOINT
-            for suffix, array in cut_whole(leaf(caches, part.path), row=row)
+            for suffix, array in cut_whole(_of_class(leaf(caches, part.path), part), row=row)
         ]
         return ArrayRegion(RegionKind.CHECKPOINT, tuple(arrays))
 
@@ -179,7 +179,9 @@ class CacheLayout:
     def _held(self, caches: Sequence[Any], row: int, *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
         for part in self.parts:
             if part.kind in kinds:
-                cache = leaf(caches, part.path)
-                live = type(cache)
-                assert live in (part.cache_class, BATCH_FORMS.get(part.cache_class)), (part.name, live)
-                yield part, held(cache, row=row)
+                yield part, held(_of_class(leaf(caches, part.path), part), row=row)
+
+
+def _of_class(cache: Any, part: Part) -> Any:
+    assert type(cache) in (part.cache_class, BATCH_FORMS.get(part.cache_class)), (part.name, type(cache))
+    return cache

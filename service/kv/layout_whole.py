@@ -1,8 +1,8 @@
 """Caches that cannot be cut by tokens, kept whole: ArraysCache, and unknown classes by their state.
 
 An unknown class is trusted only as far as it can be proved: its state must hold arrays and plain
-scalars, and a copy made by `from_state` must equal the live cache in every attribute. Anything
-else is refused. Inference thread only.
+scalars, a copy made by `from_state` must equal the live cache in every attribute, and it must not
+take part in batches. Anything else is refused. Inference thread only.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ def check_holdable(cache: Any) -> None:
         raise CacheUnsupported(kind.__name__, "is unknown and has no state")
     if not callable(getattr(kind, "from_state", None)) or state.fset is None:
         raise CacheUnsupported(kind.__name__, "is unknown and cannot be made from its state")
+    if hasattr(kind, "merge"):
+        # Its batch form might pass for a single one, or come back from a batch as another class.
+        raise CacheUnsupported(kind.__name__, "is unknown and can be merged into a batch")
 
 
 def cut_whole(cache: Any, *, row: int) -> list[tuple[str, mx.array]]:
@@ -49,8 +52,7 @@ def cut_whole(cache: Any, *, row: int) -> list[tuple[str, mx.array]]:
     """
     if type(cache) is ArraysCache:
         return _cut_arrays_cache(cache, row)
-    if row:
-        cache = cache.extract(row)
+    assert row == 0, f"{type(cache).__name__} has no rows"
     state = cache.state
     copy = type(cache).from_state(state)
     if not _equal(vars(copy), vars(cache)):
@@ -63,18 +65,20 @@ def cut_whole(cache: Any, *, row: int) -> list[tuple[str, mx.array]]:
 
 
 def rebuild_whole(template: Any, arrays: Mapping[str, mx.array]) -> Any:
-    """Return a cache of the template's class with the state that `cut_whole` took.
+    """Return an evaluated cache of the template's class with the state that `cut_whole` took.
 
     The template is used up. Raises KeyError or ValueError when arrays are missing or damaged.
     """
+    # New array objects: assigning into a cache must never reach a block's own array.
+    own = {suffix: mx.contiguous(array) for suffix, array in arrays.items()}
+    mx.eval(own)
     if type(template) is ArraysCache:
         for slot in range(len(template.cache)):
-            array = arrays[f"{slot:02d}"]
-            # A new wrapper each: assigning into a cache must never reach a block's own array.
-            template[slot] = mx.contiguous(array) if array.ndim > 1 else None
+            array = own[f"{slot:02d}"]
+            template[slot] = array if array.ndim > 1 else None
         return template
-    tree = json.loads(np.asarray(arrays["state"]).tobytes())
-    return type(template).from_state(_decode(tree, arrays))
+    tree = json.loads(np.asarray(own["state"]).tobytes())
+    return type(template).from_state(_decode(tree, own))
 
 
 def _cut_arrays_cache(cache: Any, row: int) -> list[tuple[str, mx.array]]:
@@ -105,7 +109,7 @@ def _encode(value: Any, arrays: list[mx.array], *, owner: str) -> Any:
 def _decode(tree: Any, arrays: Mapping[str, mx.array]) -> Any:
     ((kind, content),) = tree.items()
     if kind == "array":
-        return mx.contiguous(arrays[f"state.{content:04d}"])
+        return arrays[f"state.{content:04d}"]
     if kind == "value":
         return content
     items = [_decode(item, arrays) for item in content]
