@@ -16,6 +16,7 @@ from damage.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import xxhash
@@ -35,20 +36,23 @@ from service.kv.block_head import (
 )
 from service.kv.files import Files
 
+GROUP_BYTES = 256 << 10
+"""Bytes that are hashed and transferred at a time; several fit the second-level cache."""
 _FIRST_READ_BYTES = 32 << 10
 """Covers the head of all but the deepest models in one read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EncodedBlock:
-    """A block ready to be written: its parts in file order and what the file will say."""
+class PreparedBlock:
+    """A block whose facts have been checked and whose file's size is known."""
 
-    parts: tuple[bytes | memoryview, ...]
-    file: BlockFile
+    block: HostBlock
+    head_bytes: int
+    file_bytes: int
 
 
-def encode_block(block: HostBlock) -> EncodedBlock:
-    """Return the parts of a block's file; tensor bytes are hashed but not copied.
+def prepare_block(block: HostBlock) -> PreparedBlock:
+    """Check a block before anything is reserved or written for it.
 
     A block whose hash is not that of its tokens, or whose tensors lie about their sizes,
     is a broken invariant of the caller.
@@ -58,37 +62,41 @@ def encode_block(block: HostBlock) -> EncodedBlock:
     assert header.hash == expected, f"Block {header.hash.hex()} does not have the hash of its tokens"
     kinds = [region.kind for region in block.regions]
     assert kinds == [kind for kind in REGION_ORDER if kind in kinds], f"Regions out of order: {kinds}"
-
-    offset = 0
-    regions: list[FileRegion] = []
-    entries: dict[str, dict[str, object]] = {}
-    parts: list[memoryview] = []
     for region in block.regions:
-        start = offset
-        digest = xxhash.xxh3_64()
-        tensors = []
+        names = [tensor.name for tensor in region.tensors]
+        assert len(set(names)) == len(names), f"Two tensors of one name in region {region.kind}"
         for tensor in region.tensors:
             size_bytes = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
-            assert tensor.data.nbytes == size_bytes, (
-                f"{tensor.name}: {tensor.data.nbytes} bytes, not {size_bytes}"
-            )
-            digest.update(tensor.data)
-            key = f"{region.kind}.{tensor.name}"
-            assert key not in entries, f"Tensor {key} twice in one block"
-            entries[key] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + size_bytes],
-            }
-            tensors.append(FileTensor(tensor.name, tensor.dtype, tensor.shape, offset, size_bytes))
-            parts.append(tensor.data)
-            offset += size_bytes
-        regions.append(FileRegion(region.kind, start, offset - start, digest.intdigest(), tuple(tensors)))
+            assert tensor.data.nbytes == size_bytes, f"{tensor.name} does not have {size_bytes} bytes"
+    # Checksums have a fixed width, so the head's length is known before they are.
+    head, _ = encode_head(header, _describe(block, checksums=[0] * len(block.regions), begin=0))
+    return PreparedBlock(block, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
 
-    head, checksum = encode_head(header, regions, entries)
-    placed = tuple(_shift(region, len(head)) for region in regions)
-    file = BlockFile(header=header, regions=placed, file_bytes=len(head) + offset, header_checksum=checksum)
-    return EncodedBlock(parts=(head, *parts), file=file)
+
+def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> BlockFile:
+    """Write a block into a new, empty file and return what the file says.
+
+    Tensor bytes are hashed group by group right before they are written, while they are in
+    the CPU's cache, and never copied here; the head, which holds the checksums, comes last.
+    """
+    block = prepared.block
+    offset = prepared.head_bytes
+    checksums = []
+    for region in block.regions:
+        digest = xxhash.xxh3_64()
+        for group, size_bytes in groups(part for tensor in region.tensors for part in slices(tensor.data)):
+            for part in group:
+                digest.update(part)
+            files.write(descriptor, group, offset=offset)
+            offset += size_bytes
+        checksums.append(digest.intdigest())
+    regions = _describe(block, checksums=checksums, begin=prepared.head_bytes)
+    head, header_checksum = encode_head(block.header, regions, begin=prepared.head_bytes)
+    assert (len(head), offset) == (prepared.head_bytes, prepared.file_bytes), (
+        "The file is not what was prepared"
+    )
+    files.write(descriptor, [head], offset=0)
+    return BlockFile(block.header, regions, offset, header_checksum)
 
 
 def read_head(files: Files, descriptor: int) -> BlockFile:
@@ -107,9 +115,41 @@ def read_head(files: Files, descriptor: int) -> BlockFile:
     return parse_head(bytes(buffer[:head_bytes]), file_bytes=file_bytes)
 
 
-def _shift(region: FileRegion, by_bytes: int) -> FileRegion:
-    tensors = tuple(dataclasses.replace(t, offset=t.offset + by_bytes) for t in region.tensors)
-    return dataclasses.replace(region, offset=region.offset + by_bytes, tensors=tensors)
+def slices(data: memoryview) -> Iterator[memoryview]:
+    """Yield a buffer in pieces that fit a group."""
+    if data.nbytes <= GROUP_BYTES:
+        yield data
+    else:
+        for begin in range(0, data.nbytes, GROUP_BYTES):
+            yield data[begin : begin + GROUP_BYTES]
+
+
+def groups(parts: Iterable[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yield runs of parts that go through one call and one hash while they are cached, with their bytes."""
+    group: list[memoryview] = []
+    size_bytes = 0
+    for part in parts:
+        group.append(part)
+        size_bytes += part.nbytes
+        if size_bytes >= GROUP_BYTES:
+            yield group, size_bytes
+            group, size_bytes = [], 0
+    if group:
+        yield group, size_bytes
+
+
+def _describe(block: HostBlock, *, checksums: Sequence[int], begin: int) -> tuple[FileRegion, ...]:
+    """Return the regions of a file whose head has `begin` bytes."""
+    regions = []
+    offset = begin
+    for region, checksum in zip(block.regions, checksums, strict=True):
+        tensors = []
+        start = offset
+        for tensor in region.tensors:
+            tensors.append(FileTensor(tensor.name, tensor.dtype, tensor.shape, offset, tensor.data.nbytes))
+            offset += tensor.data.nbytes
+        regions.append(FileRegion(region.kind, start, offset - start, checksum, tuple(tensors)))
+    return tuple(regions)
 
 
 def _read_exactly(files: Files, descriptor: int, buffer: memoryview, *, offset: int) -> None:

@@ -102,10 +102,17 @@ class BlockFile:
         return region.size_bytes if region else 0
 
 
-def encode_head(
-    header: BlockHeader, regions: Sequence[FileRegion], entries: dict[str, dict[str, object]]
-) -> tuple[bytes, int]:
-    """Return the head's bytes and its checksum. Offsets in `regions` count from the end of the head."""
+def encode_head(header: BlockHeader, regions: Sequence[FileRegion], *, begin: int = 0) -> tuple[bytes, int]:
+    """Return the head's bytes and its checksum; `begin` is where the first region's offset counts from."""
+    entries = {
+        f"{region.kind}.{tensor.name}": {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": (tensor.offset - begin, tensor.offset - begin + tensor.size_bytes),
+        }
+        for region in regions
+        for tensor in region.tensors
+    }
     metadata = {
         "header_xxh3": _ZEROS.decode(),
         "format": FORMAT,
@@ -117,7 +124,7 @@ def encode_head(
         "block_token_limit": str(header.block_token_limit),
         "token_ids": pack_tokens(header.token_ids).hex(),
         "extra": header.extra.hex(),
-        "regions": regions_to_json(regions),
+        "regions": regions_to_json(regions, begin=begin),
     }
     body = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     body += b" " * (-len(body) % _ALIGNMENT_BYTES)
@@ -159,11 +166,16 @@ def parse_head(head: bytes, *, file_bytes: int) -> BlockFile:
     return BlockFile(header=header, regions=regions, file_bytes=file_bytes, header_checksum=checksum)
 
 
-def regions_to_json(regions: Sequence[FileRegion]) -> str:
-    """Return offsets, bytes and checksums of regions as the manifest stores them."""
+def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
+    """Return offsets (from `begin` of the file), bytes and checksums of regions as text."""
     return json.dumps(
         [
-            {"kind": r.kind, "offset": r.offset, "size_bytes": r.size_bytes, "xxh3": f"{r.checksum:016x}"}
+            {
+                "kind": r.kind,
+                "offset": r.offset - begin,
+                "size_bytes": r.size_bytes,
+                "xxh3": f"{r.checksum:016x}",
+            }
             for r in regions
         ],
         separators=(",", ":"),
@@ -249,7 +261,8 @@ def _parse_tensor(key: str, entry: dict[str, object], *, data_offset: int) -> tu
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
         raise ValueError(f"{key} is not described as a tensor")
     start, end = offsets
-    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+    numbers = (*shape, start, end)
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise ValueError(f"{key} has a size that is not a count")
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"{key} of shape {shape} and dtype {dtype} has {end - start} bytes")

@@ -8,22 +8,20 @@ region is hashed in file order right behind each read, while its bytes are in th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 import numpy as np
 import xxhash
 
 from service.domain.blocks import HostRegion, HostTensor, RegionKind
-from service.kv.block_file import read_head
+from service.kv.block_file import GROUP_BYTES, groups, read_head, slices
 from service.kv.block_head import DTYPE_BYTES, BlockFile, BlockFileError, Damage, FileRegion, FileTensor
 from service.kv.files import Files
 from service.kv.messages import LoadedBlock, PlannedBlock
 
 _TOKEN_AXIS = -2
-_GROUP_BYTES = 1 << 20
-"""Bytes read by one call and then hashed; fits the second-level cache."""
-_GROUP_COUNT = 1024
+_ALIGNMENT_BYTES = 64
 
 
 def empty_bytes(size_bytes: int) -> memoryview:
@@ -45,21 +43,32 @@ class KvBuffers:
 
         Raises `BlockFileError` when a tensor has no token axis.
         """
-        tensors = []
+        places = []
+        size_bytes = 0
         for tensor in region.tensors:
             if len(tensor.shape) < 2:
                 raise BlockFileError(
                     Damage.LAYOUT, f"{tensor.name} of shape {tensor.shape} has no token axis"
                 )
             shape = (*tensor.shape[:_TOKEN_AXIS], capacity_token_count, tensor.shape[-1])
-            data = empty_bytes(prod(shape) * DTYPE_BYTES[tensor.dtype])
-            tensors.append(HostTensor(tensor.name, tensor.dtype, shape, data))
+            places.append((tensor, shape, size_bytes))
+            size_bytes += prod(shape) * DTYPE_BYTES[tensor.dtype]
+            size_bytes += -size_bytes % _ALIGNMENT_BYTES
+        # One allocation for all: the system backs a large one with large pages, which fault rarely.
+        whole = empty_bytes(size_bytes)
+        tensors = [
+            HostTensor(
+                tensor.name,
+                tensor.dtype,
+                shape,
+                whole[begin : begin + prod(shape) * DTYPE_BYTES[tensor.dtype]],
+            )
+            for tensor, shape, begin in places
+        ]
         return cls(tuple(tensors), origin_token_index, capacity_token_count)
 
-    def segments(
-        self, region: FileRegion, *, start_token_index: int, token_count: int
-    ) -> Iterator[memoryview]:
-        """Yield, in file order, where the bytes of a block's kv region go; rows beyond capacity go nowhere.
+    def segments(self, region: FileRegion, *, start_token_index: int, token_count: int) -> list[memoryview]:
+        """Return, in file order, where the bytes of a block's kv region go; rows beyond capacity go nowhere.
 
         Raises `BlockFileError` when the region's tensors are not those of the buffers.
         """
@@ -70,18 +79,23 @@ class KvBuffers:
         )
         if len(region.tensors) != len(self.tensors):
             raise BlockFileError(Damage.LAYOUT, f"{len(region.tensors)} kv tensors, not {len(self.tensors)}")
+        segments: list[memoryview] = []
         for source, target in zip(region.tensors, self.tensors, strict=True):
             _check_alike(source, target, token_count=token_count)
             row_bytes = source.shape[-1] * DTYPE_BYTES[source.dtype]
-            block_bytes = placed_rows * row_bytes
+            size_bytes = placed_rows * row_bytes
             stride_bytes = self.capacity_token_count * row_bytes
-            begin = first_row * row_bytes
-            for _ in range(prod(source.shape[:_TOKEN_AXIS])):
-                yield target.data[begin : begin + block_bytes]
-                if placed_rows < token_count:
-                    # A buffer of its own each time: parts are hashed only after several were read.
-                    yield empty_bytes((token_count - placed_rows) * row_bytes)
-                begin += stride_bytes
+            if target.data.nbytes == 0:
+                continue
+            begins = range(first_row * row_bytes, target.data.nbytes, stride_bytes)
+            placed = [target.data[begin : begin + size_bytes] for begin in begins]
+            if placed_rows == token_count:
+                segments += placed
+            else:
+                # A buffer of its own each time: parts are hashed only after several were read.
+                rest_bytes = (token_count - placed_rows) * row_bytes
+                segments += [part for head in placed for part in (head, empty_bytes(rest_bytes))]
+        return segments
 
 
 def open_block(files: Files, path: str, planned: PlannedBlock) -> tuple[int, BlockFile]:
@@ -129,7 +143,7 @@ def read_block(
             _read_verified(files, descriptor, region, parts)
         else:
             data = empty_bytes(region.size_bytes)
-            _read_verified(files, descriptor, region, _slices(data))
+            _read_verified(files, descriptor, region, slices(data))
             loaded.append(_host_region(region, data))
     return LoadedBlock(planned.header, tuple(loaded))
 
@@ -144,10 +158,8 @@ def verify_block(files: Files, path: str) -> BlockFile:
         raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
     try:
         file = _read_head(files, descriptor, path)
-        scratch = empty_bytes(_GROUP_BYTES)
         for region in file.regions:
-            sizes = _chunk_sizes(region.size_bytes)
-            _read_verified(files, descriptor, region, (scratch[:size] for size in sizes))
+            _read_verified(files, descriptor, region, _scratch_parts(region))
         return file
     finally:
         files.close(descriptor)
@@ -160,11 +172,12 @@ def _read_head(files: Files, descriptor: int, path: str) -> BlockFile:
         raise BlockFileError(Damage.IO, f"{path} cannot be read: {error}") from error
 
 
-def _read_verified(files: Files, descriptor: int, region: FileRegion, parts: Iterator[memoryview]) -> None:
+def _read_verified(files: Files, descriptor: int, region: FileRegion, parts: Iterable[memoryview]) -> None:
     """Fill `parts`, which cover the region in file order, and prove their checksum."""
     digest = xxhash.xxh3_64()
+    update = digest.update
     offset = region.offset
-    for group, size_bytes in _groups(parts):
+    for group, size_bytes in groups(parts):
         try:
             got = files.read_into(descriptor, group, offset=offset)
         except OSError as error:
@@ -172,7 +185,7 @@ def _read_verified(files: Files, descriptor: int, region: FileRegion, parts: Ite
         if got != size_bytes:
             raise BlockFileError(Damage.TRUNCATED, f"region {region.kind} ends after {offset + got} bytes")
         for part in group:
-            digest.update(part)
+            update(part)
         offset += size_bytes
     assert offset == region.offset + region.size_bytes, f"{region.kind} was not covered exactly"
     if digest.intdigest() != region.checksum:
@@ -181,29 +194,11 @@ def _read_verified(files: Files, descriptor: int, region: FileRegion, parts: Ite
         )
 
 
-def _groups(parts: Iterator[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield runs of parts that are read together, with their bytes."""
-    group: list[memoryview] = []
-    size_bytes = 0
-    for part in parts:
-        group.append(part)
-        size_bytes += part.nbytes
-        if size_bytes >= _GROUP_BYTES or len(group) == _GROUP_COUNT:
-            yield group, size_bytes
-            group, size_bytes = [], 0
-    if group:
-        yield group, size_bytes
-
-
-def _slices(data: memoryview) -> Iterator[memoryview]:
-    for begin in range(0, data.nbytes, _GROUP_BYTES):
-        yield data[begin : begin + _GROUP_BYTES]
-
-
-def _chunk_sizes(size_bytes: int) -> Iterator[int]:
-    # One scratch buffer is filled and hashed at a time, so a chunk must be a whole group.
-    for begin in range(0, size_bytes, _GROUP_BYTES):
-        yield min(_GROUP_BYTES, size_bytes - begin)
+def _scratch_parts(region: FileRegion) -> Iterator[memoryview]:
+    """Yield one buffer again and again until the region is covered; each is a group of its own."""
+    scratch = empty_bytes(GROUP_BYTES)
+    for begin in range(0, region.size_bytes, GROUP_BYTES):
+        yield scratch[: region.size_bytes - begin]
 
 
 def _host_region(region: FileRegion, data: memoryview) -> HostRegion:

@@ -56,6 +56,6 @@ def leave_mark(files: Files, paths: StorePaths) -> None:
         files.unlink(paths.clean_mark)
     descriptor = files.create(paths.clean_mark)
     try:
-        files.write(descriptor, [text.encode()])
+        files.write(descriptor, [text.encode()], offset=0)
     finally:
         files.close(descriptor)

@@ -12,7 +12,8 @@ import sqlite3
 from collections.abc import Sequence
 
 from service.domain.ids import BlockHash
-from service.kv.block_file import EncodedBlock
+from service.kv.block_file import PreparedBlock, write_block
+from service.kv.block_head import BlockFile
 from service.kv.files import Files
 from service.kv.manifest import Manifest
 from service.kv.records import BlockRecord, record_of
@@ -20,34 +21,36 @@ from service.kv.store_paths import PARTIAL_SUFFIX, StorePaths
 
 
 def commit_block(
-    encoded: EncodedBlock, *, files: Files, paths: StorePaths, manifest: Manifest, now_time: float, day: int
+    prepared: PreparedBlock, *, files: Files, paths: StorePaths, manifest: Manifest, now_time: float, day: int
 ) -> BlockRecord:
     """Write a block's file and insert its row; return the row.
 
     Raises `OSError` or `sqlite3.Error`; no row is there then, and neither is a file unless
     even removing it failed.
     """
-    header = encoded.file.header
+    header = prepared.block.header
     path = paths.block(header.fingerprint, header.hash)
+    partial = path + PARTIAL_SUFFIX
     try:
-        write_durably(encoded.parts, path=path, folder=paths.folder(header.fingerprint), files=files)
-        record = record_of(encoded.file, mtime_ns=files.stat(path).mtime_ns, used_time=now_time)
-        manifest.insert([(record, encoded.file)], day=day, written_bytes=record.file_bytes)
+        file = _write_partial(prepared, partial, files)
+        files.rename(partial, path)
+        files.fsync_dir(paths.folder(header.fingerprint))
+        record = record_of(file, mtime_ns=files.stat(path).mtime_ns, used_time=now_time)
+        manifest.insert([(record, file)], day=day, written_bytes=record.file_bytes)
     except (OSError, sqlite3.Error):
         # What cannot be removed now is removed or adopted by the next start.
-        for leftover in (path + PARTIAL_SUFFIX, path):
+        for leftover in (partial, path):
             with contextlib.suppress(OSError):
                 files.unlink(leftover)
         raise
     return record
 
 
-def write_durably(parts: Sequence[bytes | memoryview], *, path: str, folder: str, files: Files) -> None:
-    """Make a file appear under `path` only when it is whole and on the medium."""
-    partial = path + PARTIAL_SUFFIX
+def _write_partial(prepared: PreparedBlock, partial: str, files: Files) -> BlockFile:
+    """Have the whole file on the medium under its partial name."""
     descriptor = files.create(partial)
     try:
-        files.write(descriptor, parts)
+        file = write_block(files, descriptor, prepared)
         files.fsync(descriptor)
     except OSError:
         # The first error is the one to tell; a close that fails too adds nothing.
@@ -55,8 +58,7 @@ def write_durably(parts: Sequence[bytes | memoryview], *, path: str, folder: str
             files.close(descriptor)
         raise
     files.close(descriptor)
-    files.rename(partial, path)
-    files.fsync_dir(folder)
+    return file
 
 
 def remove_blocks(

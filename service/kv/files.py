@@ -48,8 +48,8 @@ class Files(Protocol):
         """Create a file that must not exist, mode 0600, and open it for writing."""
         ...
 
-    def write(self, descriptor: int, parts: Sequence[Buffer]) -> int:
-        """Append all parts in order and return their bytes. A short write is continued."""
+    def write(self, descriptor: int, parts: Sequence[Buffer], *, offset: int) -> int:
+        """Write all parts in order from `offset` and return their bytes. A short write is continued."""
         ...
 
     def fsync(self, descriptor: int) -> None:
@@ -110,15 +110,16 @@ class SystemFiles:
     def create(self, path: str) -> int:
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
 
-    def write(self, descriptor: int, parts: Sequence[Buffer]) -> int:
+    def write(self, descriptor: int, parts: Sequence[Buffer], *, offset: int) -> int:
         pending = [view for part in parts if (view := memoryview(part)).nbytes]
-        total_bytes = sum(view.nbytes for view in pending)
+        written_bytes = 0
         while pending:
-            written = os.writev(descriptor, _batch(pending))
+            written = os.pwritev(descriptor, _batch(pending), offset + written_bytes)
             if written == 0:
                 raise OSError(errno.EIO, "The system wrote 0 bytes and named no reason")
+            written_bytes += written
             pending = _advance(pending, written)
-        return total_bytes
+        return written_bytes
 
     def fsync(self, descriptor: int) -> None:
         if hasattr(fcntl, "F_FULLFSYNC"):

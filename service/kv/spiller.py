@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from service.clock import Clock
 from service.domain.cache_stats import SpillDropCause
-from service.kv.block_file import EncodedBlock, encode_block
+from service.kv.block_file import PreparedBlock, prepare_block
 from service.kv.messages import Flushed, Outcome, Persisted, SpillDropped
 from service.kv.reader_pool import Rate
 from service.kv.storage_counters import StorageCounters
@@ -36,7 +36,7 @@ class Spiller:
         self._post = post
         self._rate = Rate()
         self._spills: collections.deque[SpillRequest] = collections.deque()
-        self._encoded: EncodedBlock | None = None
+        self._prepared: PreparedBlock | None = None
         self._has_retried = False
         self._flushes: collections.deque[_Flush] = collections.deque()
 
@@ -64,8 +64,8 @@ class Spiller:
         elif not (self._gate.is_open and self._store.is_open):
             self._drop(SpillDropCause.WRITES_OFF)
         else:
-            self._encoded = self._encoded or encode_block(block)
-            self._try_to_commit(self._encoded)
+            self._prepared = self._prepared or prepare_block(block)
+            self._try_to_commit(self._prepared)
         self.finish_flushes()
 
     def drop_all(self, cause: SpillDropCause) -> None:
@@ -83,8 +83,8 @@ class Spiller:
         while self._flushes and self._flushes[0].is_done(self._counters):
             self._post(self._flushes.popleft().answer(self._counters))
 
-    def _try_to_commit(self, encoded: EncodedBlock) -> None:
-        size_bytes = encoded.file.file_bytes
+    def _try_to_commit(self, prepared: PreparedBlock) -> None:
+        size_bytes = prepared.file_bytes
         if not self._store.space.can_ever_fit(size_bytes):
             self._drop(SpillDropCause.DISK_FULL)
             return
@@ -99,7 +99,7 @@ class Spiller:
                 self._drop(SpillDropCause.DISK_FULL)
                 return
             started = self._clock.monotonic()
-            record = self._store.put(encoded)
+            record = self._store.put(prepared)
         except OSError as error:
             if not is_disk_full(error):
                 self._drop(SpillDropCause.WRITE_FAILED)
@@ -136,7 +136,7 @@ class Spiller:
     def _finish(self, outcome: Outcome) -> None:
         # The block's buffers are freed here, on the storage thread, before its room is given back.
         credit = self._spills.popleft().credit
-        self._encoded = None
+        self._prepared = None
         self._has_retried = False
         credit.release()
         self._post(outcome)

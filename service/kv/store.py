@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from service.clock import Clock
 from service.domain.ids import BlockHash
 from service.errors import Reason, StartError
-from service.kv.block_file import EncodedBlock
+from service.kv.block_file import PreparedBlock
 from service.kv.clean_mark import leave_mark
 from service.kv.commit import commit_block, move_to_quarantine, remove_blocks
 from service.kv.disk_index import DiskIndex
@@ -147,14 +147,14 @@ class BlockStore:
             with contextlib.suppress(sqlite3.Error):
                 manifest.close(checkpoint=False)
 
-    def put(self, encoded: EncodedBlock) -> BlockRecord:
+    def put(self, prepared: PreparedBlock) -> BlockRecord:
         """Commit a block that is not stored yet; there must be room. Raises `OSError` or `sqlite3.Error`."""
-        header = encoded.file.header
+        header = prepared.block.header
         assert header.hash not in self.index, f"Block {header.hash.hex()} is stored already"
         now_time = self.clock.wall()
         day = self.space.turn_day(now_time)
         record = commit_block(
-            encoded,
+            prepared,
             files=self.files,
             paths=self.paths,
             manifest=self.manifest,

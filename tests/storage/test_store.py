@@ -9,7 +9,7 @@ import pytest
 
 from service.domain.ids import BlockHash
 from service.errors import Reason, StartError
-from service.kv.block_file import encode_block, read_head
+from service.kv.block_file import prepare_block, read_head
 from service.kv.files import SystemFiles
 from service.kv.store import BlockStore, Room
 from tests.storage.blocks import FINGERPRINT, make_block, make_chain
@@ -20,7 +20,7 @@ def test_a_block_survives_a_reopen(tmp_path):
     chain = make_chain(3, checkpoint=True)
     store = open_store(tmp_path)
     for block in chain:
-        store.put(encode_block(block))
+        store.put(prepare_block(block))
     assert store.close()
     store.unlock()
 
@@ -35,7 +35,7 @@ def test_a_block_survives_a_reopen(tmp_path):
 
 def test_everything_is_private(tmp_path):
     store = open_store(tmp_path / "new" / "dir")
-    store.put(encode_block(make_block()))
+    store.put(prepare_block(make_block()))
     for folder, _, names in os.walk(store.paths.root):
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         for name in names:
@@ -57,7 +57,7 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
     store = open_store(tmp_path)
     old, new = make_chain(3, seed=1), make_chain(2, seed=2)
     for block in old + new:
-        store.put(encode_block(block))
+        store.put(prepare_block(block))
     store.set_pinned([old[1].header.hash], pinned=True)
     gone: list[BlockHash] = []
     while store.reclaim(1) is Room.PROGRESS:
@@ -67,14 +67,14 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
 
 
 def test_the_limit_is_never_passed(tmp_path):
-    size_bytes = encode_block(make_block(head_count=64)).file.file_bytes
+    size_bytes = prepare_block(make_block(head_count=64)).file_bytes
     store = open_store(tmp_path, limit_bytes=(4 << 20) + 80_000 + 4 * size_bytes)
     for seed in range(20):
-        encoded = encode_block(make_block(seed=seed, head_count=64))
-        while (room := store.make_room(encoded.file.file_bytes)) is Room.PROGRESS:
+        prepared = prepare_block(make_block(seed=seed, head_count=64))
+        while (room := store.make_room(prepared.file_bytes)) is Room.PROGRESS:
             pass
         assert room is Room.READY
-        store.put(encoded)
+        store.put(prepared)
         on_disk = sum(os.stat(f"{f}/{n}").st_size for f, _, names in os.walk(store.paths.root) for n in names)
         assert on_disk <= store.settings.limit_bytes
         assert store.used_bytes() <= store.settings.limit_bytes
@@ -85,7 +85,7 @@ def test_recency_and_pins_survive(tmp_path):
     store = open_store(tmp_path)
     blocks = [make_block(seed=seed) for seed in range(3)]
     for block in blocks:
-        store.put(encode_block(block))
+        store.put(prepare_block(block))
     store.clock.advance(10)
     store.touch([blocks[0].header.hash])
     store.set_pinned([blocks[1].header.hash], pinned=True)

@@ -1,0 +1,310 @@
+"""The SSD tier against the raw file system: spill, restore and start, as ratios.
+
+    python -m bench.storage_bench [--directory DIR] [--rounds N] [--blocks N]
+
+Both sides of a ratio run in turns in one process on the same bytes and the same directory,
+so that what the machine does meanwhile hits both. Medians with the quartiles beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import queue
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from service.clock import SystemClock
+from service.domain.blocks import (
+    BlockHeader,
+    HostBlock,
+    HostRegion,
+    HostTensor,
+    RegionKind,
+    block_hash,
+    root_hash,
+)
+from service.domain.ids import DEFAULT_TENANT, Fingerprint
+from service.kv.block_file import prepare_block
+from service.kv.files import SystemFiles
+from service.kv.messages import (
+    Inventory,
+    Loaded,
+    LoadId,
+    LoadRequest,
+    Outcome,
+    Persisted,
+    PlannedBlock,
+    StorageClosed,
+    StorageSettings,
+)
+from service.kv.storage import Storage
+from service.kv.store import BlockStore
+
+FINGERPRINT = Fingerprint(b"\x33" * 32)
+TOKEN_COUNT = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The KV of one model."""
+
+    layer_count: int
+    head_count: int
+    width: int
+
+
+def settings(directory: Path) -> StorageSettings:
+    """Return settings that never limit."""
+    return StorageSettings(
+        directory=os.fspath(directory),
+        fingerprint=FINGERPRINT,
+        fingerprint_details=(),
+        limit_bytes=1 << 40,
+        free_floor_bytes=0,
+        daily_write_limit_bytes=0,
+        spill_queue_limit_bytes=1 << 31,
+        load_queue_limit_count=64,
+        task_queue_limit_count=64,
+        reader_thread_count=2,
+    )
+
+
+def make_chain(count: int, *, shape: Shape, seed: int) -> list[HostBlock]:
+    """Return blocks of one sequence with bf16 keys and values of this shape."""
+    dimensions = (1, shape.head_count, TOKEN_COUNT, shape.width)
+    size_bytes = 2 * int(np.prod(dimensions))
+    noise = np.random.default_rng(seed)
+    parent = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT)
+    chain = []
+    for index in range(count):
+        token_ids = tuple(noise.integers(0, 100_000, TOKEN_COUNT).tolist())
+        header = BlockHeader(
+            hash=block_hash(parent=parent, token_ids=token_ids),
+            parent=parent,
+            fingerprint=FINGERPRINT,
+            start_token_index=index * TOKEN_COUNT,
+            token_ids=token_ids,
+            block_token_limit=TOKEN_COUNT,
+        )
+        tensors = tuple(
+            HostTensor(
+                f"{layer:03}.{part}",
+                "BF16",
+                dimensions,
+                noise.integers(0, 256, size_bytes, dtype=np.uint8).data,
+            )
+            for layer in range(shape.layer_count)
+            for part in "kv"
+        )
+        chain.append(HostBlock(header, (HostRegion(RegionKind.KV, tensors),)))
+        parent = header.hash
+    return chain
+
+
+class Tier:
+    """A running tier and its outcomes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.storage = Storage(
+            settings(directory), files=SystemFiles(), clock=SystemClock(), post=self.outcomes.put
+        )
+
+    def __enter__(self) -> Tier:
+        self.storage.lock()
+        self.storage.start()
+        assert isinstance(self.outcomes.get(), Inventory)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.storage.close(deadline_time=time.monotonic() + 60)
+        while not isinstance(self.outcomes.get(), StorageClosed):
+            pass
+        self.storage.join(timeout_s=10)
+
+
+def elapsed(action: Callable[[], object]) -> float:
+    """Return the seconds an action takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def raw_write(directory: Path, chain: list[HostBlock]) -> None:
+    """Write and fsync each block's bytes as one file, nothing else."""
+    for index, block in enumerate(chain):
+        descriptor = os.open(directory / f"raw{index}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        views = [tensor.data for region in block.regions for tensor in region.tensors]
+        written = os.writev(descriptor, views)
+        assert written == block.size_bytes
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def raw_read(directory: Path, count: int, size_bytes: int) -> None:
+    """Read each file into one fresh buffer."""
+    whole = np.empty(count * size_bytes, dtype=np.uint8).data
+    for index in range(count):
+        descriptor = os.open(directory / f"raw{index}", os.O_RDONLY)
+        got = os.readv(descriptor, [whole[index * size_bytes : (index + 1) * size_bytes]])
+        assert got == size_bytes
+        os.close(descriptor)
+
+
+def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
+    """Spill a chain and wait until every row is committed."""
+    for block in chain:
+        credit = tier.storage.try_reserve(block.size_bytes)
+        assert credit is not None
+        tier.storage.spill(block, credit)
+    for _ in chain:
+        assert isinstance(tier.outcomes.get(), Persisted)
+
+
+def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
+    """Load a chain into assembled buffers."""
+    planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV}), TOKEN_COUNT) for block in chain)
+    assert tier.storage.load(LoadRequest(LoadId(1), planned, 0, len(chain) * TOKEN_COUNT))
+    loaded = tier.outcomes.get()
+    assert isinstance(loaded, Loaded) and loaded.failure is None
+
+
+def report(name: str, ratios: list[float], *, target: float, detail: str) -> None:
+    """Print one line: the median ratio, its quartiles, and the target."""
+    low, median, high = statistics.quantiles(ratios, n=4)
+    print(f"{name:<34} {median:5.2f} x  [{low:4.2f} .. {high:4.2f}]  target {target:4.2f}  {detail}")
+
+
+def in_turns(number: int, ours: Callable[[], object], raw: Callable[[], object]) -> tuple[float, float]:
+    """Time both sides, the other one first in every second round: the second often meets a busier disk."""
+    if number % 2:
+        raw_s = elapsed(raw)
+        return elapsed(ours), raw_s
+    ours_s = elapsed(ours)
+    return ours_s, elapsed(raw)
+
+
+def one_round(directory: Path, chain: list[HostBlock], number: int) -> tuple[float, float, float, float]:
+    """Return the seconds of a spill, a raw write, a restore and a raw read of one chain."""
+    size_bytes = chain[0].size_bytes
+    with Tier(directory / "tier") as tier:
+        written = in_turns(number, lambda: tier_write(tier, chain), lambda: raw_write(directory, chain))
+        read = in_turns(
+            number, lambda: tier_read(tier, chain), lambda: raw_read(directory, len(chain), size_bytes)
+        )
+    return *written, *read
+
+
+def bench_bandwidth(root: Path, *, name: str, rounds: int, block_count: int, shape: Shape) -> None:
+    """Print spill and restore bandwidth as a share of the raw file system's."""
+    times = []
+    # The first two rounds touch memory that the machine has not handed out yet; they do not count.
+    for number in range(-2, rounds):
+        chain = make_chain(block_count, shape=shape, seed=number + 2)
+        directory = Path(tempfile.mkdtemp(dir=root))
+        times.append(one_round(directory, chain, number))
+        shutil.rmtree(directory)
+    times = times[2:]
+    size_bytes = chain[0].size_bytes
+    for what, ours, raw, target in (
+        ("spill / raw write+fsync", 0, 1, 0.8),
+        ("restore / raw read", 2, 3, 0.75),
+    ):
+        raw_rate = statistics.median(block_count * size_bytes / row[raw] for row in times)
+        report(
+            f"{what}, {name}",
+            [row[raw] / row[ours] for row in times],
+            target=target,
+            detail=f"{block_count} x {size_bytes / 1e6:.1f} MB, raw {raw_rate / 1e6:.0f} MB/s",
+        )
+
+
+def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
+    """Print the seconds of a start over many small blocks: clean, full walk, and rebuilt."""
+    directory = root / "start"
+    fill(directory, file_count)
+    for name, target, spoil in (
+        ("start, clean", 0.5, lambda: None),
+        ("start, full walk", 3.0, lambda: (directory / "clean.json").unlink()),
+    ):
+        times = []
+        for _ in range(rounds):
+            spoil()
+            store = BlockStore(settings(directory), files=SystemFiles(), clock=SystemClock())
+            store.lock()
+            times.append(elapsed(store.open))
+            assert len(store.index) == file_count and store.report.repair_count == 0
+            assert store.report.was_clean == (name == "start, clean")
+            assert store.close()
+            store.unlock()
+        low, median, high = statistics.quantiles(times, n=4)
+        print(f"{name:<34} {median:5.2f} s  [{low:4.2f} .. {high:4.2f}]  target {target:4.2f}  {file_count}")
+    (directory / "manifest.sqlite3").unlink()
+    store = BlockStore(settings(directory), files=SystemFiles(), clock=SystemClock())
+    store.lock()
+    seconds = elapsed(store.open)
+    assert store.report.adopted == file_count and store.report.manifest_rebuilt
+    print(f"{'start, manifest rebuilt from files':<34} {seconds:5.2f} s  {file_count} blocks")
+    store.close()
+
+
+class HastyFiles(SystemFiles):
+    """The system's files without waiting for the medium: only to fill a directory quickly."""
+
+    def fsync(self, descriptor: int) -> None:
+        """Do not wait."""
+
+    def fsync_dir(self, path: str) -> None:
+        """Do not wait."""
+
+
+def fill(directory: Path, file_count: int) -> None:
+    """Commit many small blocks."""
+    store = BlockStore(settings(directory), files=HastyFiles(), clock=SystemClock())
+    store.lock()
+    store.open()
+    for start in range(0, file_count, 1000):
+        for block in make_chain(min(1000, file_count - start), shape=Shape(1, 1, 1), seed=start):
+            store.put(prepare_block(block))
+    store.close()
+    store.unlock()
+
+
+def main() -> None:
+    """Run everything in a directory that is removed afterwards."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, default=None, help="a directory on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds per ratio")
+    parser.add_argument("--blocks", type=int, default=100_000, help="blocks for the start")
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="icehouse-bench-", dir=options.directory))
+    try:
+        bench_bandwidth(
+            root,
+            name="large",
+            rounds=options.rounds,
+            block_count=4,
+            shape=Shape(32, 8, 128),
+        )
+        bench_bandwidth(
+            root,
+            name="small",
+            rounds=options.rounds,
+            block_count=16,
+            shape=Shape(18, 1, 256),
+        )
+        bench_start(root, file_count=options.blocks, rounds=max(3, options.rounds // 3))
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

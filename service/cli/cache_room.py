@@ -1,0 +1,102 @@
+"""The prefix cache's part of the composition: budgets, fingerprint, SSD tier, desk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from service.cli.preload import runs_on_cpu
+from service.clock import Clock
+from service.config import CacheConfig, ModelConfig
+from service.engine.fingerprint import ModelFingerprint, model_fingerprint
+from service.engine.memory import device_memory_bytes
+from service.engine.mlx_runner import MlxRunner
+from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_desk import PrefixDesk
+from service.kv.files import SystemFiles
+from service.kv.messages import Outcome, StorageSettings
+from service.kv.storage import Storage
+
+_RAM_SHARE_CPU = 0.25
+_RAM_SHARE_GPU = 0.2
+"""Of what the device may use; model and live KV need the rest."""
+_LOAD_QUEUE_COUNT = 64
+_TASK_QUEUE_COUNT = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """Settings and SSD tier of one model's prefix cache; `storage` is None without an SSD tier."""
+
+    settings: PrefixSettings
+    adopt_budget_s: float
+    storage: Storage | None
+
+    def open_desk(self, runner: MlxRunner, clock: Clock) -> PrefixDesk:
+        """Make the engine's side; on the inference thread, after the model was loaded."""
+        cache = PrefixCache(
+            settings=self.settings,
+            facts=runner.cache_facts(),
+            runner=runner,
+            storage=self.storage,
+            clock=clock,
+        )
+        return PrefixDesk(cache=cache, runner=runner, clock=clock, adopt_budget_s=self.adopt_budget_s)
+
+
+def build_cache_room(
+    config: CacheConfig, fingerprint: ModelFingerprint, *, clock: Clock, post: Callable[[Outcome], None]
+) -> CacheRoom:
+    """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here."""
+    settings = PrefixSettings(
+        fingerprint=fingerprint.value,
+        block_token_count=config.block_token_count,
+        is_enabled=config.enabled,
+        ram_limit_bytes=config.ram_bytes or default_ram_bytes(),
+        checkpoint_interval_tokens=config.checkpoint_interval_tokens,
+        spill_policy=config.spill_policy,
+        min_prefix_token_count=config.min_prefix_token_count,
+        may_recompute=config.restore_or_recompute,
+    )
+    storage = None
+    if config.enabled and config.ssd_enabled:
+        storage = Storage(
+            StorageSettings(
+                directory=str(config.block_directory),
+                fingerprint=fingerprint.value,
+                fingerprint_details=tuple(sorted(fingerprint.details.items())),
+                limit_bytes=config.ssd_bytes,
+                free_floor_bytes=config.free_space_floor_bytes,
+                daily_write_limit_bytes=config.daily_write_bytes,
+                spill_queue_limit_bytes=config.write_queue_bytes,
+                load_queue_limit_count=_LOAD_QUEUE_COUNT,
+                task_queue_limit_count=_TASK_QUEUE_COUNT,
+                reader_thread_count=config.reader_thread_count,
+            ),
+            files=SystemFiles(),
+            clock=clock,
+            post=post,
+        )
+    return CacheRoom(settings, config.adopt_budget_ms / 1000, storage)
+
+
+def fingerprint_of(path: Path, *, model: ModelConfig, cache: CacheConfig, dtype: str) -> ModelFingerprint:
+    """Return the fingerprint of the model as it will be served."""
+    quantized = f"affine {cache.kv_bits}-bit, group {cache.kv_group_size}"
+    return model_fingerprint(
+        path,
+        dtype=dtype or "stored",
+        kv_format=quantized if cache.kv_bits else "as computed",
+        block_token_count=cache.block_token_count,
+        adapter_dir=Path(model.adapter_path) if model.adapter_path else None,
+    )
+
+
+def default_ram_bytes() -> int:
+    """Return the RAM tier's budget when none is set."""
+    if runs_on_cpu():
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(_RAM_SHARE_CPU * free_bytes)
+    return int(_RAM_SHARE_GPU * device_memory_bytes())
