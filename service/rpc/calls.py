@@ -21,6 +21,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 CALL_RETRY_S = 1.0
 """When to come back after being refused for the number of calls; calls last seconds."""
 
+DEADLINE_TOLERANCE_S = 0.05
+"""A call cancelled this shortly before its deadline was cancelled by it."""
+
 _logger = logging.getLogger("service.rpc.calls")
 
 
@@ -103,8 +106,10 @@ class CallDesk:
         return None if remaining_s is None else self._clock.monotonic() + remaining_s
 
     def _cancel_code(self, call: Call) -> grpc.StatusCode:
-        # gRPC cancels a call whose deadline passed just as one whose caller left.
-        if call.deadline_time is not None and self._clock.monotonic() >= call.deadline_time:
+        # gRPC cancels a call whose deadline passed just as one whose caller left, and the caller's own
+        # deadline passes a little earlier: its message was on the way.
+        now = self._clock.monotonic() + DEADLINE_TOLERANCE_S
+        if call.deadline_time is not None and now >= call.deadline_time:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED
 
@@ -112,10 +117,12 @@ class CallDesk:
         facts: dict[str, object] = {
             "method": call.method,
             "code": code.name,
-            "request_id": call.request_id,
-            "prompt_tokens": call.prompt_token_count,
             "duration_s": round(self._clock.monotonic() - call.arrival_time, 6),
         }
+        if call.request_id:
+            facts["request_id"] = call.request_id
+        if call.prompt_token_count:
+            facts["prompt_tokens"] = call.prompt_token_count
         if error is not None:
             facts["reason"] = error.reason.value
         if call.usage is not None:

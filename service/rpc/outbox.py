@@ -48,22 +48,8 @@ class Outbox:
         self._append(event)
         self._waiting_bytes += _size_bytes(event)
         if self._waiting_bytes > self._byte_limit and not self._closed_by_writer:
-            self.stall(f"{self._waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
+            self._stall(f"{self._waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
         self._filled.set()
-
-    def stall(self, what: str) -> None:
-        """Drop what waits and end with READER_STALLED. `what` says which limit was passed."""
-        self._closed_by_writer = True
-        self._waiting.clear()
-        self._waiting_bytes = 0
-        error = Overloaded(
-            Reason.READER_STALLED,
-            f"the reader is too slow: {what}; read the stream faster or ask for less",
-            metadata={"byte_limit": self._byte_limit},
-        )
-        self._waiting.append(Failed(error))
-        self._filled.set()
-        self._on_stall()
 
     async def take(self) -> Event:
         """Return the oldest event, waiting for one. After `Finished` or `Failed` none comes."""
@@ -76,6 +62,20 @@ class Outbox:
         self._waiting_bytes -= _size_bytes(event)
         self.ended = isinstance(event, (Finished, Failed))
         return event
+
+    def _stall(self, what: str) -> None:
+        """Drop what waits and end with READER_STALLED. `what` says which limit was passed."""
+        self._closed_by_writer = True
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        error = Overloaded(
+            Reason.READER_STALLED,
+            f"the reader is too slow: {what}; read the stream faster or ask for less",
+            metadata={"byte_limit": self._byte_limit},
+        )
+        self._waiting.append(Failed(error))
+        self._filled.set()
+        self._on_stall()
 
     def _append(self, event: Event) -> None:
         newest = self._waiting[-1] if self._waiting else None

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from icehouse.v1 import cache_policy_pb2, prompt_pb2, usage_pb2
+from icehouse.v1 import cache_policy_pb2, prompt_pb2
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import model_service_pb2 as model_messages
 
@@ -28,7 +28,6 @@ from service.domain.cache_orders import (
 from service.domain.events import CacheReport
 from service.domain.ids import BlockHash, Tenant
 from service.errors import NotFound, Reason
-from service.rpc.convert import REUSE_LIMITS
 from tests.rpc.conftest import House
 from tests.rpc.details import refused
 from tests.rpc.fake_engine import MODEL_INFO, REPORT, finished, started
@@ -170,9 +169,3 @@ async def test_models_are_listed_and_described(house: House) -> None:
 async def test_bad_pages_are_named(house: House, field: str, bad: model_messages.ListModelsRequest) -> None:
     answer = await refused(house.models.ListModels(bad))
     assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", field)
-
-
-def test_every_reuse_limit_has_a_name_in_the_api() -> None:
-    names = set(usage_pb2.ReuseLimit.keys()) - {"REUSE_LIMIT_UNSPECIFIED"}
-    assert {f"REUSE_LIMIT_{limit.name}" for limit in REUSE_LIMITS} == names
-    assert {usage_pb2.ReuseLimit.Name(value) for value in REUSE_LIMITS.values()} == names

@@ -9,14 +9,18 @@ import types
 import typing
 from typing import Any
 
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from icehouse.v1 import cache_stats_pb2
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2, cache_stats_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 
 from service.domain import cache_stats
+from service.domain.cache_orders import Tier
 from service.domain.cache_stats import CacheStats, SpillDropCause
+from service.domain.events import FinishReason, ReuseLimit
+from service.domain.request import CacheUse
 from service.domain.stats import EngineStats
 from service.rpc.convert_stats import cache_stats_proto, engine_stats_proto
 from tests.rpc.conftest import House
@@ -99,11 +103,6 @@ def test_missed_tokens_add_up() -> None:
     assert proto.miss_token_total == sum(miss.token_total for miss in proto.miss_tokens) > 0
 
 
-def test_every_drop_cause_has_a_name_in_the_api() -> None:
-    names = set(cache_stats_pb2.SpillDropCause.keys()) - {"SPILL_DROP_CAUSE_UNSPECIFIED"}
-    assert {f"SPILL_DROP_CAUSE_{cause.name}" for cause in SpillDropCause} == names
-
-
 async def test_a_server_without_cache_says_so(house: House) -> None:
     response = await house.inference.CacheStats(messages.CacheStatsRequest())
     assert not response.HasField("cache")
@@ -116,3 +115,18 @@ async def test_a_cache_without_ssd_says_so(house: House) -> None:
     cache = (await house.inference.CacheStats(messages.CacheStatsRequest())).cache
     assert cache.HasField("ram") and cache.unsupported_detail == "Mamba"
     assert not any(cache.HasField(name) for name in ("ssd", "disk", "last_reconcile"))
+
+
+@pytest.mark.parametrize(
+    ("house_enum", "api_enum", "prefix"),
+    [
+        (FinishReason, usage_pb2.FinishReason, "FINISH_REASON"),
+        (ReuseLimit, usage_pb2.ReuseLimit, "REUSE_LIMIT"),
+        (CacheUse, cache_policy_pb2.CacheUse, "CACHE_USE"),
+        (Tier, cache_service_pb2.CacheTier, "CACHE_TIER"),
+        (SpillDropCause, cache_stats_pb2.SpillDropCause, "SPILL_DROP_CAUSE"),
+    ],
+)
+def test_enums_of_house_and_api_are_the_same(house_enum: Any, api_enum: Any, prefix: str) -> None:
+    names = set(api_enum.keys()) - {f"{prefix}_UNSPECIFIED"}
+    assert {f"{prefix}_{member.name}" for member in house_enum} == names
