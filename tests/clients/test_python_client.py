@@ -183,9 +183,9 @@ async def test_leaving_an_asyncio_stream_cancels_it(house: House) -> None:
         assert await house.cancelled() == "left"
 
 
-def test_a_prompt_of_no_known_kind_is_refused_here() -> None:
-    with Client("127.0.0.1:1") as client:
-        with pytest.raises(TypeError, match="token ids"):
-            client.generate(["Hi"])  # type: ignore[list-item]
-        with pytest.raises(TypeError, match="Message"):
-            client.generate([Message("user", "Hi"), "ho"])  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    ("prompt", "wanted"), [(["Hi"], "token ids"), ([Message("user", "Hi"), "ho"], "Message"), (7, "int")]
+)
+def test_a_prompt_of_no_known_kind_is_refused_here(prompt: Any, wanted: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=wanted):
+        client.generate(prompt)
