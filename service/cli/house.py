@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from service.cli.cache_room import build_cache_room, fingerprint_of
 from service.cli.model_source import LocalModel
 from service.cli.preload import openblas_loaded, runs_on_cpu
 from service.clock import Clock
-from service.config import Config, EngineConfig, ModelConfig
+from service.config import Config, ModelConfig
 from service.domain.cache_orders import CacheOrder
 from service.domain.events import Event
 from service.domain.ids import RequestId
 from service.domain.model import EngineState
 from service.domain.request import GenerationRequest
 from service.engine.engine import Engine
-from service.engine.mlx_runner import MlxRunner
+from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from service.engine.model_loader import ModelSource, load_tokenizer
 from service.engine.scheduler import SchedulerLimits
 from service.engine.tokenizer import Tokenizer
 from service.errors import IcehouseError, Reason, StorageError
+from service.kv.messages import Outcome
+from service.kv.storage import Storage
 from service.rpc.ports import OrderReply, ServedModel, StatsReply
 from service.rpc.router import Router
 from service.rpc.server import RpcServer
@@ -47,6 +50,8 @@ class House:
     server: RpcServer
     router: Router
     clock: Clock
+    storage: Storage | None
+    """None without an SSD tier."""
 
 
 def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clock) -> House:
@@ -60,10 +65,26 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         trust_remote_code=config.model.trust_remote_code,
     )
     tokenizer = load_tokenizer(source)
-    limits, lane_row_limit = engine_limits(config.engine)
+    fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
+    limits, lane_row_limit = engine_limits(config)
     announcer = _Announcer(router, tokenizer)
+    runner = MlxRunner(
+        source=source,
+        tokenizer=tokenizer,
+        settings=RunnerSettings(
+            lane_row_limit=lane_row_limit,
+            block_token_count=config.cache.block_token_count,
+            kv_bits=config.cache.kv_bits,
+            kv_group_size=config.cache.kv_group_size,
+        ),
+        clock=clock,
+        fingerprint_hex=fingerprint.value.hex(),
+    )
+    room = build_cache_room(config.cache, fingerprint, clock=clock, post=announcer.pass_on)
     engine = Engine(
-        runner=MlxRunner(source=source, tokenizer=tokenizer, lane_row_limit=lane_row_limit),
+        runner=runner,
+        make_prefix=lambda: room.open_desk(runner, clock),
+        flush_timeout_s=config.cache.flush_timeout_s,
         limits=limits,
         mailbox_limit=config.engine.mailbox_limit,
         listener=announcer,
@@ -72,7 +93,7 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
     )
     announcer.engine = engine
     server = RpcServer(config=config.server, engine=_EngineDoor(engine), router=router, clock=clock)
-    return House(engine=engine, server=server, router=router, clock=clock)
+    return House(engine=engine, server=server, router=router, clock=clock, storage=room.storage)
 
 
 def weights_dtype(config: ModelConfig) -> str:
@@ -85,8 +106,9 @@ def weights_dtype(config: ModelConfig) -> str:
     return "float32" if runs_on_cpu() and openblas_loaded() else ""
 
 
-def engine_limits(config: EngineConfig) -> tuple[SchedulerLimits, int]:
+def engine_limits(whole: Config) -> tuple[SchedulerLimits, int]:
     """Return the scheduler's limits and the rows of a lane, with the device's defaults for 0."""
+    config = whole.engine
     defaults = CPU_DEFAULTS if runs_on_cpu() else GPU_DEFAULTS
     limits = SchedulerLimits(
         waiting_limit=config.waiting_limit,
@@ -108,6 +130,11 @@ class _Announcer:
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)
+
+    def pass_on(self, outcome: Outcome) -> None:
+        """Carry what the storage and reader threads tell into the engine's mailbox."""
+        assert self.engine is not None, "the storage thread started before the house was wired"
+        self.engine.take_outcome(outcome)
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
         if state is EngineState.READY:

@@ -29,6 +29,9 @@ _log = logging.getLogger("icehouse.boot")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+_CLOSE_S = 10.0
+"""How long the storage thread may take to close the manifest."""
+
 _STUCK_S = 10.0
 """How long the inference thread may go on after everything was cancelled: one long prefill chunk."""
 
@@ -52,6 +55,11 @@ async def _serve(config: Config, clock: Clock) -> None:
     stop_signal = _listen_for_signals()
     address = await house.server.start()
     try:
+        if house.storage is not None:
+            with narrator.phase("locked the cache") as fields:
+                house.storage.lock()
+                house.storage.start()
+                fields.update(directory=config.cache.block_directory)
         house.engine.start()
         with narrator.phase("loaded the model") as fields:
             await _until(house, EngineState.READY, stop_signal)
@@ -124,6 +132,9 @@ async def _drain(house: House, *, grace_s: float, narrator: Narrator) -> None:
         # The engine ends what does not finish in time, so the edge need not cut in before it has told.
         await house.server.stop(grace_s=grace_s + 1)
         ended = await asyncio.to_thread(house.engine.join, timeout_s=_STUCK_S)
+        if house.storage is not None:
+            house.storage.close(deadline_time=house.clock.monotonic() + _CLOSE_S)
+            await asyncio.to_thread(house.storage.join, timeout_s=_CLOSE_S)
     if not ended:
         _log.error("the inference thread is stuck; ending without it", extra={"waited_s": _STUCK_S})
         os._exit(1)

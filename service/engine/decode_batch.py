@@ -90,13 +90,9 @@ class DecodeBatch:
         self._in_flight = None
         return [Drawn(i, t) for i, t in zip(self._ids, token_ids, strict=True)]
 
-    def extract(self, sequence_id: SequenceId) -> list[upstream.Cache]:
-        """Return copies of one row's caches in their own classes, holding every token published so far."""
-        if self._is_plain:
-            assert self._ids == [sequence_id]
-            return list(self._caches)
-        index = self._ids.index(sequence_id)
-        return [cache.extract(index) for cache in self._caches]
+    def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
+        """Return the caches that hold one row, and which row it is; every token published so far is in."""
+        return self._caches, self._ids.index(sequence_id)
 
     def remove(self, sequence_ids: Collection[SequenceId]) -> None:
         """Drop rows, between steps. Their memory goes when the device is done with it."""

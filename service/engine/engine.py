@@ -7,6 +7,7 @@ leaves the engine FAILED; the process is expected to end.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -22,8 +23,10 @@ from service.engine.loop import EngineLoop, cancelled_by_client
 from service.engine.mailbox import Mailbox
 from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
 from service.engine.ports import Listener, Runner
+from service.engine.prefix_desk import PrefixDesk
 from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
+from service.kv.messages import Outcome
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -40,8 +43,12 @@ class Engine:
         listener: Listener,
         clock: Clock,
         decode: Callable[[Sequence[int]], str],
+        make_prefix: Callable[[], PrefixDesk],
+        flush_timeout_s: float = 0.0,
     ) -> None:
         self._runner = runner
+        self._make_prefix = make_prefix
+        self._flush_timeout_s = flush_timeout_s
         self._limits = limits
         self._mailbox: Mailbox[Message] = Mailbox(limit=mailbox_limit)
         self._listener = listener
@@ -106,6 +113,10 @@ class Engine:
         if not self._mailbox.post(Order(order, reply)):
             reply(self._not_ready())
 
+    def take_outcome(self, outcome: Outcome) -> None:
+        """Take what the SSD tier tells; what comes after the end is nobody's any more."""
+        self._mailbox.post(outcome)
+
     def drain(self, *, grace_s: float) -> None:
         """Refuse new work, finish what runs within `grace_s`, then stop the thread."""
         self._mailbox.post(Drain(self._clock.monotonic() + grace_s))
@@ -119,14 +130,19 @@ class Engine:
         loop: EngineLoop | None = None
         try:
             self._model = self._runner.load()
+            prefix = self._make_prefix()
+            limits = dataclasses.replace(
+                self._limits, chunk_ends_at_last_block=prefix.checkpoint_block_token_count
+            )
             loop = EngineLoop(
                 runner=self._runner,
-                scheduler=Scheduler(self._limits),
+                scheduler=Scheduler(limits),
                 mailbox=self._mailbox,
                 listener=self._listener,
                 clock=self._clock,
                 decode=self._decode,
                 model=self._model,
+                prefix=prefix,
             )
             self._change_state(EngineState.READY)
             while not loop.is_done:
@@ -134,6 +150,7 @@ class Engine:
                 loop.step()
                 if loop.is_draining and self._state is EngineState.READY:
                     self._change_state(EngineState.DRAINING)
+            loop.flush(deadline_time=self._clock.monotonic() + self._flush_timeout_s)
             loop.fail_all(Unavailable(Reason.DRAINING, "the server is shutting down"))
             self._runner.close()
             self._change_state(EngineState.STOPPED)

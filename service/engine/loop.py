@@ -6,22 +6,25 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence as ReadSequence
 
 from service.clock import Clock
-from service.domain.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started
+from service.domain.events import Event, Failed, Finished, PrefillProgress, Started
 from service.domain.ids import RequestId
 from service.domain.model import ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
 from service.engine.counters import Counters
+from service.engine.delivery import Delivery
 from service.engine.ids import SequenceId
 from service.engine.mailbox import Mailbox
-from service.engine.messages import Cancel, Message, Order, QueryStats, Submit
-from service.engine.ports import Drawn, Listener, Runner
-from service.engine.scheduler import DecodeStep, Idle, PrefillChunk, Scheduler
-from service.engine.sequence import Sequence
-from service.engine.text import TextStream
+from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
+from service.engine.ports import Listener, Runner
+from service.engine.prefix_desk import PrefixDesk
+from service.engine.scheduler import DecodeStep, Idle, PrefillChunk, RestoreSlice, Scheduler
+from service.engine.sequence import Phase, Sequence
+from service.engine.stats import engine_stats
+from service.engine.text import Decode, TextStream
 from service.errors import Cancelled, DeadlineExceeded, IcehouseError, Overloaded, Reason, Unavailable
 
 _IDLE_WAIT_S = 0.5
@@ -39,23 +42,23 @@ class EngineLoop:
         mailbox: Mailbox[Message],
         listener: Listener,
         clock: Clock,
-        decode: Callable[[list[int]], str],
+        decode: Decode,
         model: ModelInfo,
+        prefix: PrefixDesk,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._mailbox = mailbox
-        self._listener = listener
         self._clock = clock
         self._decode = decode
         self._model = model
-        self._eos = frozenset(model.eos_token_ids)
+        self._prefix = prefix
+        self._delivery = Delivery(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._sequences: dict[RequestId, Sequence] = {}
         self._by_id: dict[SequenceId, Sequence] = {}
         self._next_id = 0
         self._start_time = clock.monotonic()
         self._counters = Counters()
-        self._events: list[tuple[RequestId, Event]] = []
         self._drain_deadline: float | None = None
 
     @property
@@ -69,7 +72,7 @@ class EngineLoop:
 
     def step(self) -> None:
         """Do one unit of work, or wait a moment for a message when there is none."""
-        wait_s = _IDLE_WAIT_S if self._scheduler.is_empty else 0.0
+        wait_s = _IDLE_WAIT_S if self._scheduler.is_blocked else 0.0
         for message in self._mailbox.take_all(timeout_s=wait_s):
             self._receive(message)
         self._expire()
@@ -77,25 +80,37 @@ class EngineLoop:
         work = self._scheduler.next_work()
         if isinstance(work, PrefillChunk):
             self._prefill(work)
+        elif isinstance(work, RestoreSlice):
+            self._restore(work.sequence)
         elif isinstance(work, DecodeStep):
             self._decode_step()
         else:
             assert isinstance(work, Idle), work
-        self._publish()
+        self._delivery.publish()
 
     def fail_all(self, error: IcehouseError) -> None:
         """End every request with `error`; what the mailbox still holds too."""
         for message in self._mailbox.close():
             if isinstance(message, Submit):
-                self._events.append((message.request.request_id, Failed(error)))
+                self._delivery.tell(message.request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
-                message.reply(self._stats(), None)
+                message.reply(self._stats(), self._prefix.stats())
             elif isinstance(message, Order):
                 message.reply(error)
-        self._events += [(request_id, Failed(error)) for request_id in self._sequences]
+        for request_id in self._sequences:
+            self._delivery.tell(request_id, Failed(error))
         self._sequences.clear()
         self._by_id.clear()
-        self._publish()
+        self._delivery.publish()
+
+    def flush(self, *, deadline_time: float) -> None:
+        """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
+        assert self.is_done
+        self._prefix.begin_flush()
+        while self._prefix.continue_flush() and self._clock.monotonic() < deadline_time:
+            for message in self._mailbox.take_all(timeout_s=deadline_time - self._clock.monotonic()):
+                self._receive(message)
+            self._delivery.publish()
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit):
@@ -103,14 +118,15 @@ class EngineLoop:
         elif isinstance(message, Cancel):
             sequence = self._sequences.get(message.request_id)
             if sequence is not None:
-                self._counters.cancelled_total += 1
-                self._end(sequence, Failed(message.error))
+                self._cancel(sequence, message.error)
         elif isinstance(message, QueryStats):
-            message.reply(self._stats(), None)
+            self._prefix.query(lambda cache: message.reply(self._stats(), cache))
         elif isinstance(message, Order):
-            message.reply(IcehouseError(Reason.CACHE_UNSUPPORTED, "this server keeps no prefix cache"))
-        else:
+            self._prefix.order(message)
+        elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
+        else:
+            self._begin_restores(self._prefix.receive(message))
 
     def _accept(self, request: GenerationRequest) -> None:
         if self.is_draining:
@@ -121,9 +137,7 @@ class EngineLoop:
             sequence_id=SequenceId(self._next_id),
             request=request,
             text=TextStream(
-                decode=lambda ids: self._decode(list(ids)),
-                prompt_token_ids=request.prompt_token_ids,
-                stops=request.stop,
+                decode=self._decode, prompt_token_ids=request.prompt_token_ids, stops=request.stop
             ),
             output_token_limit=min(request.max_output_tokens, room),
         )
@@ -147,7 +161,7 @@ class EngineLoop:
 
     def _refuse(self, request: GenerationRequest, error: IcehouseError) -> None:
         self._counters.rejected_total += 1
-        self._events.append((request.request_id, Failed(error)))
+        self._delivery.tell(request.request_id, Failed(error))
 
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""
@@ -156,39 +170,54 @@ class EngineLoop:
         for sequence in list(self._sequences.values()):
             deadline = sequence.request.deadline_time
             if deadline is not None and now >= deadline:
-                waited = now - sequence.request.arrival_time
-                self._counters.cancelled_total += 1
-                self._end(
-                    sequence,
-                    Failed(
-                        DeadlineExceeded(
-                            Reason.DEADLINE_EXCEEDED,
-                            f"the deadline passed after {waited:.3f} s in phase {sequence.phase.name}",
-                            metadata={"waited_s": f"{waited:.3f}", "phase": sequence.phase.name},
-                        )
-                    ),
-                )
+                self._cancel(sequence, _past_deadline(sequence, now))
             elif drained:
-                self._counters.cancelled_total += 1
-                self._end(
-                    sequence,
-                    Failed(Unavailable(Reason.DRAINING, "the server stopped before this request was done")),
-                )
+                message = "the server stopped before this request was done"
+                self._cancel(sequence, Unavailable(Reason.DRAINING, message))
 
     def _admit(self) -> None:
-        now = self._clock.monotonic()
         for sequence in self._scheduler.admit():
-            sequence.admitted_time = now
+            sequence.admitted_time = self._clock.monotonic()
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Look the prompt up; load its blocks, rebuild its caches, or open empty ones."""
+        phase = self._prefix.begin(sequence)
+        if phase is Phase.LOADING:
+            self._scheduler.start_loading(sequence)
+        elif phase is Phase.RESTORING:
+            self._scheduler.start_restoring(sequence)
+        else:
             self._runner.open(sequence.sequence_id)
-            self._tell(
-                sequence,
-                Started(
-                    prompt_token_count=len(sequence.request.prompt_token_ids),
-                    cache=sequence.cache,
-                    queue_s=now - sequence.request.arrival_time,
-                ),
-            )
-            self._join_if_prefilled(sequence)
+            self._start_prefilling(sequence)
+
+    def _begin_restores(self, sequences: ReadSequence[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.phase is Phase.LOADING:
+                self._scheduler.start_restoring(sequence)
+
+    def _restore(self, sequence: Sequence) -> None:
+        began = self._clock.monotonic()
+        phase = self._prefix.continue_restore(sequence)
+        self._scheduler.note_prefill(self._clock.monotonic() - began)
+        if phase is Phase.PREFILLING:
+            self._start_prefilling(sequence)
+        elif phase is Phase.WAITING:
+            self._begin(sequence)
+
+    def _start_prefilling(self, sequence: Sequence) -> None:
+        self._scheduler.start_prefilling(sequence)
+        self._prefix.settle(sequence)
+        self._counters.cached_token_total += sequence.cache.cached_token_count
+        self._tell(
+            sequence,
+            Started(
+                prompt_token_count=len(sequence.request.prompt_token_ids),
+                cache=sequence.cache,
+                queue_s=sequence.admitted_time - sequence.request.arrival_time,
+            ),
+        )
+        self._join_if_prefilled(sequence)
 
     def _prefill(self, chunk: PrefillChunk) -> None:
         sequence = chunk.sequence
@@ -196,9 +225,11 @@ class EngineLoop:
         began = self._clock.monotonic()
         self._runner.prefill(sequence.sequence_id, tokens[chunk.start : chunk.stop])
         elapsed_s = self._clock.monotonic() - began
-        self._scheduler.note_prefill(elapsed_s)
         self._counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
+        self._prefix.note_prefill_rate(self._counters.prefill_tokens_per_s)
         sequence.processed_token_count = chunk.stop
+        self._prefix.capture(sequence, is_end=sequence.is_prefilled)
+        self._scheduler.note_prefill(self._clock.monotonic() - began)
         self._tell(sequence, PrefillProgress(chunk.stop, len(tokens)))
         self._join_if_prefilled(sequence)
 
@@ -206,9 +237,8 @@ class EngineLoop:
         if not sequence.is_prefilled:
             return
         if sequence.output_token_limit == 0:
-            asked_for_more = sequence.request.max_output_tokens > 0
-            reason = FinishReason.CONTEXT_LENGTH if asked_for_more else FinishReason.LENGTH
-            self._finish(sequence, reason, self._clock.monotonic())
+            now = self._clock.monotonic()
+            self._finish(sequence, self._delivery.finish(sequence, sequence.limit_reason, now))
             return
         self._runner.join(
             sequence.sequence_id,
@@ -220,48 +250,24 @@ class EngineLoop:
     def _decode_step(self) -> None:
         began = self._clock.monotonic()
         drawn = self._runner.decode()
-        elapsed_s = self._clock.monotonic() - began
-        self._scheduler.note_decode(elapsed_s)
-        self._counters.note_decode(len(drawn), elapsed_s)
         now = self._clock.monotonic()
-        for token in drawn:
-            self._take_token(token, now)
+        self._counters.note_decode(len(drawn), now - began)
+        for sequence_id, token_id in drawn:
+            sequence = self._by_id[sequence_id]
+            end = self._delivery.take_token(sequence, token_id, now)
+            self._prefix.capture(sequence, is_end=end is not None)
+            if end is not None:
+                self._finish(sequence, end)
+        self._scheduler.note_decode(self._clock.monotonic() - began)
 
-    def _take_token(self, drawn: Drawn, now: float) -> None:
-        sequence = self._by_id[drawn.sequence_id]
-        if sequence.first_token_time is None:
-            sequence.first_token_time = now
-        sequence.output_token_ids.append(drawn.token_id)
-        sequence.undelivered_token_ids.append(drawn.token_id)
-        if drawn.token_id in self._eos:
-            self._finish(sequence, FinishReason.STOP_TOKEN, now)
-            return
-        step = sequence.text.push(drawn.token_id)
-        self._deliver(sequence, step.text)
-        if step.stop_string is not None:
-            self._finish(sequence, FinishReason.STOP_STRING, now, stop_string=step.stop_string)
-        elif len(sequence.output_token_ids) >= sequence.output_token_limit:
-            asked_for_more = sequence.output_token_limit < sequence.request.max_output_tokens
-            reason = FinishReason.CONTEXT_LENGTH if asked_for_more else FinishReason.LENGTH
-            self._finish(sequence, reason, now)
-
-    def _deliver(self, sequence: Sequence, text: str, *, always: bool = False) -> None:
-        if text or (always and sequence.undelivered_token_ids):
-            self._tell(sequence, Delta(text, tuple(sequence.undelivered_token_ids)))
-            sequence.undelivered_token_ids.clear()
-
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, now: float, *, stop_string: str | None = None
-    ) -> None:
-        if stop_string is None:
-            last = sequence.text.finish()
-            if last.stop_string is not None:
-                reason, stop_string = FinishReason.STOP_STRING, last.stop_string
-            self._deliver(sequence, last.text, always=True)
-        else:
-            self._deliver(sequence, "", always=True)
+    def _finish(self, sequence: Sequence, end: Finished) -> None:
         self._counters.finished_total += 1
-        self._end(sequence, Finished(reason, stop_string, sequence.usage(now)))
+        self._end(sequence, end)
+
+    def _cancel(self, sequence: Sequence, error: IcehouseError) -> None:
+        self._counters.cancelled_total += 1
+        self._prefix.forget(sequence)
+        self._end(sequence, Failed(error))
 
     def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
         self._scheduler.remove(sequence)
@@ -271,43 +277,26 @@ class EngineLoop:
         self._tell(sequence, event)
 
     def _tell(self, sequence: Sequence, event: Event) -> None:
-        self._events.append((sequence.request.request_id, event))
-
-    def _publish(self) -> None:
-        if self._events:
-            events, self._events = self._events, []
-            self._listener.publish(events)
+        self._delivery.tell(sequence.request.request_id, event)
 
     def _stats(self) -> EngineStats:
-        memory = self._runner.memory()
-        limits = self._scheduler.limits
-        counters = self._counters
-        return EngineStats(
-            uptime_s=self._clock.monotonic() - self._start_time,
+        return engine_stats(
+            counters=self._counters,
+            scheduler=self._scheduler,
+            memory=self._runner.memory(),
             mailbox_count=len(self._mailbox),
             mailbox_limit=self._mailbox.limit,
-            waiting_count=self._scheduler.waiting_count,
-            waiting_limit=limits.waiting_limit,
-            prefilling_count=self._scheduler.prefilling_count,
-            decoding_count=self._scheduler.decoding_count,
-            decoding_limit=limits.running_limit,
-            step_total=counters.step_total,
-            decode_step_p50_s=counters.decode_step_quantile_s(0.5),
-            decode_step_p99_s=counters.decode_step_quantile_s(0.99),
-            prefill_tokens_per_s=counters.prefill_tokens_per_s,
-            accepted_total=counters.accepted_total,
-            rejected_total=counters.rejected_total,
-            finished_total=counters.finished_total,
-            cancelled_total=counters.cancelled_total,
-            failed_total=counters.failed_total,
-            prompt_token_total=counters.prompt_token_total,
-            cached_token_total=counters.cached_token_total,
-            prefilled_token_total=counters.prefilled_token_total,
-            output_token_total=counters.output_token_total,
-            active_memory_bytes=memory.active_bytes,
-            peak_memory_bytes=memory.peak_bytes,
-            memory_limit_bytes=memory.limit_bytes,
+            uptime_s=self._clock.monotonic() - self._start_time,
         )
+
+
+def _past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
+    waited_s = now - sequence.request.arrival_time
+    return DeadlineExceeded(
+        Reason.DEADLINE_EXCEEDED,
+        f"the deadline passed after {waited_s:.3f} s in phase {sequence.phase.name}",
+        metadata={"waited_s": f"{waited_s:.3f}", "phase": sequence.phase.name},
+    )
 
 
 def cancelled_by_client() -> Cancelled:

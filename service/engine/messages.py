@@ -11,6 +11,7 @@ from service.domain.ids import RequestId
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
 from service.errors import IcehouseError
+from service.kv.messages import Outcome
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,4 +51,4 @@ class Drain:
     deadline_time: float
 
 
-Message = Submit | Cancel | QueryStats | Order | Drain
+Message = Submit | Cancel | QueryStats | Order | Drain | Outcome

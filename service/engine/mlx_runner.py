@@ -6,31 +6,65 @@ others decodes in a lane of its own beside them.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import mlx.core as mx
 
+from service.clock import Clock
+from service.domain.blocks import HostRegion, HostTensor, RegionKind
 from service.domain.model import ModelInfo
 from service.domain.request import SamplingParams
 from service.engine import model_loader, upstream
 from service.engine.decode_batch import DecodeBatch, JoiningRow
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn, MemoryUse
+from service.engine.prefix_ports import CacheFacts, RestoreInput
 from service.engine.sampler import SamplingRow
 from service.engine.tokenizer import Tokenizer
+from service.errors import ConfigError, Reason
+from service.kv.index import Region
+from service.kv.layout import CacheLayout, CacheUnsupported
+from service.kv.layout_regions import ArrayRegion, evaluate, from_host, to_host
+from service.kv.layout_restore import Restoring
+from service.kv.layout_source import KvBuffers, RestoreBlock, RestoreSource
+
+_log = logging.getLogger("icehouse.engine")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """How sequences are run. `kv_bits` 0 keeps the model's own KV type."""
+
+    lane_row_limit: int
+    block_token_count: int = 256
+    kv_bits: int = 0
+    kv_group_size: int = 64
 
 
 class MlxRunner:
-    """Implements the engine's Runner with mlx-lm. Remembers its thread and refuses every other."""
+    """Implements the engine's Runner and CacheRunner with mlx-lm. Refuses every thread but its own."""
 
     def __init__(
-        self, *, source: model_loader.ModelSource, tokenizer: Tokenizer, lane_row_limit: int
+        self,
+        *,
+        source: model_loader.ModelSource,
+        tokenizer: Tokenizer,
+        settings: RunnerSettings,
+        clock: Clock,
+        fingerprint_hex: str = "",
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
-        self._lane_row_limit = lane_row_limit
+        self._settings = settings
+        self._clock = clock
+        self._fingerprint_hex = fingerprint_hex
+        self._layout: CacheLayout | None = None
+        self._facts = CacheFacts(unsupported_detail="no model is loaded")
+        self._restoring: dict[SequenceId, Restoring] = {}
         self._owner: int | None = None
         self._model: Any = None
         self._open: dict[SequenceId, list[upstream.Cache]] = {}
@@ -42,13 +76,19 @@ class MlxRunner:
         loaded = model_loader.load(self._source)
         self._model = loaded.model
         upstream.wire_memory()
-        self._warm_up()
-        return model_loader.describe(loaded, self._source, self._tokenizer, fingerprint_hex="")
+        self._read_layout()
+        kv_bytes_per_token = self._warm_up()
+        info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
+        return dataclasses.replace(info, kv_bytes_per_token=kv_bytes_per_token)
+
+    def cache_facts(self) -> CacheFacts:
+        """Return what the model's cache classes allow; after `load`."""
+        return self._facts
 
     def open(self, sequence_id: SequenceId) -> None:
         self._check_thread()
         assert sequence_id not in self._open, sequence_id
-        self._open[sequence_id] = upstream.make_caches(self._model)
+        self._open[sequence_id] = self._fresh_caches()
 
     def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
         self._check_thread()
@@ -74,6 +114,7 @@ class MlxRunner:
         gone = set(sequence_ids)
         for sequence_id in gone:
             self._open.pop(sequence_id, None)
+            self._restoring.pop(sequence_id, None)
         self._joining = [row for row in self._joining if row.sequence_id not in gone]
         for lane in self._lanes:
             lane.remove(gone)
@@ -89,10 +130,86 @@ class MlxRunner:
     def close(self) -> None:
         self._check_thread()
         self._open.clear()
+        self._restoring.clear()
         self._joining.clear()
         self._lanes.clear()
         self._model = None
         mx.clear_cache()
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, Region]:
+        self._check_thread()
+        assert self._layout is not None
+        caches, row = self._locate(sequence_id)
+        cuts = {
+            RegionKind.KV: lambda layout: layout.cut_kv(caches, start=start, stop=stop, row=row),
+            RegionKind.WINDOW: lambda layout: layout.cut_window(caches, start=start, stop=stop, row=row),
+            RegionKind.CHECKPOINT: lambda layout: layout.cut_checkpoint(caches, row=row),
+        }
+        regions = {kind: cuts[kind](self._layout) for kind in kinds}
+        evaluate(regions.values())
+        return dict(regions)
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        self._check_thread()
+        assert self._layout is not None
+        self._restoring[sequence_id] = self._layout.begin_restore(
+            _source_of(restore),
+            token_count=restore.token_count,
+            capacity_token_count=restore.capacity_token_count,
+            make_caches=self._fresh_caches,
+        )
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        self._check_thread()
+        restoring = self._restoring[sequence_id]
+        end_time = self._clock.monotonic() + budget_s
+        while restoring.step():
+            if self._clock.monotonic() >= end_time:
+                return False
+        del self._restoring[sequence_id]
+        self._open[sequence_id] = restoring.caches
+        return True
+
+    def to_host(self, regions: Sequence[Region]) -> tuple[HostRegion, ...]:
+        self._check_thread()
+        return tuple(to_host(cast("ArrayRegion", region)) for region in regions)
+
+    def from_host(self, region: HostRegion) -> Region:
+        self._check_thread()
+        return from_host(region)
+
+    def _locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
+        if sequence_id in self._open:
+            return self._open[sequence_id], 0
+        lane = next(lane for lane in self._lanes if sequence_id in lane.sequence_ids)
+        return lane.locate(sequence_id)
+
+    def _fresh_caches(self) -> list[upstream.Cache]:
+        caches = upstream.make_caches(self._model)
+        if not self._settings.kv_bits:
+            return caches
+        return upstream.quantize_caches(
+            caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size
+        )
+
+    def _read_layout(self) -> None:
+        try:
+            self._layout = CacheLayout.of(
+                self._fresh_caches(), block_token_count=self._settings.block_token_count
+            )
+        except CacheUnsupported as error:
+            self._facts = CacheFacts(unsupported_detail=error.message)
+            _log.warning("prefix_reuse_unsupported", extra={"detail": error.message})
+            return
+        kinds = {part.kind for part in self._layout.parts}
+        self._facts = CacheFacts(
+            has_kv=RegionKind.KV in kinds,
+            cuttable_inside=self._layout.cuttable_inside,
+            needs_checkpoint=self._layout.needs_checkpoint,
+            window_token_count=self._layout.window_token_count,
+        )
 
     def _seat(self) -> None:
         """Put the joining rows into lanes: full lanes stay as they are, new lanes open as needed."""
@@ -100,29 +217,63 @@ class MlxRunner:
         alone = [row for row in self._joining if not upstream.can_batch(row.caches)]
         self._joining = []
         for lane in self._lanes:
-            room = self._lane_row_limit - len(lane)
+            room = self._settings.lane_row_limit - len(lane)
             if shared and room > 0 and not lane.is_solitary:
                 lane.join(shared[:room])
                 shared = shared[room:]
-        for start in range(0, len(shared), self._lane_row_limit):
+        for start in range(0, len(shared), self._settings.lane_row_limit):
             lane = DecodeBatch(self._model)
-            lane.join(shared[start : start + self._lane_row_limit])
+            lane.join(shared[start : start + self._settings.lane_row_limit])
             self._lanes.append(lane)
         for row in alone:
             lane = DecodeBatch(self._model, is_solitary=True)
             lane.join([row])
             self._lanes.append(lane)
 
-    def _warm_up(self) -> None:
-        """Run one prefill and one decode, so that kernels are compiled before anyone waits for them."""
+    def _warm_up(self) -> int:
+        """Run one prefill and one decode, so that kernels are compiled before anyone waits for them.
+
+        Returns the bytes of kv one token takes. Raises ConfigError when the KV cannot be quantized so.
+        """
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
-        self.prefill(sequence_id, [0, 0])
+        try:
+            self.prefill(sequence_id, [0, 0])
+        except ValueError as error:
+            if not self._settings.kv_bits:
+                raise
+            raise ConfigError(
+                Reason.CONFIG_INVALID,
+                f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
+                f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
+            ) from error
+        layout, caches = self._layout, self._open[sequence_id]
+        kv_bytes_per_token = layout.kv_bytes_per_token(caches) if layout is not None else 0
         self.join(sequence_id, last_token_id=0, sampling=SamplingParams())
         self.decode()
         self.release([sequence_id])
         mx.reset_peak_memory()
+        return kv_bytes_per_token
 
     def _check_thread(self) -> None:
         caller = threading.get_ident()
         assert caller == self._owner, f"thread {caller} touched the runner of thread {self._owner}"
+
+
+def _source_of(restore: RestoreInput) -> RestoreSource:
+    blocks = tuple(
+        RestoreBlock(
+            start_token_index=block.start_token_index,
+            token_count=block.token_count,
+            kv=cast("ArrayRegion | None", block.regions.get(RegionKind.KV)),
+            window=cast("ArrayRegion | None", block.regions.get(RegionKind.WINDOW)),
+            checkpoint=cast("ArrayRegion | None", block.regions.get(RegionKind.CHECKPOINT)),
+        )
+        for block in restore.blocks
+    )
+    if restore.loaded is None or not restore.loaded.tensors:
+        return RestoreSource(blocks)
+    tensors = tuple(HostTensor(t.name, t.dtype, t.shape, t.data) for t in restore.loaded.tensors)
+    return RestoreSource(
+        blocks, KvBuffers(restore.origin_token_index, restore.loaded.end_token_index, tensors)
+    )

@@ -24,6 +24,8 @@ class SchedulerLimits:
     prefilling_limit: int
     prefill_chunk_token_count: int
     prefill_slice_s: float = 0.0
+    chunk_ends_at_last_block: int = 0
+    """Block size when a chunk must end at the prompt's last full block (checkpoints), else 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +38,13 @@ class PrefillChunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RestoreSlice:
+    """Go on rebuilding one sequence's caches from its blocks."""
+
+    sequence: Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DecodeStep:
     """Draw one token for every decoding sequence."""
 
@@ -45,7 +54,7 @@ class Idle:
     """Nothing to run until a message comes."""
 
 
-Work = PrefillChunk | DecodeStep | Idle
+Work = PrefillChunk | RestoreSlice | DecodeStep | Idle
 
 _SMOOTHING = 0.2
 _OLDEST_EVERY = 4
@@ -58,6 +67,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self._waiting: list[tuple[int, int, Sequence]] = []
+        self._loading: dict[SequenceId, Sequence] = {}
+        self._restoring: dict[SequenceId, Sequence] = {}
         self._prefilling: dict[SequenceId, Sequence] = {}
         self._decoding: dict[SequenceId, Sequence] = {}
         self._decode_step_s = 0.0
@@ -78,7 +89,20 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        return not (self._waiting or self._prefilling or self._decoding)
+        return not (self._waiting or self._preparing_count or self._decoding)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Nothing can run until a message comes: only loads are under way, if anything."""
+        return not (self._waiting or self._restoring or self._prefilling or self._decoding)
+
+    @property
+    def loading_count(self) -> int:
+        return len(self._loading) + len(self._restoring)
+
+    @property
+    def _preparing_count(self) -> int:
+        return len(self._loading) + len(self._restoring) + len(self._prefilling)
 
     def enqueue(self, sequence: Sequence) -> bool:
         """Let a sequence wait; False when `waiting_limit` of them do already."""
@@ -92,38 +116,60 @@ class Scheduler:
         admitted = []
         while (
             self._waiting
-            and len(self._prefilling) < self.limits.prefilling_limit
-            and len(self._prefilling) + len(self._decoding) < self.limits.running_limit
+            and self._preparing_count < self.limits.prefilling_limit
+            and self._preparing_count + len(self._decoding) < self.limits.running_limit
         ):
             _, _, sequence = heapq.heappop(self._waiting)
-            sequence.phase = Phase.PREFILLING
-            self._prefilling[sequence.sequence_id] = sequence
+            self._place(sequence, Phase.PREFILLING)
             admitted.append(sequence)
         return admitted
 
+    def start_loading(self, sequence: Sequence) -> None:
+        """Note that a sequence waits for its blocks from SSD."""
+        self._place(sequence, Phase.LOADING)
+
+    def start_restoring(self, sequence: Sequence) -> None:
+        """Note that a sequence's caches are to be rebuilt."""
+        self._place(sequence, Phase.RESTORING)
+
+    def start_prefilling(self, sequence: Sequence) -> None:
+        """Note that a sequence's caches are open and the rest of its prompt is to be computed."""
+        self._place(sequence, Phase.PREFILLING)
+
     def start_decoding(self, sequence: Sequence) -> None:
         """Note that a prefilled sequence joined the decode batch."""
-        del self._prefilling[sequence.sequence_id]
-        sequence.phase = Phase.DECODING
-        self._decoding[sequence.sequence_id] = sequence
+        self._place(sequence, Phase.DECODING)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
         if sequence.phase is Phase.WAITING:
             self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
             heapq.heapify(self._waiting)
-        self._prefilling.pop(sequence.sequence_id, None)
-        self._decoding.pop(sequence.sequence_id, None)
-        sequence.phase = Phase.ENDED
+        self._place(sequence, Phase.ENDED)
+
+    def _place(self, sequence: Sequence, phase: Phase) -> None:
+        places = {
+            Phase.LOADING: self._loading,
+            Phase.RESTORING: self._restoring,
+            Phase.PREFILLING: self._prefilling,
+            Phase.DECODING: self._decoding,
+        }
+        for place in places.values():
+            place.pop(sequence.sequence_id, None)
+        sequence.phase = phase
+        if phase in places:
+            places[phase][sequence.sequence_id] = sequence
 
     def next_work(self) -> Work:
         """Pick the next unit of work."""
-        if self._prefilling and not (self._decoding and self._turn_is_over()):
+        if (self._prefilling or self._restoring) and not (self._decoding and self._turn_is_over()):
+            if self._restoring:
+                return RestoreSlice(next(iter(self._restoring.values())))
             return self._next_chunk()
         return DecodeStep() if self._decoding else Idle()
 
     def note_prefill(self, elapsed_s: float) -> None:
-        """Account for a prefill chunk that just ran."""
+        """Account for a prefill chunk or a piece of a restore that just ran."""
         self._turn_spent_s += elapsed_s
 
     def note_decode(self, elapsed_s: float) -> None:
@@ -149,4 +195,9 @@ class Scheduler:
         start = sequence.processed_token_count
         chunk = self.limits.prefill_chunk_token_count
         stop = min((start // chunk + 1) * chunk, sequence.prefill_target)
+        if self.limits.chunk_ends_at_last_block:
+            block = self.limits.chunk_ends_at_last_block
+            last_block_end = sequence.prefill_target // block * block
+            if start < last_block_end < stop:
+                stop = last_block_end
         return PrefillChunk(sequence, start, stop)

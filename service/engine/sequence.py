@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 
-from service.domain.events import CacheReport, Usage
+from service.domain.blocks import RegionKind
+from service.domain.events import CacheReport, FinishReason, Usage
+from service.domain.ids import BlockHash
 from service.domain.request import GenerationRequest
 from service.engine.ids import SequenceId
 from service.engine.text import TextStream
+from service.kv.index import Region
 
 
 class Phase(enum.Enum):
     """Where a sequence is; it only moves down this list."""
 
     WAITING = enum.auto()
+    LOADING = enum.auto()
+    """Its blocks are being read from SSD; nothing to run."""
+    RESTORING = enum.auto()
+    """Its caches are being rebuilt from blocks."""
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     ENDED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnkeptBlock:
+    """A block used whole from SSD, and its regions that are on the device already."""
+
+    hash: BlockHash
+    regions: Mapping[RegionKind, Region]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -35,6 +51,10 @@ class Sequence:
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     undelivered_token_ids: list[int] = dataclasses.field(default_factory=list)
     cache: CacheReport = dataclasses.field(default_factory=CacheReport)
+    chain: list[BlockHash] = dataclasses.field(default_factory=list)
+    """Hashes of the full blocks behind it, reused or computed."""
+    unkept: list[UnkeptBlock] = dataclasses.field(default_factory=list)
+    """Blocks that came from SSD and are not in RAM yet; kept one per decode step."""
     admitted_time: float = 0.0
     first_token_time: float | None = None
 
@@ -46,6 +66,27 @@ class Sequence:
     @property
     def is_prefilled(self) -> bool:
         return self.processed_token_count >= self.prefill_target
+
+    @property
+    def limit_reason(self) -> FinishReason:
+        """Why an output that reached `output_token_limit` ends there."""
+        asked_for_more = self.output_token_limit < self.request.max_output_tokens
+        return FinishReason.CONTEXT_LENGTH if asked_for_more else FinishReason.LENGTH
+
+    @property
+    def kv_token_count(self) -> int:
+        """Tokens whose KV exists: of the prompt, then of the output."""
+        if self.phase is Phase.DECODING:
+            return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        return self.processed_token_count
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return tokens [start, stop) of prompt and output together."""
+        prompt = self.request.prompt_token_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        head = prompt[start:] if start < len(prompt) else ()
+        return (*head, *self.output_token_ids[max(0, start - len(prompt)) : stop - len(prompt)])
 
     def usage(self, now: float) -> Usage:
         """Account for the request as of `now`."""

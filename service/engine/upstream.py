@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.generate import _extend_cache, _merge_caches
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
 Cache = Any
@@ -21,6 +21,20 @@ Cache = Any
 def make_caches(model: Any) -> list[Cache]:
     """Return empty caches, one a layer, of the classes the model asks for."""
     return list(make_prompt_cache(model))
+
+
+def quantize_caches(caches: Sequence[Cache], *, bits: int, group_size: int) -> list[Cache]:
+    """Return fresh caches with every KVCache replaced by a quantized one, inside CacheLists too."""
+    chosen: list[Cache] = []
+    for cache in caches:
+        if type(cache) is KVCache:
+            chosen.append(QuantizedKVCache(group_size=group_size, bits=bits))
+        elif type(cache) is CacheList:
+            parts = quantize_caches(cache.caches, bits=bits, group_size=group_size)
+            chosen.append(CacheList(*parts))  # type: ignore[no-untyped-call]
+        else:
+            chosen.append(cache)
+    return chosen
 
 
 def can_batch(caches: Sequence[Cache]) -> bool:

@@ -54,9 +54,9 @@ class Entry:
     def ram_bytes(self) -> int:
         return sum(region.size_bytes for region in self.ram.values())
 
-    def has(self, kind: RegionKind) -> bool:
-        """Whether this region can be had from either tier."""
-        return kind in self.ram or kind in self.ssd
+    def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
+        """Whether this region can be had from RAM, or with `with_ssd` from either tier."""
+        return kind in self.ram or (with_ssd and kind in self.ssd)
 
     def header(self, fingerprint: Fingerprint, block_token_limit: int) -> BlockHeader:
         """Return the block's facts; only for a block whose tokens are known."""
@@ -100,6 +100,15 @@ class IndexRules:
         if self.needs_checkpoint and entry.end_token_index == token_count:
             kinds.append(RegionKind.CHECKPOINT)
         return tuple(kinds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Level:
+    """A place in a prompt between two blocks: the hash so far, and the known blocks up to here."""
+
+    parent: BlockHash
+    covered: int
+    chain: tuple[Entry, ...]
 
 
 class BlockIndex:
@@ -171,47 +180,66 @@ class BlockIndex:
         if not siblings:
             del self._children[entry.parent]
 
-    def match(self, *, root: BlockHash, token_ids: Sequence[int], token_limit: int) -> Match:
+    def match(
+        self, *, root: BlockHash, token_ids: Sequence[int], token_limit: int, with_ssd: bool = True
+    ) -> Match:
         """Return the longest usable chain for a prompt, of at most `token_limit` tokens.
 
         `root` is h0 of the fingerprint and tenant. Every entry whose tokens are known is compared
         token by token, so that equal hashes alone never make a hit.
         """
         tokens = tuple(token_ids[:token_limit])
-        chain = self._full_blocks(root, tokens)
-        covered = chain[-1].end_token_index if chain else 0
-        parent = chain[-1].hash if chain else root
-        candidates = [(covered, tuple(chain))]
-        rest = tokens[covered:]
-        candidates += [
-            (covered + count, (*chain, entry)) for entry, count in self._inside(parent, rest) if count
-        ]
-        known = max(count for count, _ in candidates)
-        while len(chain) > 1:
-            chain = chain[:-1]
-            candidates.append((chain[-1].end_token_index, tuple(chain)))
+        levels = self._levels(root, tokens)
+        candidates: list[tuple[int, tuple[Entry, ...]]] = []
+        for level in levels if self.rules.needs_checkpoint else levels[-1:]:
+            inside = self._inside(level.parent, tokens[level.covered :])
+            candidates += [(level.covered + count, (*level.chain, entry)) for entry, count in inside]
+        # The chains of full blocks; a level whose own block is unknown repeats the one before it.
+        candidates += [(level.chain[-1].end_token_index, level.chain) for level in levels if level.chain]
         candidates.sort(key=lambda pair: -pair[0])
+        known = candidates[0][0] if candidates else 0
         for count, entries in candidates:
-            if count and self._is_usable(entries, count):
+            if count and self._is_usable(entries, count, with_ssd=with_ssd):
                 return Match(entries, count, known)
         return Match((), 0, known)
+
+    def known_chain(self, *, root: BlockHash, token_ids: Sequence[int]) -> tuple[Entry, ...]:
+        """Return every known block that is wholly part of this prompt, in order."""
+        tokens = tuple(token_ids)
+        levels = self._levels(root, tokens)
+        whole = [
+            entry
+            for level in levels
+            for entry, count in self._inside(level.parent, tokens[level.covered :])
+            if count == entry.token_count
+        ]
+        return tuple(sorted(dict.fromkeys(whole), key=lambda entry: entry.end_token_index))
 
     def _insert(self, entry: Entry) -> None:
         self._entries[entry.hash] = entry
         self._children.setdefault(entry.parent, {})[entry.hash] = entry
 
-    def _full_blocks(self, root: BlockHash, tokens: tuple[int, ...]) -> list[Entry]:
+    def _levels(self, root: BlockHash, tokens: tuple[int, ...]) -> list[_Level]:
+        """Walk down the full blocks of a prompt as far as they are known.
+
+        Without kv regions the blocks between two checkpoints hold nothing and are not known, so
+        the walk then goes on to the prompt's end.
+        """
         size = self.rules.block_token_count
-        chain: list[Entry] = []
-        parent = root
+        chain: tuple[Entry, ...] = ()
+        levels = [_Level(root, 0, chain)]
         for start in range(0, len(tokens) - size + 1, size):
             wanted = tokens[start : start + size]
-            entry = self._entries.get(block_hash(parent=parent, token_ids=wanted))
-            if entry is None or (entry.token_ids is not None and entry.token_ids != wanted):
+            name = block_hash(parent=levels[-1].parent, token_ids=wanted)
+            entry = self._entries.get(name)
+            if entry is not None and entry.token_ids is not None and entry.token_ids != wanted:
                 break
-            chain.append(entry)
-            parent = entry.hash
-        return chain
+            if entry is not None:
+                chain = (*chain, entry)
+            elif self.rules.has_kv:
+                break
+            levels.append(_Level(name, start + size, chain))
+        return levels
 
     def _inside(self, parent: BlockHash, rest: tuple[int, ...]) -> list[tuple[Entry, int]]:
         """Return children that begin like `rest`, with how many of their tokens are wanted, longest first."""
@@ -225,15 +253,17 @@ class BlockIndex:
                 count = len(tail) if is_it else 0
             else:
                 count = _common_prefix(entry.token_ids, rest)
-            if count == entry.token_count or self.rules.cuttable_inside:
+            if count and (count == entry.token_count or self.rules.cuttable_inside):
                 found.append((entry, count))
         return sorted(found, key=lambda pair: -pair[1])
 
-    def _is_usable(self, entries: tuple[Entry, ...], token_count: int) -> bool:
+    def _is_usable(self, entries: tuple[Entry, ...], token_count: int, *, with_ssd: bool) -> bool:
         if self.rules.needs_checkpoint and entries[-1].end_token_index != token_count:
             return False
         return all(
-            entry.has(kind) for entry in entries for kind in self.rules.needed_kinds(entry, token_count)
+            entry.has(kind, with_ssd=with_ssd)
+            for entry in entries
+            for kind in self.rules.needed_kinds(entry, token_count)
         )
 
 

@@ -6,11 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from service.domain.events import Delta, Event, Failed, Finished
-from service.domain.ids import RequestId
+from service.domain.ids import Fingerprint, RequestId
 from service.domain.model import EngineState, ModelInfo
 from service.domain.request import GenerationRequest, SamplingParams
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn, MemoryUse
+from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_desk import PrefixDesk
+from service.engine.prefix_ports import CacheFacts
 from service.errors import IcehouseError
 
 EOS = 0
@@ -139,6 +142,34 @@ class Recorder:
 
     def tokens_of(self, request_id: str) -> list[int]:
         return [t for e in self.events.get(request_id, []) if isinstance(e, Delta) for t in e.token_ids]
+
+
+class NoRegions:
+    """A CacheRunner for engines that keep no prefixes: nothing here is ever called."""
+
+    def cut(self, *args, **kwargs):
+        raise AssertionError("a prefix was cut")
+
+    begin_restore = continue_restore = to_host = from_host = cut
+
+
+def no_prefix(clock) -> PrefixDesk:
+    """A desk that reuses nothing."""
+    runner = NoRegions()
+    cache = PrefixCache(
+        settings=PrefixSettings(
+            fingerprint=Fingerprint(b"f" * 32),
+            block_token_count=4,
+            is_enabled=False,
+            ram_limit_bytes=0,
+            checkpoint_interval_tokens=64,
+        ),
+        facts=CacheFacts(),
+        runner=runner,
+        storage=None,
+        clock=clock,
+    )
+    return PrefixDesk(cache=cache, runner=runner, clock=clock, adopt_budget_s=1.0)
 
 
 def request(

@@ -13,7 +13,7 @@ from service.domain.model import EngineState, ModelInfo
 from service.engine.engine import Engine
 from service.engine.scheduler import SchedulerLimits
 from service.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
-from tests.engine.fakes import BOUND_S, FakeRunner, Recorder, decode_ascii, request
+from tests.engine.fakes import BOUND_S, FakeRunner, Recorder, decode_ascii, no_prefix, request
 
 LIMITS = SchedulerLimits(waiting_limit=100, running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
 
@@ -27,6 +27,7 @@ def make(runner: FakeRunner, *, mailbox_limit: int = 100) -> tuple[Engine, Recor
         listener=recorder,
         clock=SystemClock(),
         decode=decode_ascii,
+        make_prefix=lambda: no_prefix(SystemClock()),
     )
     return engine, recorder
 

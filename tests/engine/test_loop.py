@@ -9,7 +9,16 @@ from service.engine.mailbox import Mailbox
 from service.engine.messages import Cancel, Drain, Message, QueryStats, Submit
 from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.errors import Reason
-from tests.engine.fakes import EOS, FakeClock, FakeRunner, Recorder, decode_ascii, model_info, request
+from tests.engine.fakes import (
+    EOS,
+    FakeClock,
+    FakeRunner,
+    Recorder,
+    decode_ascii,
+    model_info,
+    no_prefix,
+    request,
+)
 
 
 class House:
@@ -38,6 +47,7 @@ class House:
             clock=self.clock,
             decode=decode_ascii,
             model=model_info(context_token_limit=context_token_limit),
+            prefix=no_prefix(self.clock),
         )
 
     def submit(self, request_id: str, *args, **kwargs) -> None:

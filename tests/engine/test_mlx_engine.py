@@ -17,10 +17,10 @@ from service.domain.model import EngineState
 from service.domain.request import GenerationRequest, SamplingParams
 from service.engine import model_loader
 from service.engine.engine import Engine
-from service.engine.mlx_runner import MlxRunner
+from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from service.engine.scheduler import SchedulerLimits
 from service.errors import ModelError
-from tests.engine.fakes import BOUND_S, Recorder
+from tests.engine.fakes import BOUND_S, Recorder, no_prefix
 from tests.models import build, tiny_model_dir
 
 SAMPLINGS = (
@@ -53,7 +53,13 @@ def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16) -> Running:
     tokenizer = model_loader.load_tokenizer(source)
     recorder = Recorder()
     engine = Engine(
-        runner=MlxRunner(source=source, tokenizer=tokenizer, lane_row_limit=lane_row_limit),
+        runner=MlxRunner(
+            source=source,
+            tokenizer=tokenizer,
+            settings=RunnerSettings(lane_row_limit=lane_row_limit),
+            clock=SystemClock(),
+        ),
+        make_prefix=lambda: no_prefix(SystemClock()),
         limits=SchedulerLimits(
             waiting_limit=100, running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk
         ),
@@ -110,7 +116,7 @@ def test_greedy_text_is_what_the_model_says_by_itself(tmp_path: Path) -> None:
     feed = list(item.prompt_token_ids)
     while len(expected) < len(tokens):
         logits = model(mx.array([feed]), cache=caches)
-        feed = [mx.argmax(logits[0, -1]).item()]
+        feed = [mx.argmax(logits[0, -1]).item()]  # type: ignore[list-item]
         expected += feed
     assert tokens == expected
 
@@ -143,7 +149,12 @@ def test_more_sequences_than_one_lane_holds(tmp_path: Path) -> None:
 
 def test_the_runner_refuses_a_second_thread(tmp_path: Path) -> None:
     source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
-    runner = MlxRunner(source=source, tokenizer=model_loader.load_tokenizer(source), lane_row_limit=4)
+    runner = MlxRunner(
+        source=source,
+        tokenizer=model_loader.load_tokenizer(source),
+        settings=RunnerSettings(lane_row_limit=4),
+        clock=SystemClock(),
+    )
     loader = threading.Thread(target=runner.load)
     loader.start()
     loader.join(BOUND_S)

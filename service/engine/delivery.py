@@ -1,0 +1,57 @@
+"""From drawn tokens to events: text, deltas, and the end of a sequence (inference thread)."""
+
+from __future__ import annotations
+
+from service.domain.events import Delta, Event, Finished, FinishReason
+from service.domain.ids import RequestId
+from service.engine.ports import Listener
+from service.engine.sequence import Sequence
+
+
+class Delivery:
+    """Collects the events of one step and publishes them together."""
+
+    def __init__(self, *, listener: Listener, eos_token_ids: frozenset[int]) -> None:
+        self._listener = listener
+        self._eos = eos_token_ids
+        self._events: list[tuple[RequestId, Event]] = []
+
+    def tell(self, request_id: RequestId, event: Event) -> None:
+        """Add an event to the step's."""
+        self._events.append((request_id, event))
+
+    def take_token(self, sequence: Sequence, token_id: int, now: float) -> Finished | None:
+        """Account for one drawn token, tell its text, and return the end when it was the last."""
+        if sequence.first_token_time is None:
+            sequence.first_token_time = now
+        sequence.output_token_ids.append(token_id)
+        sequence.undelivered_token_ids.append(token_id)
+        if token_id in self._eos:
+            return self.finish(sequence, FinishReason.STOP_TOKEN, now)
+        step = sequence.text.push(token_id)
+        self._deliver(sequence, step.text)
+        if step.stop_string is not None:
+            self._deliver(sequence, "", always=True)
+            return Finished(FinishReason.STOP_STRING, step.stop_string, sequence.usage(now))
+        if len(sequence.output_token_ids) >= sequence.output_token_limit:
+            return self.finish(sequence, sequence.limit_reason, now)
+        return None
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Finished:
+        """Tell the text that was held back and return the end."""
+        last = sequence.text.finish()
+        if last.stop_string is not None:
+            reason = FinishReason.STOP_STRING
+        self._deliver(sequence, last.text, always=True)
+        return Finished(reason, last.stop_string, sequence.usage(now))
+
+    def publish(self) -> None:
+        """Hand the step's events to the listener."""
+        if self._events:
+            events, self._events = self._events, []
+            self._listener.publish(events)
+
+    def _deliver(self, sequence: Sequence, text: str, *, always: bool = False) -> None:
+        if text or (always and sequence.undelivered_token_ids):
+            self.tell(sequence.request.request_id, Delta(text, tuple(sequence.undelivered_token_ids)))
+            sequence.undelivered_token_ids.clear()

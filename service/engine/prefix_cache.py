@@ -1,0 +1,309 @@
+"""The prefix cache as the engine's loop uses it: plan a prompt, keep what is computed, spill, follow the SSD.
+
+Inference thread only. A block is captured when its last token has been computed, in prefill and
+in decode alike, so that a cancelled request leaves its blocks behind and no step pays for many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as ReadSequence
+
+from service.clock import Clock
+from service.domain.blocks import HostBlock, RegionKind, block_hash, root_hash
+from service.domain.cache_stats import SpillDropCause
+from service.domain.events import CacheReport, ReuseLimit
+from service.domain.ids import BlockHash, Fingerprint, Tenant
+from service.domain.request import CacheUse, GenerationRequest
+from service.engine.prefix_counters import PrefixCounters
+from service.engine.prefix_plan import Planner, PrefixPlan, Rates
+from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
+from service.engine.sequence import Phase, Sequence, UnkeptBlock
+from service.kv.index import BlockIndex, Entry, IndexRules, Region
+from service.kv.ram_tier import RamTier
+from service.kv.records import BlockRecord
+
+_FILE_OVERHEAD_BYTES = 64 * 1024
+"""Header and alignment of a block file, added to what a spill reserves."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixSettings:
+    """What the cache may do; from the configuration and the model's fingerprint."""
+
+    fingerprint: Fingerprint
+    block_token_count: int
+    is_enabled: bool
+    ram_limit_bytes: int
+    checkpoint_interval_tokens: int
+    spill_policy: str = "off"
+    """"on_evict", "write_behind" or "off"."""
+    min_prefix_token_count: int = 0
+    may_recompute: bool = True
+
+
+class PrefixCache:
+    """Index, RAM tier and the way to the SSD tier. `storage` is None without one."""
+
+    def __init__(
+        self,
+        *,
+        settings: PrefixSettings,
+        facts: CacheFacts,
+        runner: CacheRunner,
+        storage: StoragePort | None,
+        clock: Clock,
+    ) -> None:
+        self.settings = settings
+        self.facts = facts
+        self.index = BlockIndex(
+            IndexRules(
+                block_token_count=settings.block_token_count,
+                has_kv=facts.has_kv,
+                cuttable_inside=facts.cuttable_inside,
+                needs_checkpoint=facts.needs_checkpoint,
+                window_token_count=facts.window_token_count,
+            )
+        )
+        self.ram = RamTier(limit_bytes=settings.ram_limit_bytes)
+        self.storage = storage
+        self.rates = Rates()
+        self.counters = PrefixCounters()
+        self.planner = Planner(self.index, settings.fingerprint, self.rates, settings.may_recompute)
+        self._runner = runner
+        self._clock = clock
+        self._leaving: set[BlockHash] = set()
+
+    @property
+    def is_supported(self) -> bool:
+        return self.settings.is_enabled and not self.facts.unsupported_detail
+
+    def root(self, tenant: Tenant) -> BlockHash:
+        """Return h0 for this model and tenant."""
+        return root_hash(fingerprint=self.settings.fingerprint, tenant=tenant)
+
+    def plan(self, request: GenerationRequest) -> PrefixPlan:
+        """Say what of a prompt is reused and from where, and count the lookup."""
+        if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
+            return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
+        if not self.is_supported:
+            return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.UNSUPPORTED))
+        plan = self.planner.plan(
+            root=self.root(request.tenant),
+            token_ids=request.prompt_token_ids,
+            with_ssd=self.storage is not None,
+        )
+        self._note_use(plan.entries)
+        return plan
+
+    def settle(self, request: GenerationRequest, report: CacheReport) -> None:
+        """Count how a lookup ended, once its restore is done or given up."""
+        self.counters.note_lookup(len(request.prompt_token_ids), report)
+
+    def capture(self, sequence: Sequence, *, is_end: bool) -> None:
+        """Keep the blocks that are complete at the sequence's position; with `is_end` the tail too."""
+        if not self._may_write(sequence):
+            return
+        size = self.settings.block_token_count
+        if sequence.unkept and sequence.phase is Phase.DECODING:
+            self._keep_promoted(sequence, sequence.unkept.pop(0))
+        position = sequence.kv_token_count
+        for start in range(len(sequence.chain) * size, position - size + 1, size):
+            name = self._keep(sequence, start, start + size)
+            sequence.chain.append(name)
+        start = len(sequence.chain) * size
+        if is_end and start < position:
+            self._keep(sequence, start, position)
+
+    def take_inventory(self, records: ReadSequence[BlockRecord]) -> None:
+        """Replace what is known of the SSD tier."""
+        for entry in list(self.index):
+            if entry.ssd:
+                self.forget_stored(entry.hash)
+        for record in records:
+            self.index.add_stored(record)
+
+    def forget_stored(self, block: BlockHash) -> None:
+        """Note that a block is gone from SSD."""
+        self.index.forget_stored(block)
+
+    def lose_storage(self) -> None:
+        """The SSD tier is gone for good: forget it and go on with RAM alone."""
+        self.storage = None
+        for entry in list(self.index):
+            entry.is_spilling = False
+            self.forget_stored(entry.hash)
+        self._leaving.clear()
+
+    def has_credit(self, entry: Entry) -> bool:
+        """Whether the write queue takes this block now; a block that needs no credit always may go."""
+        if self.storage is None or self._spill_obstacle(entry) is not None:
+            return True
+        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
+        if credit is None:
+            return False
+        credit.cancel()
+        return True
+
+    @property
+    def spilling_count(self) -> int:
+        """Blocks handed to the storage thread and not yet written or dropped."""
+        return sum(entry.is_spilling for entry in self.ram)
+
+    def start_chain(self, sequence: Sequence, token_count: int) -> None:
+        """Note that the sequence's caches begin with `token_count` reused tokens."""
+        size = self.settings.block_token_count
+        parent = self.root(sequence.request.tenant)
+        sequence.chain.clear()
+        for start in range(0, token_count - size + 1, size):
+            tokens = sequence.request.prompt_token_ids[start : start + size]
+            parent = block_hash(parent=parent, token_ids=tokens)
+            sequence.chain.append(parent)
+
+    def drop(self, entry: Entry) -> None:
+        """Remove a block from both tiers by order."""
+        self.ram.drop(entry, by_order=True)
+        self.index.discard_if_empty(entry)
+
+    def spill(self, entry: Entry) -> bool:
+        """Send a block to SSD if it may go there and is not there yet; False when it was not sent."""
+        cause = self._spill_obstacle(entry)
+        if cause is not None:
+            if cause is not SpillDropCause.DUPLICATE:
+                self.counters.note_drop(cause)
+            return False
+        assert self.storage is not None
+        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
+        if credit is None:
+            self.counters.note_drop(SpillDropCause.NO_CREDIT)
+            return False
+        kinds = sorted(entry.ram, key=list(RegionKind).index)
+        regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
+        header = entry.header(self.settings.fingerprint, self.settings.block_token_count)
+        self.storage.spill(HostBlock(header, regions), credit)
+        entry.is_spilling = True
+        return True
+
+    def is_worth_keeping(self, entry: Entry) -> bool:
+        """Whether a flush should write this block."""
+        return self._spill_obstacle(entry) is None
+
+    def spill_ended(self, block: BlockHash) -> None:
+        """Note that a spill was persisted or dropped; the RAM copy of an evicted block goes now."""
+        entry = self.index.get(block)
+        if entry is None:
+            return
+        entry.is_spilling = False
+        if block in self._leaving:
+            self._leaving.discard(block)
+            self.ram.drop(entry)
+        self.index.discard_if_empty(entry)
+
+    def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
+        """Put one block of the sequence into RAM unless all of it is there; return its hash."""
+        parent = sequence.chain[-1] if sequence.chain else self.root(sequence.request.tenant)
+        tokens = sequence.tokens(start, stop)
+        kinds = self._kinds_at(sequence, stop)
+        if not kinds:
+            return block_hash(parent=parent, token_ids=tokens)
+        entry = self.index.add(parent=parent, start_token_index=start, token_ids=tokens)
+        missing = [kind for kind in kinds if kind not in entry.ram]
+        if missing:
+            regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
+            self._store(entry, regions)
+        self.ram.touch([entry], self._clock.monotonic())
+        self._supersede(entry)
+        self.index.discard_if_empty(entry)
+        return entry.hash
+
+    def _keep_promoted(self, sequence: Sequence, block: UnkeptBlock) -> None:
+        """Put a block that came from SSD into RAM, where the next request will look first."""
+        entry = self.index.get(block.hash)
+        if entry is None:
+            return
+        start = entry.start_token_index
+        if entry.token_ids is None:
+            entry.token_ids = sequence.tokens(start, entry.end_token_index)
+        regions = dict(block.regions)
+        if self.facts.has_kv and RegionKind.KV not in entry.ram:
+            regions |= self._runner.cut(
+                sequence.sequence_id, start=start, stop=entry.end_token_index, kinds=[RegionKind.KV]
+            )
+        self._store(entry, {kind: region for kind, region in regions.items() if kind not in entry.ram})
+
+    def _store(self, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
+        size_bytes = sum(region.size_bytes for region in regions.values())
+        self._make_room(size_bytes)
+        if size_bytes <= self.ram.limit_bytes - self.ram.used_bytes + self._leaving_bytes():
+            self.ram.put(entry, regions)
+
+    def _leaving_bytes(self) -> int:
+        """Bytes of blocks that are on their way out; the write queue bounds them."""
+        found = (self.index.get(name) for name in self._leaving)
+        return sum(entry.ram_bytes for entry in found if entry is not None)
+
+    def _kinds_at(self, sequence: Sequence, stop: int) -> list[RegionKind]:
+        kinds = [RegionKind.KV] if self.facts.has_kv else []
+        if self.facts.window_token_count:
+            kinds.append(RegionKind.WINDOW)
+        if (
+            self.facts.needs_checkpoint
+            and stop == sequence.kv_token_count
+            and self._is_checkpoint(sequence, stop)
+        ):
+            kinds.append(RegionKind.CHECKPOINT)
+        return kinds
+
+    def _is_checkpoint(self, sequence: Sequence, position: int) -> bool:
+        """Every so often, at the prompt's last full block, at its end, and where the sequence ends."""
+        size = self.settings.block_token_count
+        is_last_full = position == sequence.prefill_target // size * size
+        is_interval = position % self.settings.checkpoint_interval_tokens == 0
+        return is_interval or is_last_full or position % size != 0 or position == sequence.prefill_target
+
+    def _supersede(self, entry: Entry) -> None:
+        """Drop shorter blocks with the same beginning, when this one can stand for them."""
+        if not self.facts.cuttable_inside or not entry.ram:
+            return
+        assert entry.token_ids is not None
+        for other in self.index.children(entry.parent):
+            shorter = other.token_ids is not None and other.token_count < entry.token_count
+            if shorter and not other.is_pinned and other.token_ids == entry.token_ids[: other.token_count]:
+                self.ram.drop(other, by_order=True)
+                self.index.discard_if_empty(other)
+
+    def _make_room(self, size_bytes: int) -> None:
+        for entry in self.ram.victims(size_bytes - self._leaving_bytes()):
+            if self.spill(entry):
+                self._leaving.add(entry.hash)
+            else:
+                self.ram.drop(entry)
+                self.index.discard_if_empty(entry)
+
+    def _note_use(self, entries: ReadSequence[Entry]) -> None:
+        now = self._clock.monotonic()
+        self.ram.touch(entries, now)
+        stored = [entry.hash for entry in reversed(entries) if entry.ssd]
+        if stored and self.storage is not None:
+            self.storage.touch(stored)
+        for entry in entries:
+            entry.hit_count += 1
+            self._leaving.discard(entry.hash)
+            if self.settings.spill_policy == "write_behind" and entry.ram:
+                self.spill(entry)
+
+    def _spill_obstacle(self, entry: Entry) -> SpillDropCause | None:
+        """Say why a block would not be written, or None when it would."""
+        if self.storage is None or self.settings.spill_policy == "off":
+            return SpillDropCause.WRITES_OFF
+        is_whole = not self.facts.has_kv or RegionKind.KV in entry.ram
+        if entry.is_spilling or entry.ssd or not is_whole:
+            return SpillDropCause.DUPLICATE
+        is_short = entry.end_token_index < self.settings.min_prefix_token_count
+        if is_short and not self.index.children(entry.hash):
+            return SpillDropCause.PREFIX_SHORT
+        return None
+
+    def _may_write(self, sequence: Sequence) -> bool:
+        return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)

@@ -1,0 +1,114 @@
+"""What the prefix cache needs: of the device, to cut and rebuild; of the SSD tier, to keep.
+
+Regions are opaque here. The runner makes them from caches and gives them back as host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from service.domain.blocks import HostBlock, HostRegion, RegionKind
+from service.domain.ids import BlockHash
+from service.engine.ids import SequenceId
+from service.kv.index import Region
+from service.kv.messages import Loaded, LoadRequest, TaskId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """What the model's cache classes allow; `unsupported_detail` says why nothing can be kept."""
+
+    unsupported_detail: str = ""
+    has_kv: bool = True
+    cuttable_inside: bool = True
+    needs_checkpoint: bool = False
+    window_token_count: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedBlock:
+    """One block of a restore with the regions that are on the device."""
+
+    start_token_index: int
+    token_count: int
+    regions: Mapping[RegionKind, Region]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreInput:
+    """All a restore is made from: blocks in RAM in ascending order, then what was loaded from SSD."""
+
+    blocks: tuple[PlacedBlock, ...]
+    loaded: Loaded | None
+    origin_token_index: int
+    """Sequence position of row 0 of the loaded buffers."""
+    token_count: int
+    capacity_token_count: int
+
+
+class CacheRunner(Protocol):
+    """The device's side. Inference thread only."""
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, Region]:
+        """Return evaluated copies of these regions of an open or decoding sequence."""
+        ...
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        """Open a sequence whose caches will be rebuilt. Raises StorageError when the input cannot do it."""
+        ...
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        """Rebuild for about `budget_s`; True when the sequence is open. Raises StorageError."""
+        ...
+
+    def from_host(self, region: HostRegion) -> Region:
+        """Copy host memory onto the device, evaluated."""
+        ...
+
+    def to_host(self, regions: Sequence[Region]) -> tuple[HostRegion, ...]:
+        """Return views of evaluated regions that another thread may read and drop."""
+        ...
+
+
+class StoragePort(Protocol):
+    """The SSD tier, from the inference thread: nothing blocks, answers come through the mailbox."""
+
+    def try_reserve(self, size_bytes: int) -> Any | None:
+        """Take credit in the write queue; None when it is full."""
+        ...
+
+    def spill(self, block: HostBlock, credit: Any) -> None:
+        """Hand over a block to be written. Answered by Persisted or SpillDropped."""
+        ...
+
+    def load(self, request: LoadRequest) -> bool:
+        """Ask for blocks. Answered by Loaded or LoadFailed; False when the queue is full."""
+        ...
+
+    def touch(self, hashes: Sequence[BlockHash]) -> bool:
+        """Note that blocks were used, a chain from its end to its beginning. False: too much waits."""
+        ...
+
+    def pin(self, hashes: Sequence[BlockHash]) -> bool:
+        """Keep blocks from eviction by policy. False: too much waits."""
+        ...
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> bool:
+        """Undo `pin`. False: too much waits."""
+        ...
+
+    def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
+        """Remove blocks by order. Answered by Evicted, then Purged; None: too much waits."""
+        ...
+
+    def verify(self, hashes: Sequence[BlockHash] | None = None) -> TaskId | None:
+        """Read and hash blocks, None for all. Answered by Verified; None: too much waits."""
+        ...
+
+    def request_stats(self) -> TaskId | None:
+        """Ask for the counters. Answered by StatsAnswer; None: too much waits."""
+        ...

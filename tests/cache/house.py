@@ -1,0 +1,189 @@
+"""An engine with its prefix cache and SSD tier, in this process, on a tiny real model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.clock import SystemClock
+from service.domain.cache_stats import CacheStats
+from service.domain.events import CacheReport, Finished, Started
+from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from service.domain.model import EngineState
+from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.domain.stats import EngineStats
+from service.engine import model_loader
+from service.engine.engine import Engine
+from service.engine.fingerprint import model_fingerprint
+from service.engine.mlx_runner import MlxRunner, RunnerSettings
+from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_desk import PrefixDesk
+from service.engine.scheduler import SchedulerLimits
+from service.kv.files import Files, SystemFiles
+from service.kv.messages import StorageSettings
+from service.kv.storage import Storage
+from tests.engine.fakes import BOUND_S, Recorder
+
+BLOCK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one request came to."""
+
+    tokens: list[int]
+    cache: CacheReport
+    usage_cache: CacheReport
+
+
+class House:
+    """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        directory: Path | None,
+        *,
+        chunk: int = BLOCK,
+        ram_bytes: int = 1 << 30,
+        spill_policy: str = "on_evict",
+        kv_bits: int = 0,
+        kv_group_size: int = 32,
+        checkpoint_interval_tokens: int = 64,
+        is_enabled: bool = True,
+        files: Files | None = None,
+    ) -> None:
+        clock = SystemClock()
+        source = model_loader.ModelSource(path=folder, model_id="tiny")
+        tokenizer = model_loader.load_tokenizer(source)
+        fingerprint = model_fingerprint(
+            folder, dtype="stored", kv_format=f"{kv_bits}", block_token_count=BLOCK
+        )
+        runner = MlxRunner(
+            source=source,
+            tokenizer=tokenizer,
+            settings=RunnerSettings(8, BLOCK, kv_bits, kv_group_size),
+            clock=clock,
+        )
+        self.recorder = Recorder()
+        self.storage: Storage | None = None
+        if directory is not None:
+            self.storage = Storage(
+                StorageSettings(
+                    directory=str(directory),
+                    fingerprint=fingerprint.value,
+                    fingerprint_details=tuple(sorted(fingerprint.details.items())),
+                    limit_bytes=1 << 30,
+                    free_floor_bytes=0,
+                    daily_write_limit_bytes=0,
+                    spill_queue_limit_bytes=1 << 26,
+                    load_queue_limit_count=16,
+                    task_queue_limit_count=64,
+                    reader_thread_count=2,
+                ),
+                files=files or SystemFiles(),
+                clock=clock,
+                post=lambda outcome: self.engine.take_outcome(outcome),
+            )
+        settings = PrefixSettings(
+            fingerprint=fingerprint.value,
+            block_token_count=BLOCK,
+            is_enabled=is_enabled,
+            ram_limit_bytes=ram_bytes,
+            checkpoint_interval_tokens=checkpoint_interval_tokens,
+            spill_policy=spill_policy,
+            may_recompute=False,
+        )
+
+        def make_prefix() -> PrefixDesk:
+            self.cache = PrefixCache(
+                settings=settings,
+                facts=runner.cache_facts(),
+                runner=runner,
+                storage=self.storage,
+                clock=clock,
+            )
+            return PrefixDesk(cache=self.cache, runner=runner, clock=clock, adopt_budget_s=0.005)
+
+        self.engine = Engine(
+            runner=runner,
+            limits=SchedulerLimits(
+                waiting_limit=100, running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk
+            ),
+            mailbox_limit=100,
+            listener=self.recorder,
+            clock=clock,
+            decode=tokenizer.decode,
+            make_prefix=make_prefix,
+            flush_timeout_s=BOUND_S,
+        )
+
+    def __enter__(self) -> House:
+        if self.storage is not None:
+            self.storage.lock()
+            self.storage.start()
+        self.engine.start()
+        self.recorder.wait_for_state(EngineState.READY)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.drain(grace_s=BOUND_S)
+        assert self.engine.join(timeout_s=BOUND_S)
+        if self.storage is not None:
+            self.storage.close(deadline_time=SystemClock().monotonic() + BOUND_S)
+            assert self.storage.join(timeout_s=BOUND_S)
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_output_tokens: int = 8,
+        sampling: SamplingParams | None = None,
+        tenant: Tenant = DEFAULT_TENANT,
+        cache_use: CacheUse = CacheUse.READ_WRITE,
+    ) -> None:
+        """Hand in a request without waiting for it."""
+        self.engine.submit(
+            GenerationRequest(
+                request_id=RequestId(name),
+                prompt_token_ids=tuple(prompt),
+                max_output_tokens=max_output_tokens,
+                sampling=sampling or SamplingParams(),
+                stop=(),
+                arrival_time=0.0,
+                tenant=tenant,
+                cache_use=cache_use,
+            )
+        )
+
+    def answer(self, name: str) -> Answer:
+        """Wait for a request's end and return what came of it."""
+        end = self.recorder.wait_for_end(name)
+        assert isinstance(end, Finished), end
+        started = self.recorder.events[name][0]
+        assert isinstance(started, Started)
+        return Answer(self.recorder.tokens_of(name), started.cache, end.usage.cache)
+
+    def ask(self, name: str, prompt: Sequence[int], **kwargs) -> Answer:
+        """Hand in a request and wait for its end."""
+        self.submit(name, prompt, **kwargs)
+        return self.answer(name)
+
+    def stats(self) -> tuple[EngineStats, CacheStats]:
+        """Ask the engine for all its counters."""
+        answers: list[tuple[EngineStats, CacheStats | None]] = []
+        import threading
+
+        came = threading.Event()
+
+        def take(engine: EngineStats, cache: CacheStats | None) -> None:
+            answers.append((engine, cache))
+            came.set()
+
+        self.engine.request_stats(take)
+        assert came.wait(BOUND_S)
+        ((engine, cache),) = answers
+        assert cache is not None
+        return engine, cache

@@ -1,0 +1,51 @@
+"""Cold, from RAM, and from SSD after a restart: the same tokens, for every architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.domain.events import ReuseLimit
+from tests.cache.house import BLOCK, House
+from tests.models import ARCHITECTURES, tiny_model_dir
+
+
+def prompt(count: int, *, salt: int = 0) -> list[int]:
+    return [3 + (i * 7 + i * i + salt) % 290 for i in range(count)]
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_cold_ram_and_ssd_give_the_same_tokens(tmp_path: Path, architecture: str) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    tokens = prompt(5 * BLOCK + 7)
+    with House(folder, tmp_path / "blocks") as house:
+        cold = house.ask("cold", tokens)
+        ram = house.ask("ram", tokens)
+    with House(folder, tmp_path / "blocks") as house:
+        ssd = house.ask("ssd", tokens)
+        again = house.ask("again", tokens)
+    assert cold.cache.cached_token_count == 0 and cold.cache.limit is ReuseLimit.NO_MATCH
+    assert ram.tokens == cold.tokens and ssd.tokens == cold.tokens and again.tokens == cold.tokens
+    assert ram.cache.ram_token_count == len(tokens) - 1 and ram.cache.ssd_token_count == 0
+    assert ssd.cache.ssd_token_count >= 5 * BLOCK and ssd.cache.ram_token_count == 0
+    assert again.cache.ram_token_count >= 5 * BLOCK
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_the_next_turn_of_a_conversation_starts_where_the_last_one_ended(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    first = prompt(3 * BLOCK + 5)
+    with House(folder, tmp_path / "blocks") as house:
+        reply = house.ask("first", first, max_output_tokens=BLOCK + 3)
+        second = [*first, *reply.tokens, *prompt(9, salt=50)]
+        warm = house.ask("second", second)
+    with House(folder, None, is_enabled=False) as house:
+        cold = house.ask("second", second)
+    with House(folder, tmp_path / "blocks") as house:
+        restarted = house.ask("second", second)
+    assert warm.tokens == cold.tokens and restarted.tokens == cold.tokens
+    assert warm.cache.cached_token_count == len(first) + len(reply.tokens)
+    assert restarted.cache.ssd_token_count > 0
