@@ -27,7 +27,7 @@ CALL_TIMEOUT_S = 120
 EXPECTED = {
     "InferenceService/Generate": '"text"',
     "InferenceService/Stream": '"finished"',
-    "InferenceService/Tokenize": '"tokenCount"',
+    "InferenceService/Tokenize": '"Hello"',
     "InferenceService/CacheStats": '"engine"',
     "ModelService/ListModels": "gemma-3-270m",
     "Health/Check": "SERVING",
@@ -36,7 +36,8 @@ EXPECTED = {
 
 GENERATE = "icehouse.v1.InferenceService/Generate"
 
-# Request, and the status and reason that must come back.
+# Request, and the status and reason that must come back. Two prompts at once are not among them: grpcurl
+# keeps only the last of a oneof, so the server never sees both (tests/rpc sends them over the wire).
 WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("no prompt", {}, "InvalidArgument", "PROMPT_MISSING"),
     ("empty prompt", {"text": ""}, "InvalidArgument", "PROMPT_EMPTY"),
@@ -78,13 +79,6 @@ class Smoke:
             done = self._call(request)
             good = done.returncode != 0 and f"Code: {code}" in done.stderr and reason in done.stderr
             self._check(f"refused: {name} -> {code} {reason}", good, (done.stdout + done.stderr)[-800:])
-        two = subprocess.run(
-            [self._grpcurl, "-plaintext", "-d", '{"text":"a","tokens":{"ids":[1]}}', self._address, GENERATE],
-            capture_output=True,
-            text=True,
-            timeout=CALL_TIMEOUT_S,
-        )
-        self._check("refused: two prompts at once", two.returncode != 0, two.stdout)
 
     def still_alive(self) -> None:
         """After all of it the server answers."""
