@@ -35,6 +35,7 @@ DTYPE_BYTES = {
 """Bytes per element of the safetensors dtypes that a cache can hold."""
 
 REGION_ORDER = tuple(RegionKind)
+_KINDS = {str(kind): kind for kind in RegionKind}
 
 
 class Damage(enum.StrEnum):
@@ -255,6 +256,9 @@ def _parse_regions(
     return tuple(regions)
 
 
+_INT_ONLY = {int}
+
+
 def _parse_tensor(key: str, entry: dict[str, object], *, data_offset: int) -> tuple[RegionKind, FileTensor]:
     kind, _, name = key.partition(".")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -262,8 +266,8 @@ def _parse_tensor(key: str, entry: dict[str, object], *, data_offset: int) -> tu
         raise ValueError(f"{key} is not described as a tensor")
     start, end = offsets
     numbers = (*shape, start, end)
-    if set(map(type, numbers)) != {int} or min(numbers) < 0:
+    if set(map(type, numbers)) != _INT_ONLY or min(numbers) < 0:
         raise ValueError(f"{key} has a size that is not a count")
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"{key} of shape {shape} and dtype {dtype} has {end - start} bytes")
-    return RegionKind(kind), FileTensor(name, dtype, tuple(shape), start + data_offset, end - start)
+    return _KINDS[kind], FileTensor(name, dtype, tuple(shape), start + data_offset, end - start)

@@ -63,8 +63,8 @@ def _write_partial(prepared: PreparedBlock, partial: str, files: Files) -> Block
 
 def remove_blocks(
     records: Sequence[BlockRecord], *, files: Files, paths: StorePaths, manifest: Manifest
-) -> tuple[BlockHash, ...]:
-    """Delete rows, then unlink their files; return the blocks whose file could not be removed.
+) -> list[str]:
+    """Delete rows, then unlink their files; return the paths of files that could not be removed.
 
     A file that is gone already counts as removed. Raises `sqlite3.Error` before anything
     was unlinked.
@@ -72,13 +72,14 @@ def remove_blocks(
     manifest.delete([record.hash for record in records])
     stuck = []
     for record in records:
+        path = paths.block(record.fingerprint, record.hash)
         try:
-            files.unlink(paths.block(record.fingerprint, record.hash))
+            files.unlink(path)
         except FileNotFoundError:
             continue
         except OSError:
-            stuck.append(record.hash)
-    return tuple(stuck)
+            stuck.append(path)
+    return stuck
 
 
 def move_to_quarantine(record_hash: BlockHash, *, path: str, files: Files, paths: StorePaths) -> None:

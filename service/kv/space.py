@@ -22,7 +22,7 @@ class Space:
     manifest_bytes: int = 0
     quarantine_bytes: int = 0
     leftover_bytes: int = 0
-    """Files that could neither be used nor removed; the next start removes them."""
+    """Files that are neither blocks nor ours, or could not be removed."""
     day: int = 0
     written_today_bytes: int = 0
 

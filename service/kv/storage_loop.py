@@ -42,7 +42,7 @@ from service.kv.write_gate import WriteGate, is_disk_full
 
 _log = logging.getLogger(__name__)
 
-_TOUCH_FLUSH_S = 5.0
+_KEEP_UP_S = 5.0
 """Recency is written at most this often; a crash forgets no more of it."""
 _DEFERRED_SLICE_COUNT = 64
 """Files looked at per idle step after a clean start."""
@@ -77,7 +77,7 @@ class StorageLoop:
         self._close: CloseRequest | None = None
         self._deferred: Iterator[BlockHash] = iter(())
         self._announced_detail = ""
-        self._uses_flushed_time = clock.monotonic()
+        self._kept_up_time = clock.monotonic()
 
     def open(self) -> None:
         """Open the directory and post the inventory; a disk that refuses shuts the gate instead."""
@@ -126,9 +126,9 @@ class StorageLoop:
         if self._tasks:
             self._step_task()
             return True
-        if now - self._uses_flushed_time >= _TOUCH_FLUSH_S:
-            self._uses_flushed_time = now
-            self._store.flush_uses()
+        if now - self._kept_up_time >= _KEEP_UP_S:
+            self._kept_up_time = now
+            self._store.keep_up()
         return self._walk_deferred()
 
     def _handle(self, request: Request) -> None:

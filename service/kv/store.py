@@ -19,7 +19,7 @@ from service.domain.ids import BlockHash
 from service.errors import Reason, StartError
 from service.kv.block_file import PreparedBlock
 from service.kv.clean_mark import leave_mark
-from service.kv.commit import commit_block, move_to_quarantine, remove_blocks
+from service.kv.commit import commit_block, remove_blocks
 from service.kv.disk_index import DiskIndex
 from service.kv.files import Files, read_text
 from service.kv.manifest import LOG_ALLOWANCE_BYTES, Manifest
@@ -27,11 +27,10 @@ from service.kv.messages import ReconcileReport, StorageSettings
 from service.kv.open_store import open_store
 from service.kv.reconcile import Finding, examine_row, repair
 from service.kv.records import BlockRecord
+from service.kv.set_aside import Leftovers, Quarantine
 from service.kv.space import Space
-from service.kv.store_paths import StorePaths
+from service.kv.store_paths import PARTIAL_SUFFIX, StorePaths
 
-_QUARANTINE_LIMIT_COUNT = 64
-"""Damaged files kept to be looked at; the oldest goes when one more comes."""
 _EVICTION_BATCH_COUNT = 8
 """Blocks evicted by one call, so that a read never waits long behind evictions."""
 
@@ -73,7 +72,9 @@ class BlockStore:
             floor_bytes=settings.free_floor_bytes,
             daily_limit_bytes=settings.daily_write_limit_bytes,
         )
-        self.quarantined: dict[BlockHash, int] = {}
+        self.quarantined = Quarantine(files, self.paths, found={})
+        self._leftovers = Leftovers(files)
+        self._unknown_bytes = 0
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
@@ -117,24 +118,25 @@ class BlockStore:
         self._manifest = opened.manifest
         self.report = opened.report
         self.index = DiskIndex.of(opened.records)
-        self.quarantined = opened.quarantined
-        self.space.leftover_bytes = opened.unknown_bytes
-        self.space.quarantine_bytes = sum(opened.quarantined.values())
+        self.quarantined = Quarantine(self.files, self.paths, found=opened.quarantined)
+        self._leftovers = Leftovers(self.files)
+        self._unknown_bytes = opened.unknown_bytes
         self.space.written_today_bytes = 0
         day = self.space.turn_day(self.clock.wall())
         self.space.written_today_bytes = opened.manifest.written_bytes(day=day)
-        self._trim_quarantine()
-        self._weigh_manifest()
+        self.quarantined.trim()
+        self._weigh()
 
     def close(self) -> bool:
         """Flush recency, close the manifest and mark the directory clean; True when all of it worked."""
         if self._manifest is None:
             return False
         try:
-            self.flush_uses()
+            self.keep_up()
             self._manifest.close()
             self._manifest = None
-            leave_mark(self.files, self.paths)
+            if not (self._leftovers or self._unknown_bytes):
+                leave_mark(self.files, self.paths)
         except (OSError, sqlite3.Error):
             self.abandon()
             return False
@@ -153,18 +155,25 @@ class BlockStore:
         assert header.hash not in self.index, f"Block {header.hash.hex()} is stored already"
         now_time = self.clock.wall()
         day = self.space.turn_day(now_time)
-        record = commit_block(
-            prepared,
-            files=self.files,
-            paths=self.paths,
-            manifest=self.manifest,
-            now_time=now_time,
-            day=day,
-        )
+        path = self.paths.block(header.fingerprint, header.hash)
+        try:
+            record = commit_block(
+                prepared,
+                files=self.files,
+                paths=self.paths,
+                manifest=self.manifest,
+                now_time=now_time,
+                day=day,
+            )
+        except OSError:
+            self._leftovers.note(path + PARTIAL_SUFFIX)
+            self._leftovers.note(path)
+            raise
+        self._leftovers.forget(path)
         self.index.add(record)
         self.space.written_today_bytes += record.file_bytes
         self.counters.written_bytes += record.file_bytes
-        self._weigh_manifest()
+        self._weigh()
         return record
 
     def make_room(self, size_bytes: int) -> Room:
@@ -181,7 +190,8 @@ class BlockStore:
     def reclaim(self, size_bytes: int) -> Room:
         """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
         if self.quarantined:
-            self._drop_quarantined(next(iter(self.quarantined)))
+            self.quarantined.drop_oldest()
+            self._weigh()
             return Room.PROGRESS
         victims: list[BlockRecord] = []
         freed_bytes = 0
@@ -209,10 +219,9 @@ class BlockStore:
         for record in records:
             self.index.remove(record.hash)
         self._gone.extend(record.hash for record in records)
-        stuck = remove_blocks(records, files=self.files, paths=self.paths, manifest=self.manifest)
-        sizes = {record.hash: record.file_bytes for record in records}
-        self.space.leftover_bytes += sum(sizes[block_hash] for block_hash in stuck)
-        self._weigh_manifest()
+        for path in remove_blocks(records, files=self.files, paths=self.paths, manifest=self.manifest):
+            self._leftovers.note(path)
+        self._weigh()
 
     def quarantine(self, block_hash: BlockHash) -> bool:
         """Put a damaged block's file aside, its row first; False when it is not stored."""
@@ -224,13 +233,10 @@ class BlockStore:
         path = self.paths.block(record.fingerprint, block_hash)
         self.counters.quarantined_count += 1
         try:
-            move_to_quarantine(block_hash, path=path, files=self.files, paths=self.paths)
+            self.quarantined.take_in(block_hash, path=path)
         except FileNotFoundError:
             return True
-        except OSError:
-            self.space.leftover_bytes += record.file_bytes
-            raise
-        self._note_quarantined(block_hash, self.files.stat(self.paths.quarantined(block_hash)).size_bytes)
+        self._weigh()
         return True
 
     def drop_missing(self, block_hash: BlockHash) -> bool:
@@ -257,17 +263,20 @@ class BlockStore:
         return False
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
-        """Note a use of each stored block; written to the manifest by `flush_uses`."""
+        """Note a use of each stored block; written to the manifest by `keep_up`."""
         now_time = self.clock.wall()
         for block_hash in hashes:
             if self.index.touch(block_hash, now_time=now_time):
                 self._uses[block_hash] = (now_time, self._uses.get(block_hash, (0.0, 0))[1] + 1)
 
-    def flush_uses(self) -> None:
-        """Write the noted uses in one transaction."""
+    def keep_up(self) -> None:
+        """Write the noted uses in one transaction, and try again to remove what would not go."""
         if self._uses:
             uses, self._uses = self._uses, {}
             self.manifest.touch(uses)
+        if self._leftovers:
+            self._leftovers.retry()
+            self._weigh()
 
     def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> int:
         """Pin or unpin the stored ones of these blocks; return how many those were."""
@@ -284,21 +293,10 @@ class BlockStore:
         """Return all bytes the limit counts."""
         return self.index.block_bytes + self.space.other_bytes()
 
-    def _weigh_manifest(self) -> None:
+    def _weigh(self) -> None:
+        """Bring the ledger up to date with everything that is no block."""
         # The log grows and shrinks with every row; a fixed allowance keeps the limit true between looks.
-        size_bytes = self.files.stat(self.paths.manifest).size_bytes
-        self.space.manifest_bytes = size_bytes + LOG_ALLOWANCE_BYTES
-
-    def _note_quarantined(self, block_hash: BlockHash, size_bytes: int) -> None:
-        self.space.quarantine_bytes += size_bytes - self.quarantined.pop(block_hash, 0)
-        self.quarantined[block_hash] = size_bytes
-        self._trim_quarantine()
-
-    def _trim_quarantine(self) -> None:
-        while len(self.quarantined) > _QUARANTINE_LIMIT_COUNT:
-            self._drop_quarantined(next(iter(self.quarantined)))
-
-    def _drop_quarantined(self, block_hash: BlockHash) -> None:
-        self.space.quarantine_bytes -= self.quarantined.pop(block_hash)
-        with contextlib.suppress(FileNotFoundError):
-            self.files.unlink(self.paths.quarantined(block_hash))
+        manifest_bytes = self.files.stat(self.paths.manifest).size_bytes
+        self.space.manifest_bytes = manifest_bytes + LOG_ALLOWANCE_BYTES
+        self.space.quarantine_bytes = self.quarantined.size_bytes
+        self.space.leftover_bytes = self._unknown_bytes + self._leftovers.size_bytes

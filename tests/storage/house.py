@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from service.kv.files import SystemFiles
-from service.kv.messages import StatsAnswer, StorageClosed, StorageSettings
+from service.kv.messages import Evicted, Inventory, Persisted, StatsAnswer, StorageClosed, StorageSettings
 from service.kv.storage import Storage
 from service.kv.store import BlockStore
 from service.kv.store_paths import StorePaths
@@ -90,6 +90,20 @@ class StorageHouse:
         taken = list(self.outcomes)
         self.outcomes.clear()
         return taken
+
+    def take_inventory(self) -> tuple:
+        """Return the records of the last inventory less what was evicted since; outcomes stay."""
+        self.settle()
+        records: dict = {}
+        for outcome in self.outcomes:
+            if isinstance(outcome, Inventory):
+                records = {record.hash: record for record in outcome.records}
+            elif isinstance(outcome, Persisted):
+                records[outcome.record.hash] = outcome.record
+            elif isinstance(outcome, Evicted):
+                for block_hash in outcome.hashes:
+                    records.pop(block_hash, None)
+        return tuple(records.values())
 
     def spill(self, *blocks) -> None:
         """Hand blocks over and settle."""
