@@ -11,8 +11,8 @@ from service.cli.preload import runs_on_cpu
 from service.clock import Clock
 from service.config import CacheConfig, ModelConfig
 from service.engine.fingerprint import ModelFingerprint, model_fingerprint
-from service.engine.memory import device_memory_bytes
 from service.engine.mlx_runner import MlxRunner
+from service.engine.model_loader import device_memory_bytes
 from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
 from service.kv.files import SystemFiles

@@ -175,6 +175,13 @@ def _quantization(config: Mapping[str, Any]) -> str:
     return f"{found['bits']}-bit, group {found.get('group_size', '?')}"
 
 
+def device_memory_bytes() -> int:
+    """Return what a process should use at most: Metal's recommended working set, or all there is."""
+    info = mx.device_info()
+    found = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    return int(found or info.get("total_memory") or 0)
+
+
 def _device_name() -> str:
     info = mx.device_info()
     kind = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
