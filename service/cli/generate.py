@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli.console import complain, err
 from service.config import ServerConfig, load_config
-from service.rpc.dial import CallFailed, Connection, Prompt, Summary
+
+if TYPE_CHECKING:
+    from service.rpc.dial import Summary
 
 
 def generate(
@@ -29,6 +31,9 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the text only.")] = False,
 ) -> None:
     """Stream a continuation of TEXT from a running server."""
+    # Imported here, so that commands that need no gRPC start without it.
+    from service.rpc.dial import CallFailed, Connection, Prompt
+
     prompt = Prompt(
         text=sys.stdin.read() if text == "-" else text,
         is_chat=chat,

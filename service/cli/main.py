@@ -13,6 +13,7 @@ from service.cli.console import complain, out
 from service.cli.flags import with_settings
 from service.cli.generate import generate
 from service.config import LoadedConfig
+from service.config.load import quiet_grpc
 from service.errors import ConfigError, IcehouseError
 
 EXIT_FAILURE = 1
@@ -77,6 +78,7 @@ def version() -> None:
 
 def main() -> None:
     """Run the command line; operating errors become one line and an exit code."""
+    quiet_grpc()
     try:
         app()
     except IcehouseError as error:

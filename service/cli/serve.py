@@ -22,7 +22,7 @@ from service.cli.preload import restart_with_openblas
 from service.clock import Clock, SystemClock
 from service.config import Config, LoadedConfig
 from service.domain.model import EngineState
-from service.errors import EngineFailed, Reason
+from service.errors import EngineFailed, IcehouseError, Reason
 from service.rpc.router import Router
 
 _log = logging.getLogger("icehouse.boot")
@@ -55,12 +55,12 @@ async def _serve(config: Config, clock: Clock) -> None:
     stop_signal = _listen_for_signals()
     address = await house.server.start()
     try:
-        if house.storage is not None:
-            with narrator.phase("locked the cache") as fields:
-                house.storage.lock()
-                house.storage.start()
-                fields.update(directory=config.cache.block_directory)
-        house.engine.start()
+        _open_storage(house, config, narrator)
+    except IcehouseError:
+        await house.server.stop(grace_s=0)
+        raise
+    house.engine.start()
+    try:
         with narrator.phase("loaded the model") as fields:
             await _until(house, EngineState.READY, stop_signal)
             if router.model is not None:
@@ -72,6 +72,16 @@ async def _serve(config: Config, clock: Clock) -> None:
         await _drain(house, grace_s=config.server.drain_grace_s, narrator=narrator)
     if router.state is EngineState.FAILED:
         raise house.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+
+
+def _open_storage(house: House, config: Config, narrator: Narrator) -> None:
+    """Take the cache directory; raises StartError naming its owner when another process has it."""
+    if house.storage is None:
+        return
+    with narrator.phase("locked the cache") as fields:
+        house.storage.lock()
+        house.storage.start()
+        fields.update(directory=config.cache.block_directory)
 
 
 class Narrator:

@@ -40,6 +40,11 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def quiet_grpc() -> None:
+    """Keep gRPC's C core from writing lines of its own; our errors say what it would. Before its import."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def load_config(
     *,
     flags: Mapping[str, object] | None = None,

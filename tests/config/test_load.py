@@ -16,7 +16,7 @@ def write(folder: Path, text: str) -> Path:
 
 def refusal(**sources: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(**{"environ": {}, **sources})  # type: ignore[arg-type]
+        load_config(**{"environ": {}, **sources})
     assert caught.value.reason is Reason.CONFIG_INVALID
     assert "\n" not in caught.value.message
     return caught.value.message

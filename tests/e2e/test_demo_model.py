@@ -30,6 +30,7 @@ class Running:
     """A server process and a connection to it."""
 
     address: str
+    scratch: Path
     connection: Connection
 
     def ask(self, prompt: Prompt) -> tuple[str, Summary]:
@@ -46,7 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     scratch: Path = tmp_path_factory.mktemp("server")
     with running_server(address=address, scratch=scratch) as server, Connection(address) as connection:
         assert connection.wait_until_serving(is_alive=lambda: server.poll() is None), "the server ended"
-        yield Running(address, connection)
+        yield Running(address, scratch, connection)
 
 
 def icehouse(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -91,6 +92,16 @@ def test_a_taken_port_ends_a_second_server_with_one_line(running: Running) -> No
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and port in lines[0] and "--port" in lines[0]
+
+
+def test_a_taken_cache_directory_ends_a_second_server_with_one_line(running: Running) -> None:
+    blocks = str(running.scratch / "blocks")
+    done = icehouse(
+        "serve", "--model", "demo", "--port", "0", "--log-level", "error", "--cache-directory", blocks
+    )
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and blocks in lines[0] and "process" in lines[0]
 
 
 def test_a_broken_model_ends_the_server_with_one_line(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ OWNERS = {
         "service.engine.upstream",
         "service.engine.sampler",
         "service.engine.decode_batch",
+        "service.engine.memory",
         "service.kv.layout",
         "service.kv.layout_",
         "service.kv.ram_tier",

@@ -34,7 +34,8 @@ def test_everything_public_says_what_it_is(module: Module) -> None:
     """Modules, classes and module-level functions; methods speak through their class and protocol."""
     silent = [] if ast.get_docstring(module.tree) or not module.tree.body else [str(module.path)]
     for node in module.tree.body:
-        named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if named and not node.name.startswith("_") and not ast.get_docstring(node):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if not node.name.startswith("_") and not ast.get_docstring(node):
             silent.append(f"{module.path}:{node.lineno}: {node.name}")
     assert silent == []
