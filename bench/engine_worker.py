@@ -1,0 +1,75 @@
+"""mlx-lm's BatchGenerator on a model folder, alone in a process: the engine without a server around it.
+
+Reads one order a line from standard input, `{"prompts": [[ids]], "max_output_tokens": n}`, runs the
+prompts together and answers with one line of timings. Loads the folder exactly as the server does, with
+OpenBLAS in front of MLX's own BLAS where the server would put it there. Run by `engine_process`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from service.cli.preload import restart_with_openblas
+
+
+def main() -> None:
+    """Load the model, say so, and work until standard input ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", required=True)
+    arguments = parser.parse_args()
+    restart_with_openblas()
+    # Whatever libraries print must not end up between the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+
+    from service.engine import model_loader
+
+    source = model_loader.ModelSource(path=arguments.model, model_id="bench", dtype=arguments.dtype)
+    loaded = model_loader.load(source)
+    config = loaded.config
+    eos = config.get("eos_token_id", [])
+    eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
+    _say(answers, {"ready": True})
+    for line in sys.stdin:
+        order = json.loads(line)
+        replies = _run(loaded.model, order["prompts"], order["max_output_tokens"], eos_token_ids)
+        _say(answers, {"replies": replies})
+
+
+def _run(
+    model: Any, prompts: list[list[int]], max_output_tokens: int, eos_token_ids: list[int]
+) -> list[dict[str, Any]]:
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(model, stop_tokens=[[token_id] for token_id in eos_token_ids])
+    start_time_s = time.perf_counter()
+    uids = generator.insert(prompts, [max_output_tokens] * len(prompts))
+    times: dict[int, list[float]] = {uid: [] for uid in uids}
+    ids: dict[int, list[int]] = {uid: [] for uid in uids}
+    running = set(uids)
+    while running:
+        responses = generator.next_generated()
+        now = time.perf_counter()
+        for response in responses:
+            times[response.uid].append(now)
+            ids[response.uid].append(response.token)
+            if response.finish_reason is not None:
+                running.discard(response.uid)
+    generator.close()
+    return [
+        {"start_time_s": start_time_s, "token_times_s": times[uid], "token_ids": ids[uid]} for uid in uids
+    ]
+
+
+def _say(answers: TextIO, what: dict[str, Any]) -> None:
+    answers.write(json.dumps(what) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

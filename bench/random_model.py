@@ -1,0 +1,69 @@
+"""A llama-like model folder with random weights, made on the fly: no download, and steps of tens of ms.
+
+16 layers of 8 KV heads of 128 in float32 are 128 KiB of KV per token, as with models many times its
+size, while its 70 million weights prefill 1,000 tokens in a few seconds on two x86 cores. Its output is
+no language; its replies are full length and each token is text at once, so that arrival can be timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from bench.server_process import ROOT, child_environment
+from tests.models.folder import tiny_model_dir
+from tests.models.vocabulary import tokenizer
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 16,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 16384,
+}
+KV_BYTES_PER_TOKEN = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+
+
+def make_random_model(parent: Path) -> Path:
+    """Write the folder below `parent`, in a child process so that this one holds no weights; return it."""
+    command = [sys.executable, "-m", "bench.random_model", str(parent)]
+    subprocess.run(command, cwd=ROOT, env=child_environment(), check=True)
+    return parent / "random-llama"
+
+
+def main() -> None:
+    """Write the folder."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parent", type=Path)
+    folder = tiny_model_dir(parser.parse_args().parent, "llama", name="random-llama", **SHAPE)
+    _never_emit_partial_characters(folder)
+
+
+def _never_emit_partial_characters(folder: Path) -> None:
+    """Give the tokens that are parts of characters logit 0, and the others their random ones.
+
+    A server holds such tokens back until the character is whole, and they could not be timed.
+    """
+    words = tokenizer()
+    file = str(folder / "model.safetensors")
+    weights = mx.load(file)
+    assert isinstance(weights, dict)
+    head = weights["lm_head.weight"]
+    whole = [[float("\ufffd" not in words.decode([i]))] for i in range(head.shape[0])]
+    weights["lm_head.weight"] = head * mx.array(whole)
+    mx.eval(weights)
+    mx.save_safetensors(file, weights, metadata={"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["num_hidden_layers"] == SHAPE["num_hidden_layers"], "the shape did not reach the folder"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What one caller saw of one request, and what a whole round of them says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """Arrival of each token of one reply. Times are one process's monotonic clock, in seconds."""
+
+    start_time_s: float
+    token_times_s: tuple[float, ...]
+    token_ids: tuple[int, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the call to the first token."""
+        return self.token_times_s[0] - self.start_time_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoundMetrics:
+    """One round of clients that started together. `decode_tokens_per_s` is None without a steady stretch."""
+
+    token_count: int
+    tokens_per_s: float
+    decode_tokens_per_s: float | None
+    ttft_p50_s: float
+    ttft_p95_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+
+
+_STEADY_STEP_COUNT = 4
+"""A stretch of fewer tokens per client than this says nothing about decoding."""
+
+
+def measure(replies: Sequence[Reply]) -> RoundMetrics:
+    """Return the metrics of one round; every reply has at least one token."""
+    starts = [reply.start_time_s for reply in replies]
+    last = max(reply.token_times_s[-1] for reply in replies)
+    token_count = sum(len(reply.token_times_s) for reply in replies)
+    ttfts = [reply.ttft_s for reply in replies]
+    gaps = [b - a for r in replies for a, b in zip(r.token_times_s, r.token_times_s[1:], strict=False)]
+    return RoundMetrics(
+        token_count=token_count,
+        tokens_per_s=token_count / (last - min(starts)),
+        decode_tokens_per_s=_steady_rate(replies),
+        ttft_p50_s=quantile(ttfts, 0.5),
+        ttft_p95_s=quantile(ttfts, 0.95),
+        itl_p50_s=quantile(gaps, 0.5),
+        itl_p99_s=quantile(gaps, 0.99),
+    )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the linearly interpolated `share` (0..1) quantile; NaN of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _steady_rate(replies: Sequence[Reply]) -> float | None:
+    """Tokens per second while every client decodes: after the last first token, until the first end."""
+    began = max(reply.token_times_s[0] for reply in replies)
+    ended = min(reply.token_times_s[-1] for reply in replies)
+    inside = sum(began < at <= ended for reply in replies for at in reply.token_times_s)
+    if ended <= began or inside < _STEADY_STEP_COUNT * len(replies):
+        return None
+    return inside / (ended - began)

@@ -1,0 +1,122 @@
+"""The real server as a child process on a free loopback port, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The project's folder: children run here, so that they import what the parent imports."""
+
+_POLL_S = 0.2
+
+
+class ServerProcess:
+    """`icehouse serve` with extra flags; ready when `__enter__` returns, stopped with SIGTERM.
+
+    `cache_directory` keeps the bench out of the user's own cache.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        cache_directory: Path,
+        log_file: Path,
+        flags: Sequence[str] = (),
+        boot_timeout_s: float = 180.0,
+        stop_timeout_s: float = 90.0,
+    ) -> None:
+        self._arguments = ["--model", model, "--cache-directory", str(cache_directory), *flags]
+        self._log_file = log_file
+        self._boot_timeout_s = boot_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        self.boot_s = 0.0
+
+    @property
+    def process_id(self) -> int:
+        """The child's pid, for profilers."""
+        assert self._process is not None, "the server does not run"
+        return self._process.pid
+
+    def __enter__(self) -> ServerProcess:
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        command = [sys.executable, "-m", "service.cli.main", "serve", "--port", str(port), *self._arguments]
+        began = time.monotonic()
+        with self._log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=child_environment(), stdout=log, stderr=log
+            )
+        try:
+            self._wait_until_serving(began + self._boot_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        self.boot_s = time.monotonic() - began
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None, "the server was never started"
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(self._stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise RuntimeError(
+                f"the server did not stop in {self._stop_timeout_s} s; {self._log_file}"
+            ) from None
+
+    def kill(self) -> None:
+        """End the child at once."""
+        assert self._process is not None, "the server was never started"
+        self._process.kill()
+        self._process.wait()
+
+    def _wait_until_serving(self, deadline: float) -> None:
+        assert self._process is not None
+        with grpc.insecure_channel(self.address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            while True:
+                if self._process.poll() is not None:
+                    raise RuntimeError(
+                        f"the server ended with {self._process.returncode}; see {self._log_file}"
+                    )
+                try:
+                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.RpcError as error:
+                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                        raise
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the server was not ready in time; see {self._log_file}")
+                time.sleep(_POLL_S)
+
+
+def free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return this process's environment, so set that children import the project from here."""
+    paths = [str(ROOT), str(ROOT / "gen" / "python"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), **(extra or {})}
