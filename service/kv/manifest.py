@@ -27,7 +27,7 @@ _SELECT = """
            b.kv_bytes, b.window_bytes, b.checkpoint_bytes, b.file_bytes, b.mtime_ns, b.layout_abi,
            b.header_xxh3, b.created_time, b.last_used_time, b.hit_count, b.pinned, b.row_xxh3
     FROM blocks b LEFT JOIN fingerprints f ON f.id = b.fingerprint_id
-    ORDER BY b.last_used_time
+    ORDER BY b.last_used_time, b.rowid
 """
 _INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 20)})"
 LOG_ALLOWANCE_BYTES = 4 << 20

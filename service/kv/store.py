@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 
 from service.clock import Clock
 from service.domain.ids import BlockHash
-from service.errors import Reason, StartError
 from service.kv.block_file import PreparedBlock
 from service.kv.clean_mark import leave_mark
 from service.kv.commit import commit_block, remove_blocks
 from service.kv.disk_index import DiskIndex
-from service.kv.files import Files, read_text
+from service.kv.files import Files
+from service.kv.lock_file import take_lock
 from service.kv.manifest import LOG_ALLOWANCE_BYTES, Manifest
 from service.kv.messages import ReconcileReport, StorageSettings
 from service.kv.open_store import open_store
@@ -93,17 +93,7 @@ class BlockStore:
 
     def lock(self) -> None:
         """Make the directory this process's own. Raises `StartError` naming the owner, or `OSError`."""
-        self.files.make_dir(self.paths.root)
-        try:
-            self._lock = self.files.lock(self.paths.lock, owner=f"{os.getpid()}\n")
-        except BlockingIOError as error:
-            owner = read_text(self.files, self.paths.lock, limit_bytes=64).strip() or "unknown"
-            raise StartError(
-                Reason.STORE_LOCKED,
-                f"Cache directory {self.paths.root} is in use by process {owner}; "
-                "stop that process or choose another directory",
-                metadata={"directory": self.paths.root, "owner_pid": owner},
-            ) from error
+        self._lock = take_lock(self.files, self.paths)
 
     def unlock(self) -> None:
         """Let another process have the directory."""

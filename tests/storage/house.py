@@ -34,7 +34,7 @@ def settings_for(directory, **changes) -> StorageSettings:
     settings = StorageSettings(
         directory=os.fspath(directory),
         fingerprint=FINGERPRINT,
-        fingerprint_details=(("model", "test"),),
+        fingerprint_details=(("architecture", "test"),),
         limit_bytes=1 << 30,
         free_floor_bytes=0,
         daily_write_limit_bytes=0,

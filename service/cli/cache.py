@@ -1,0 +1,267 @@
+"""`icehouse cache ls | inspect | check | verify | purge`: a look into the SSD tier's directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from service.cli.console import err, out
+from service.clock import SystemClock
+from service.config import load_config
+from service.config.setting import size_text
+from service.kv.files import SystemFiles
+from service.kv.offline_store import OfflineStore, Rows, Verdict
+from service.kv.reconcile import Discrepancy
+from service.kv.records import BlockRecord
+
+app = typer.Typer(
+    name="cache",
+    help="Look into the SSD tier's directory, check it, and remove blocks from it.",
+    no_args_is_help=True,
+)
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--cache-directory", help="The SSD tier's folder (default: the configured one)."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_EXIT_FOUND = 1
+_SECONDS_PER_DAY = 86_400
+
+
+@app.command("ls")
+def list_blocks(
+    directory: Directory = None,
+    as_json: AsJson = False,
+    fingerprint: Annotated[
+        str, typer.Option(help="Only blocks of this model fingerprint (hex prefix).")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Most blocks shown, newest use first; 0 shows all.")] = 50,
+) -> None:
+    """List the blocks on SSD, the most recently used first."""
+    rows = _open(directory).rows()
+    chosen = [r for r in reversed(rows.records) if r.fingerprint.hex().startswith(fingerprint.lower())]
+    shown = chosen[:limit] if limit else chosen
+    if as_json:
+        _print_json([_record_facts(record) for record in shown])
+        return
+    table = Table("block", "model", "tokens", "size", "last used", "hits", "")
+    for record in shown:
+        table.add_row(
+            record.hash.hex()[:16],
+            _model_name(rows, record),
+            f"{record.start_token_index}..{record.start_token_index + record.token_count}",
+            size_text(record.file_bytes),
+            _time_text(record.last_used_time),
+            str(record.hit_count),
+            _marks(record),
+        )
+    out.print(table)
+    total = size_text(sum(record.file_bytes for record in chosen))
+    out.print(f"{len(shown)} of {len(chosen)} blocks shown; {total} in all")
+
+
+@app.command()
+def inspect(
+    block: Annotated[str, typer.Argument(help="A block's hash, or enough of its beginning.")],
+    directory: Directory = None,
+    as_json: AsJson = False,
+    show_tokens: Annotated[bool, typer.Option(help="Print the token ids too; they are the prompt.")] = False,
+) -> None:
+    """Show what one block's row and file say."""
+    store = _open(directory)
+    record = store.find(block)
+    file = store.inspect(record)
+    facts = _record_facts(record)
+    facts["path"] = store.paths.block(record.fingerprint, record.hash)
+    facts["regions"] = [
+        {
+            "kind": str(region.kind),
+            "offset": region.offset,
+            "size_bytes": region.size_bytes,
+            "xxh3": f"{region.checksum:016x}",
+            "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in region.tensors],
+        }
+        for region in file.regions
+    ]
+    if show_tokens:
+        facts["token_ids"] = list(file.header.token_ids)
+    if as_json:
+        _print_json(facts)
+        return
+    for key, value in facts.items():
+        if key != "regions":
+            out.print(f"{key:20} {value}", markup=False)
+    for region in file.regions:
+        out.print(f"region {region.kind}: {size_text(region.size_bytes)}, xxh3 {region.checksum:016x}")
+        for tensor in region.tensors:
+            out.print(f"  {tensor.name:16} {tensor.dtype:5} {list(tensor.shape)}", markup=False)
+
+
+@app.command()
+def check(directory: Directory = None, as_json: AsJson = False) -> None:
+    """Show what the next start would repair between rows and files; exit code 1 when there is something."""
+    store = _open(directory)
+    with _bar("looking at files", total=len(store.rows().records)) as advance_to:
+        found, file_count = store.check(progress=advance_to)
+    if as_json:
+        _print_json({"files": file_count, "discrepancies": [_discrepancy_facts(item) for item in found]})
+    else:
+        for item in found:
+            detail = f" ({item.detail})" if item.detail else ""
+            out.print(f"{item.finding}: {item.path or (item.hash or b'').hex()}{detail}", markup=False)
+        counts = ", ".join(f"{n} x {finding}" for finding, n in Counter(i.finding for i in found).items())
+        out.print(f"{file_count} files, {counts or 'nothing to repair'}")
+    if found:
+        raise typer.Exit(_EXIT_FOUND)
+
+
+@app.command()
+def verify(
+    directory: Directory = None,
+    as_json: AsJson = False,
+    block: Annotated[str, typer.Option(help="Only this block (hash or its beginning).")] = "",
+) -> None:
+    """Read every block and prove its checksums; exit code 1 when one is damaged. Changes nothing."""
+    store = _open(directory)
+    records = [store.find(block)] if block else list(store.rows().records)
+    damaged: list[Verdict] = []
+    done_bytes = 0
+    with _bar("reading blocks", total=sum(record.file_bytes for record in records)) as advance_to:
+        for verdict in store.verify(records):
+            done_bytes += verdict.record.file_bytes
+            advance_to(done_bytes)
+            if verdict.damage is not None:
+                damaged.append(verdict)
+    if as_json:
+        items = [{"hash": v.record.hash.hex(), "damage": str(v.damage), "detail": v.detail} for v in damaged]
+        _print_json({"blocks": len(records), "size_bytes": done_bytes, "damaged": items})
+    else:
+        for verdict in damaged:
+            out.print(f"{verdict.record.hash.hex()} {verdict.damage}: {verdict.detail}", markup=False)
+        out.print(f"{len(records)} blocks, {size_text(done_bytes)} read, {len(damaged)} damaged")
+    if damaged:
+        raise typer.Exit(_EXIT_FOUND)
+
+
+@app.command()
+def purge(
+    directory: Directory = None,
+    as_json: AsJson = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every block and the quarantine.")] = False,
+    fingerprint: Annotated[str, typer.Option(help="The blocks of this model fingerprint (hex prefix).")] = "",
+    block: Annotated[str, typer.Option(help="This block (hash or its beginning).")] = "",
+    unused_days: Annotated[
+        float | None, typer.Option(min=0, help="Blocks that nobody has used for so many days.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove blocks for good. No server may be using the directory."""
+    if not (everything or fingerprint or block or unused_days is not None):
+        raise typer.BadParameter("say what to remove: --all, --fingerprint, --block or --unused-days")
+    store = _open(directory)
+    before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
+    wanted_hash = store.find(block).hash if block else None
+
+    def choose(record: BlockRecord) -> bool:
+        return (
+            record.fingerprint.hex().startswith(fingerprint.lower())
+            and (wanted_hash is None or record.hash == wanted_hash)
+            and (unused_days is None or record.last_used_time <= before_time)
+        )
+
+    count = sum(choose(record) for record in store.rows().records)
+    if not yes:
+        typer.confirm(f"Remove {count} blocks from {store.paths.root}?", abort=True, err=True)
+    with _bar("removing blocks", total=count) as advance_to:
+        removed_count, removed_bytes = store.purge(
+            choose, quarantine_too=everything, progress=lambda done, _: advance_to(done)
+        )
+    if as_json:
+        _print_json({"removed": removed_count, "size_bytes": removed_bytes})
+    else:
+        out.print(f"{removed_count} files removed, {size_text(removed_bytes)} freed")
+
+
+def _open(directory: Path | None) -> OfflineStore:
+    flags = {} if directory is None else {"cache.directory": str(directory)}
+    where = load_config(flags=flags, file=None).config.cache.block_directory
+    return OfflineStore(str(where), files=SystemFiles(), clock=SystemClock())
+
+
+@contextlib.contextmanager
+def _bar(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error while something long runs; yields a function that sets how far it is."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _record_facts(record: BlockRecord) -> dict[str, object]:
+    return {
+        "hash": record.hash.hex(),
+        "parent": record.parent.hex(),
+        "fingerprint": record.fingerprint.hex(),
+        "start_token_index": record.start_token_index,
+        "token_count": record.token_count,
+        "block_token_limit": record.block_token_limit,
+        "file_bytes": record.file_bytes,
+        "kv_bytes": record.kv_bytes,
+        "window_bytes": record.window_bytes,
+        "checkpoint_bytes": record.checkpoint_bytes,
+        "created_time": record.created_time,
+        "last_used_time": record.last_used_time,
+        "hit_count": record.hit_count,
+        "pinned": record.pinned,
+    }
+
+
+def _discrepancy_facts(item: Discrepancy) -> dict[str, object]:
+    return {
+        "finding": str(item.finding),
+        "path": item.path,
+        "hash": item.hash.hex() if item.hash else None,
+        "size_bytes": item.size_bytes,
+        "detail": item.detail,
+    }
+
+
+def _model_name(rows: Rows, record: BlockRecord) -> str:
+    details = rows.fingerprints.get(record.fingerprint, {})
+    name = " ".join(filter(None, (details.get("architecture"), details.get("quantization"))))
+    return escape(f"{name} {record.fingerprint.hex()[:8]}".strip())
+
+
+def _marks(record: BlockRecord) -> str:
+    marks = []
+    if record.pinned:
+        marks.append("pinned")
+    if record.token_count < record.block_token_limit:
+        marks.append("tail")
+    if record.checkpoint_bytes:
+        marks.append("checkpoint")
+    return " ".join(marks)
+
+
+def _time_text(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
