@@ -1,0 +1,101 @@
+"""The eviction order against a model of it that is slow and plain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from service.domain.ids import BlockHash, Fingerprint
+from service.kv.disk_index import DiskIndex
+from service.kv.records import BlockRecord
+
+
+def record(name: int, parent: int) -> BlockRecord:
+    return BlockRecord(
+        hash=BlockHash(name.to_bytes(32, "big")),
+        parent=BlockHash(parent.to_bytes(32, "big")),
+        fingerprint=Fingerprint(bytes(32)),
+        start_token_index=0,
+        token_count=1,
+        block_token_limit=1,
+        kv_bytes=1,
+        window_bytes=0,
+        checkpoint_bytes=0,
+        file_bytes=name,
+        mtime_ns=0,
+        layout_abi=1,
+        header_checksum=0,
+        created_time=0.0,
+        last_used_time=0.0,
+        hit_count=0,
+        pinned=False,
+    )
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random trees of blocks, touched, pinned and removed in any order."""
+
+    names = Bundle("names")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = DiskIndex()
+        self.order: list[BlockRecord] = []
+        self.pinned: set[BlockHash] = set()
+        self.count = 0
+
+    @rule(target=names, parent=st.one_of(st.just(0), names))
+    def add(self, parent):
+        self.count += 1
+        added = record(self.count, parent)
+        self.index.add(added)
+        self.order.append(added)
+        return self.count
+
+    @rule(name=names)
+    def touch(self, name):
+        block_hash = BlockHash(name.to_bytes(32, "big"))
+        is_known = any(r.hash == block_hash for r in self.order)
+        assert self.index.touch(block_hash, now_time=1.0) == is_known
+        self.order.sort(key=lambda r: r.hash == block_hash)
+
+    @rule(name=names, pinned=st.booleans())
+    def pin(self, name, pinned):
+        block_hash = BlockHash(name.to_bytes(32, "big"))
+        if self.index.set_pinned(block_hash, pinned=pinned):
+            (self.pinned.add if pinned else self.pinned.discard)(block_hash)
+
+    @rule(name=consumes(names))
+    def remove(self, name):
+        block_hash = BlockHash(name.to_bytes(32, "big"))
+        removed = self.index.remove(block_hash)
+        assert (removed is not None) == any(r.hash == block_hash for r in self.order)
+        self.order = [r for r in self.order if r.hash != block_hash]
+        self.pinned.discard(block_hash)
+
+    @invariant()
+    def next_victim_is_the_oldest_free_leaf(self):
+        parents = {r.parent for r in self.order}
+        free = [r for r in self.order if r.hash not in parents and r.hash not in self.pinned]
+        victim = self.index.next_victim()
+        assert (victim.hash if victim else None) == (free[0].hash if free else None)
+        assert self.index.block_bytes == sum(r.file_bytes for r in self.order)
+        assert len(self.index) == len(self.order)
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_an_index_of_records_evicts_in_their_order():
+    records = [record(1, 0), record(2, 1), record(3, 0), dataclasses.replace(record(4, 0), pinned=True)]
+    index = DiskIndex.of(records)
+    gone = []
+    while (victim := index.next_victim()) is not None:
+        index.remove(victim.hash)
+        gone.append(victim.file_bytes)
+    assert gone == [2, 1, 3]
+    assert [r.file_bytes for r in index] == [4]
