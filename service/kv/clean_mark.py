@@ -13,6 +13,7 @@ import contextlib
 import json
 from collections.abc import Mapping
 
+from service.domain.blocks import LAYOUT_ABI
 from service.kv.files import Files, read_text
 from service.kv.store_paths import StorePaths
 
@@ -23,6 +24,8 @@ def snapshot(files: Files, paths: StorePaths) -> dict[str, int]:
     """Return the times and sizes that a mark pins down, by name."""
     manifest = files.stat(paths.manifest)
     seen = {
+        # Another version of this program must look at everything: it may delete what we keep.
+        "layout_abi": LAYOUT_ABI,
         "manifest.size_bytes": manifest.size_bytes,
         "manifest.mtime_ns": manifest.mtime_ns,
         "blocks.mtime_ns": files.stat(paths.blocks).mtime_ns,

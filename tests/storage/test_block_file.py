@@ -71,7 +71,7 @@ def blocks(draw) -> HostBlock:
     return HostBlock(header, tuple(regions))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(block=blocks())
 def test_round_trip(tmp_path_factory, block):
     path = tmp_path_factory.mktemp("block") / "b.safetensors"
@@ -137,7 +137,7 @@ def test_every_truncation_and_growth_is_seen(tmp_path):
         verify_block(FILES, str(path))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(junk=st.binary(max_size=200), claim=st.integers(0, 2**64 - 1), size=st.integers(0, 2**40))
 def test_junk_is_refused_and_nothing_else_happens(junk, claim, size):
     for head in (junk, claim.to_bytes(8, "little") + junk):

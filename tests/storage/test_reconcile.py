@@ -129,7 +129,7 @@ def test_an_edited_row_of_contents_is_seen_by_verify(place):
 
 
 def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
-    for module in ("block_head", "records", "reconcile"):
+    for module in ("block_head", "records", "reconcile", "clean_mark"):
         monkeypatch.setattr(f"service.kv.{module}.LAYOUT_ABI", 2)
     assert place.findings() == [Finding.OTHER_ABI] * 3
     report, known = place.reopen()
@@ -139,7 +139,7 @@ def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
 
 def test_other_abi_without_row_is_deleted(place, monkeypatch):
     os.unlink(place.paths.manifest)
-    for module in ("block_head", "records", "reconcile"):
+    for module in ("block_head", "records", "reconcile", "clean_mark"):
         monkeypatch.setattr(f"service.kv.{module}.LAYOUT_ABI", 2)
     report, _ = place.reopen()
     assert report.other_abi_deleted == 3 and report.quarantined == 0
