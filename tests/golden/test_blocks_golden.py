@@ -1,0 +1,100 @@
+"""Bytes that must never change: block hashes and the block file.
+
+A change here orphans every cache on every disk. If the file's layout must change, raise
+`LAYOUT_ABI` and add new vectors; the hashes may change only with their domain tags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from service.domain.blocks import (
+    LAYOUT_ABI,
+    BlockHeader,
+    HostBlock,
+    HostRegion,
+    HostTensor,
+    RegionKind,
+    block_hash,
+    pack_tokens,
+    root_hash,
+)
+from service.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
+from service.kv.block_file import prepare_block, write_block
+from service.kv.files import SystemFiles
+from service.kv.store_paths import StorePaths
+
+FINGERPRINT = Fingerprint(bytes(range(32)))
+
+ROOT_VECTORS = [
+    "2279753f326b104f82f96a966354709f80d82ee800b45a20e7caf370080339d7",
+    "304e450ba9702026815a49169242ec77b907b325f76eaabc215c8dcd56f6fcf4",
+    "dcaf610f8c6e4560da5e24a31b643e87e807e7844e9d1d8781d88bde2211ffb2",
+]
+CHAIN_VECTOR = "e7de53dc7c5a007d8f4694399f3bfdaa593e88004413770ee6a876e21ec28e03"
+EXTRA_VECTOR = "2d5ca70ebb55c8b49ca63f56e8de90d827c13082a2818fb6437f14575ff29b52"
+FILE_VECTOR = "c3621916f46bfbe49a71ac0a0b8a2c8740b49dfd67f71eaf49ae6b2d25d1a6dc"
+GOLDEN_FILE = (
+    b'{"__metadata__":{"header_xxh3":"eae965d5ddc017ff","format":"icehouse.block","lay'
+    b'out_abi":"1","hash":"4c68c289268e4394405a2803074d0ce17ee02af1b16092c6339de1e512b'
+    b'43ff1","parent":"2279753f326b104f82f96a966354709f80d82ee800b45a20e7caf370080339d'
+    b'7","fingerprint":"000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e'
+    b'1f","start_token_index":"0","block_token_limit":"256","token_ids":"0100000002000'
+    b'00003000000ffffffff","extra":"696d616765","regions":"[{\\"kind\\":\\"kv\\",\\"offset\\'
+    b'":0,\\"size_bytes\\":32,\\"xxh3\\":\\"3523581fe96e4c05\\"},{\\"kind\\":\\"checkpoint\\",\\"'
+    b'offset\\":32,\\"size_bytes\\":4,\\"xxh3\\":\\"988b7b9033ac4622\\"}]"},"kv.000.k":{"dtyp'
+    b'e":"BF16","shape":[1,2,4,2],"data_offsets":[0,32]},"checkpoint.001.0":{"dtype":"'
+    b'F32","shape":[],"data_offsets":[32,36]}}\x00\x01\x02\x03\x04\x05\x06\x07\x08\t\n\x0b\x0c\r\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f\x01\x02\x03\x04'
+)
+
+
+def golden_block() -> HostBlock:
+    root = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT)
+    token_ids = (1, 2, 3, 0xFFFFFFFF)
+    header = BlockHeader(
+        hash=block_hash(parent=root, token_ids=token_ids, extra=b"image"),
+        parent=root,
+        fingerprint=FINGERPRINT,
+        start_token_index=0,
+        token_ids=token_ids,
+        block_token_limit=256,
+        extra=b"image",
+    )
+    kv = bytes(range(32))
+    return HostBlock(
+        header,
+        (
+            HostRegion(RegionKind.KV, (HostTensor("000.k", "BF16", (1, 2, 4, 2), memoryview(kv)),)),
+            HostRegion(RegionKind.CHECKPOINT, (HostTensor("001.0", "F32", (), memoryview(b"\1\2\3\4")),)),
+        ),
+    )
+
+
+def test_hashes():
+    root = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT)
+    other = root_hash(fingerprint=FINGERPRINT, tenant=Tenant("acme"))
+    first = block_hash(parent=root, token_ids=[1, 2, 3])
+    assert [name.hex() for name in (root, other, first)] == ROOT_VECTORS
+    assert block_hash(parent=first, token_ids=range(256)).hex() == CHAIN_VECTOR
+    assert block_hash(parent=first, token_ids=range(256), extra=b"x").hex() == EXTRA_VECTOR
+    assert pack_tokens([1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
+
+
+def test_file_bytes(tmp_path):
+    files = SystemFiles()
+    descriptor = files.create(str(tmp_path / "b"))
+    file = write_block(files, descriptor, prepare_block(golden_block()))
+    files.close(descriptor)
+    written = (tmp_path / "b").read_bytes()
+    assert LAYOUT_ABI == 1
+    assert written[8:] == GOLDEN_FILE
+    assert int.from_bytes(written[:8], "little") == len(GOLDEN_FILE) - 36
+    assert hashlib.sha256(written).hexdigest() == FILE_VECTOR
+    assert file.file_bytes == len(written)
+
+
+def test_file_name():
+    block = golden_block()
+    assert StorePaths("/cache").block(FINGERPRINT, block.header.hash) == (
+        f"/cache/blocks/0001020304050607/{block.header.hash.hex()}.safetensors"
+    )
