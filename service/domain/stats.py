@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's own counters. `*_count` are now, `*_total` since start, sizes in bytes, times in seconds."""
+    """The engine's own counters. `*_count` are now, `*_total` since start; bytes and seconds."""
 
     uptime_s: float = 0.0
     mailbox_count: int = 0

@@ -83,6 +83,10 @@ class PrefixCache:
         """Return h0 for this model and tenant."""
         return root_hash(fingerprint=self.settings.fingerprint, tenant=tenant)
 
+    def may_read(self, request: GenerationRequest) -> bool:
+        """Whether this request may reuse what is cached."""
+        return self.is_supported and request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
+
     def plan(self, request: GenerationRequest) -> PrefixPlan:
         """Say what of a prompt is reused and from where, and count the lookup."""
         if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):

@@ -26,6 +26,8 @@ from service.errors import StorageError
 from service.kv.index import Entry, Region
 from service.kv.messages import (
     Evicted,
+    HeadRequest,
+    HeadsRead,
     Inventory,
     Loaded,
     LoadFailed,
@@ -72,6 +74,8 @@ class PrefixDesk:
         self._restores: dict[SequenceId, _Restore] = {}
         self._loads: dict[LoadId, _Restore] = {}
         self._load_ids = count(1)
+        self._heads: dict[LoadId, Sequence] = {}
+        self._introductions: dict[SequenceId, LoadId] = {}
         self._to_flush: list[Entry] = []
 
     @property
@@ -83,6 +87,8 @@ class PrefixDesk:
 
     def begin(self, sequence: Sequence) -> Phase:
         """Plan a prompt. LOADING or RESTORING when something is reused, PREFILLING when nothing is."""
+        if self._asks_strangers(sequence):
+            return Phase.LOADING
         plan = self._cache.plan(sequence.request)
         restore = self._restores.get(sequence.sequence_id)
         if restore is None:
@@ -108,6 +114,8 @@ class PrefixDesk:
         cache = self._cache
         if isinstance(outcome, Loaded):
             return self._loaded(outcome)
+        if isinstance(outcome, HeadsRead):
+            return self._met_strangers(outcome)
         if isinstance(outcome, LoadFailed):
             restore = self._loads.pop(outcome.load_id, None)
             cache.forget_stored(outcome.failure.hash)
@@ -129,7 +137,9 @@ class PrefixDesk:
     def continue_restore(self, sequence: Sequence) -> Phase:
         """Rebuild caches for a time slice: RESTORING when more is left, PREFILLING when they are open,
         WAITING when the blocks turned out unusable and the prompt is to be planned again."""
-        restore = self._restores[sequence.sequence_id]
+        restore = self._restores.get(sequence.sequence_id)
+        if restore is None:
+            return Phase.WAITING
         if restore.has_failed and restore.loaded is None and restore.plan.to_load:
             return Phase.WAITING
         try:
@@ -159,6 +169,7 @@ class PrefixDesk:
     def forget(self, sequence: Sequence) -> None:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
         restore = self._restores.pop(sequence.sequence_id, None)
+        self._introductions.pop(sequence.sequence_id, None)
         if restore is None and sequence.phase in (Phase.PREFILLING, Phase.DECODING):
             self._cache.capture(sequence, is_end=True)
 
@@ -189,6 +200,33 @@ class PrefixDesk:
                 break
             self._cache.spill(self._to_flush.pop())
         return bool(self._to_flush) or self._cache.spilling_count > 0
+
+    def _asks_strangers(self, sequence: Sequence) -> bool:
+        """Have the token ids of blocks read that the prompt might match inside; once for each of them."""
+        cache = self._cache
+        if sequence.sequence_id in self._restores or not cache.may_read(sequence.request):
+            return False
+        if cache.storage is None or self._introductions.pop(sequence.sequence_id, None) is not None:
+            return False
+        prompt = sequence.request.prompt_token_ids
+        root = cache.root(sequence.request.tenant)
+        strangers = cache.index.strangers(root=root, token_ids=prompt, token_limit=len(prompt) - 1)
+        if not strangers:
+            return False
+        load_id = LoadId(next(self._load_ids))
+        if not cache.storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in strangers))):
+            return False
+        self._introductions[sequence.sequence_id] = load_id
+        self._heads[load_id] = sequence
+        return True
+
+    def _met_strangers(self, outcome: HeadsRead) -> list[Sequence]:
+        sequence = self._heads.pop(outcome.load_id)
+        for header in outcome.headers:
+            entry = self._cache.index.get(header.hash)
+            if entry is not None and entry.token_ids is None:
+                entry.token_ids = header.token_ids
+        return [sequence]
 
     def _load(self, restore: _Restore) -> Phase:
         assert self._cache.storage is not None

@@ -98,6 +98,7 @@ class Planner:
         to_load: list[PlannedBlock] = []
         origin = 0
         in_ram = True
+        has_kv_to_load = False
         for entry in match.entries:
             kinds = self.index.rules.needed_kinds(entry, match.token_count)
             in_ram = in_ram and (RegionKind.KV not in kinds or RegionKind.KV in entry.ram)
@@ -107,7 +108,8 @@ class Planner:
             missing = frozenset(kinds) - frozenset(held)
             placed.append(PlacedBlock(entry.start_token_index, entry.token_count, held))
             if missing:
-                if not to_load:
+                if RegionKind.KV in missing and not has_kv_to_load:
+                    has_kv_to_load = True
                     origin = entry.start_token_index
                 wanted = min(entry.end_token_index, match.token_count) - entry.start_token_index
                 to_load.append(PlannedBlock(self._header(entry, token_ids), missing, wanted))

@@ -13,7 +13,7 @@ from service.domain.blocks import HostBlock, HostRegion, RegionKind
 from service.domain.ids import BlockHash
 from service.engine.ids import SequenceId
 from service.kv.index import Region
-from service.kv.messages import Loaded, LoadRequest, TaskId
+from service.kv.messages import HeadRequest, Loaded, LoadRequest, TaskId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +87,10 @@ class StoragePort(Protocol):
 
     def load(self, request: LoadRequest) -> bool:
         """Ask for blocks. Answered by Loaded or LoadFailed; False when the queue is full."""
+        ...
+
+    def read_heads(self, request: HeadRequest) -> bool:
+        """Ask for the token ids of blocks. Answered by HeadsRead; False when the queue is full."""
         ...
 
     def touch(self, hashes: Sequence[BlockHash]) -> bool:

@@ -14,7 +14,8 @@ from math import prod
 import numpy as np
 import xxhash
 
-from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.domain.blocks import BlockHeader, HostRegion, HostTensor, RegionKind
+from service.domain.ids import BlockHash
 from service.kv.block_file import GROUP_BYTES, groups, read_head, slices
 from service.kv.block_head import DTYPE_BYTES, BlockFile, BlockFileError, Damage, FileRegion, FileTensor
 from service.kv.files import Files
@@ -120,6 +121,21 @@ def open_block(files: Files, path: str, planned: PlannedBlock) -> tuple[int, Blo
         files.close(descriptor)
         raise
     return descriptor, file
+
+
+def read_header(files: Files, path: str, name: BlockHash) -> BlockHeader:
+    """Return the header of the block of this name, token ids included.
+
+    Raises `BlockFileError` when the file holds another one or is damaged, `OSError` from the system.
+    """
+    descriptor = files.open(path)
+    try:
+        header = _read_head(files, descriptor, path).header
+    finally:
+        files.close(descriptor)
+    if header.hash != name:
+        raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
+    return header
 
 
 def read_block(

@@ -19,6 +19,10 @@ _CANDIDATE_LIMIT = 512
 """Children of one block that are compared token by token for a match that ends inside one."""
 
 
+_STRANGER_LIMIT = 8
+"""Blocks of unknown tokens that are looked into for one prompt."""
+
+
 class Region(Protocol):
     """The arrays of one region of one block on the device."""
 
@@ -202,6 +206,20 @@ class BlockIndex:
             if count and self._is_usable(entries, count, with_ssd=with_ssd):
                 return Match(entries, count, known)
         return Match((), 0, known)
+
+    def strangers(self, *, root: BlockHash, token_ids: Sequence[int], token_limit: int) -> list[Entry]:
+        """Return blocks on SSD that may begin like the rest of this prompt, as their tokens are not known.
+
+        Latest first, a few only; with their token ids known a match may end inside one of them.
+        """
+        if not self.rules.cuttable_inside:
+            return []
+        tokens = tuple(token_ids[:token_limit])
+        level = self._levels(root, tokens)[-1]
+        if level.covered == len(tokens):
+            return []
+        unknown = [e for e in self._children.get(level.parent, {}).values() if e.token_ids is None and e.ssd]
+        return unknown[: -_STRANGER_LIMIT - 1 : -1]
 
     def known_chain(self, *, root: BlockHash, token_ids: Sequence[int]) -> tuple[Entry, ...]:
         """Return every known block that is wholly part of this prompt, in order."""

@@ -43,6 +43,22 @@ class LoadRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HeadRequest:
+    """Blocks whose token ids are wanted, so that a prompt may match inside one of them."""
+
+    load_id: LoadId
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadsRead:
+    """The headers that could be read and are what their names say; the others are left out."""
+
+    load_id: LoadId
+    headers: tuple[BlockHeader, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoadedBlock:
     """The window and checkpoint regions of one loaded block, those that were asked for."""
 
@@ -273,6 +289,7 @@ Outcome = (
     | Evicted
     | Loaded
     | LoadFailed
+    | HeadsRead
     | Health
     | Purged
     | Verified

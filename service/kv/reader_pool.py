@@ -9,6 +9,7 @@ last ticket delivers.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import queue
 from collections.abc import Callable
@@ -16,10 +17,19 @@ from math import exp
 
 from service.clock import Clock
 from service.domain.blocks import RegionKind
+from service.domain.ids import Fingerprint
 from service.kv.block_head import BlockFile, BlockFileError, Damage
-from service.kv.block_reader import KvBuffers, open_block, read_block
+from service.kv.block_reader import KvBuffers, open_block, read_block, read_header
 from service.kv.files import Files
-from service.kv.messages import BlockFailure, Loaded, LoadedBlock, LoadFailed, LoadRequest
+from service.kv.messages import (
+    BlockFailure,
+    HeadRequest,
+    HeadsRead,
+    Loaded,
+    LoadedBlock,
+    LoadFailed,
+    LoadRequest,
+)
 from service.kv.store_paths import StorePaths
 
 _RATE_WINDOW_S = 5.0
@@ -64,6 +74,11 @@ class LoadJob:
         self.tickets = collections.deque(range(len(request.blocks)))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadReport:
+    """The storage thread is told that a request for headers has left the queue."""
+
+
 class ReaderPool:
     """Reads what is submitted, on `run`'s threads or, step by step, on the caller's."""
 
@@ -73,25 +88,31 @@ class ReaderPool:
         files: Files,
         paths: StorePaths,
         clock: Clock,
-        post: Callable[[Loaded | LoadFailed], None],
-        report: Callable[[LoadReport], None],
+        post: Callable[[Loaded | LoadFailed | HeadsRead], None],
+        report: Callable[[LoadReport | HeadReport], None],
+        fingerprint: Fingerprint,
     ) -> None:
         self._files = files
         self._paths = paths
         self._clock = clock
         self._post = post
         self._report = report
+        self._fingerprint = fingerprint
         self._rate = Rate()
-        self._work: queue.SimpleQueue[tuple[LoadJob, int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
 
     def submit(self, request: LoadRequest) -> None:
         """Queue a load; bounding it is the caller's part."""
         self._work.put((LoadJob(request), 0))
 
+    def submit_heads(self, request: HeadRequest) -> None:
+        """Queue a question for headers; bounding it is the caller's part."""
+        self._work.put(request)
+
     def run(self) -> None:
         """Read until `stop`; the body of each reader's thread."""
         while (work := self._work.get()) is not None:
-            self._read(*work)
+            self._do(work)
         # The others are told too.
         self._work.put(None)
 
@@ -107,8 +128,23 @@ class ReaderPool:
             return False
         if work is None:
             return False
-        self._read(*work)
+        self._do(work)
         return True
+
+    def _do(self, work: tuple[LoadJob, int] | HeadRequest) -> None:
+        if isinstance(work, HeadRequest):
+            self._read_heads(work)
+        else:
+            self._read(*work)
+
+    def _read_heads(self, request: HeadRequest) -> None:
+        """Answer with the headers that are sound; the others are found out when they are loaded."""
+        headers = []
+        for name in request.hashes:
+            with contextlib.suppress(BlockFileError, OSError):
+                headers.append(read_header(self._files, self._paths.block(self._fingerprint, name), name))
+        self._post(HeadsRead(request.load_id, tuple(headers)))
+        self._report(HeadReport())
 
     def _read(self, job: LoadJob, index: int) -> None:
         if index == 0:
@@ -137,7 +173,7 @@ class ReaderPool:
     def _begin(self, job: LoadJob, file: BlockFile) -> None:
         """Make the buffers in the shape of the first block, then let all readers at the others."""
         region = file.region(RegionKind.KV)
-        if region is not None and RegionKind.KV in job.request.blocks[0].regions:
+        if region is not None and any(RegionKind.KV in block.regions for block in job.request.blocks):
             job.buffers = KvBuffers.like(
                 region,
                 origin_token_index=job.request.origin_token_index,

@@ -18,7 +18,7 @@ from service.domain.blocks import HostBlock
 from service.domain.ids import BlockHash, Fingerprint
 from service.kv.credit import Credit, Meter
 from service.kv.files import Files
-from service.kv.messages import LoadRequest, Outcome, StorageFailed, StorageSettings, TaskId
+from service.kv.messages import HeadRequest, LoadRequest, Outcome, StorageFailed, StorageSettings, TaskId
 from service.kv.reader_pool import ReaderPool
 from service.kv.storage_loop import StorageLoop
 from service.kv.storage_requests import (
@@ -62,7 +62,12 @@ class Storage:
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._store = BlockStore(settings, files=files, clock=clock)
         self._readers = ReaderPool(
-            files=files, paths=self._store.paths, clock=clock, post=post, report=self._inbox.put
+            files=files,
+            paths=self._store.paths,
+            clock=clock,
+            post=post,
+            report=self._inbox.put,
+            fingerprint=settings.fingerprint,
         )
         self._loop = StorageLoop(
             self._store,
@@ -123,6 +128,13 @@ class Storage:
         if not self._load_meter.try_take(1):
             return False
         self._readers.submit(request)
+        return True
+
+    def read_heads(self, request: HeadRequest) -> bool:
+        """Have headers read; `HeadsRead` follows. False when too many loads wait."""
+        if not self._load_meter.try_take(1):
+            return False
+        self._readers.submit_heads(request)
         return True
 
     def touch(self, hashes: Iterable[BlockHash]) -> bool:

@@ -22,7 +22,7 @@ from service.domain.ids import BlockHash
 from service.errors import IcehouseError
 from service.kv.credit import Meter
 from service.kv.messages import Evicted, Health, Inventory, Outcome, StatsAnswer, StorageClosed, TaskId
-from service.kv.reader_pool import LoadReport
+from service.kv.reader_pool import HeadReport, LoadReport
 from service.kv.spiller import Spiller
 from service.kv.storage_counters import StorageCounters, stats_of
 from service.kv.storage_requests import (
@@ -156,6 +156,8 @@ class StorageLoop:
             case LoadReport():
                 self._load_meter.give_back(1)
                 self._guarded(lambda: self._count_load(request), instead=False)
+            case HeadReport():
+                self._load_meter.give_back(1)
             case _:
                 assert_never(request)
 

@@ -8,7 +8,7 @@ from service.domain.blocks import HostBlock
 from service.domain.ids import BlockHash, Fingerprint
 from service.kv.credit import Credit
 from service.kv.messages import TaskId
-from service.kv.reader_pool import LoadReport
+from service.kv.reader_pool import HeadReport, LoadReport
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,4 +83,5 @@ Request = (
     | StatsRequest
     | CloseRequest
     | LoadReport
+    | HeadReport
 )
