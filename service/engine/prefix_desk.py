@@ -170,7 +170,9 @@ class PrefixDesk:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
         restore = self._restores.pop(sequence.sequence_id, None)
         self._introductions.pop(sequence.sequence_id, None)
-        if restore is None and sequence.phase in (Phase.PREFILLING, Phase.DECODING):
+        # Before its first token a decoding sequence may have no row yet, and its prompt is kept already.
+        has_row = sequence.phase is Phase.DECODING and sequence.output_token_ids
+        if restore is None and (has_row or sequence.phase is Phase.PREFILLING):
             self._cache.capture(sequence, is_end=True)
 
     def note_prefill_rate(self, tokens_per_s: float) -> None:

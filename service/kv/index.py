@@ -193,17 +193,10 @@ class BlockIndex:
         token by token, so that equal hashes alone never make a hit.
         """
         tokens = tuple(token_ids[:token_limit])
-        levels = self._levels(root, tokens)
-        candidates: list[tuple[int, tuple[Entry, ...]]] = []
-        for level in levels if self.rules.needs_checkpoint else levels[-1:]:
-            inside = self._inside(level.parent, tokens[level.covered :])
-            candidates += [(level.covered + count, (*level.chain, entry)) for entry, count in inside]
-        # The chains of full blocks; a level whose own block is unknown repeats the one before it.
-        candidates += [(level.chain[-1].end_token_index, level.chain) for level in levels if level.chain]
-        candidates.sort(key=lambda pair: -pair[0])
-        known = candidates[0][0] if candidates else 0
-        for count, entries in candidates:
-            if count and self._is_usable(entries, count, with_ssd=with_ssd):
+        known = 0
+        for count, entries in self._candidates(root, tokens):
+            known = known or count
+            if self._is_usable(entries, count, with_ssd=with_ssd):
                 return Match(entries, count, known)
         return Match((), 0, known)
 
@@ -232,6 +225,17 @@ class BlockIndex:
             if count == entry.token_count
         ]
         return tuple(sorted(dict.fromkeys(whole), key=lambda entry: entry.end_token_index))
+
+    def _candidates(
+        self, root: BlockHash, tokens: tuple[int, ...]
+    ) -> Iterator[tuple[int, tuple[Entry, ...]]]:
+        """Yield the chains a prompt begins with and how much of it they cover, longest first."""
+        for level in reversed(self._levels(root, tokens)):
+            for entry, count in self._inside(level.parent, tokens[level.covered :]):
+                yield level.covered + count, (*level.chain, entry)
+            # A level whose own block is unknown repeats the chain of the one before it.
+            if level.chain and level.chain[-1].end_token_index == level.covered:
+                yield level.covered, level.chain
 
     def _insert(self, entry: Entry) -> None:
         self._entries[entry.hash] = entry
@@ -276,13 +280,19 @@ class BlockIndex:
         return sorted(found, key=lambda pair: -pair[1])
 
     def _is_usable(self, entries: tuple[Entry, ...], token_count: int, *, with_ssd: bool) -> bool:
+        """Say whether a restore can be made: kv from RAM as far as it goes, from there all from SSD."""
         if self.rules.needs_checkpoint and entries[-1].end_token_index != token_count:
             return False
-        return all(
-            entry.has(kind, with_ssd=with_ssd)
-            for entry in entries
-            for kind in self.rules.needed_kinds(entry, token_count)
-        )
+        in_ram = True
+        for entry in entries:
+            kinds = self.rules.needed_kinds(entry, token_count)
+            if not all(entry.has(kind, with_ssd=with_ssd) for kind in kinds):
+                return False
+            if RegionKind.KV in kinds:
+                in_ram = in_ram and RegionKind.KV in entry.ram
+                if not in_ram and RegionKind.KV not in entry.ssd:
+                    return False
+        return True
 
 
 def _common_prefix(known: tuple[int, ...], wanted: tuple[int, ...]) -> int:

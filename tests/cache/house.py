@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.scheduler import SchedulerLimits
 from service.kv.files import Files, SystemFiles
-from service.kv.messages import StorageSettings
+from service.kv.messages import Inventory, Outcome, StorageSettings
 from service.kv.storage import Storage
 from tests.engine.fakes import BOUND_S, Recorder
 
@@ -53,8 +54,10 @@ class House:
         checkpoint_interval_tokens: int = 64,
         is_enabled: bool = True,
         files: Files | None = None,
+        **storage_changes,
     ) -> None:
         clock = SystemClock()
+        self._has_inventory = threading.Event()
         source = model_loader.ModelSource(path=folder, model_id="tiny")
         tokenizer = model_loader.load_tokenizer(source)
         fingerprint = model_fingerprint(
@@ -69,22 +72,23 @@ class House:
         self.recorder = Recorder()
         self.storage: Storage | None = None
         if directory is not None:
+            storage_settings = StorageSettings(
+                directory=str(directory),
+                fingerprint=fingerprint.value,
+                fingerprint_details=tuple(sorted(fingerprint.details.items())),
+                limit_bytes=1 << 30,
+                free_floor_bytes=0,
+                daily_write_limit_bytes=0,
+                spill_queue_limit_bytes=1 << 26,
+                load_queue_limit_count=16,
+                task_queue_limit_count=64,
+                reader_thread_count=2,
+            )
             self.storage = Storage(
-                StorageSettings(
-                    directory=str(directory),
-                    fingerprint=fingerprint.value,
-                    fingerprint_details=tuple(sorted(fingerprint.details.items())),
-                    limit_bytes=1 << 30,
-                    free_floor_bytes=0,
-                    daily_write_limit_bytes=0,
-                    spill_queue_limit_bytes=1 << 26,
-                    load_queue_limit_count=16,
-                    task_queue_limit_count=64,
-                    reader_thread_count=2,
-                ),
+                dataclasses.replace(storage_settings, **storage_changes),
                 files=files or SystemFiles(),
                 clock=clock,
-                post=lambda outcome: self.engine.take_outcome(outcome),
+                post=self._take,
             )
         settings = PrefixSettings(
             fingerprint=fingerprint.value,
@@ -123,6 +127,8 @@ class House:
         if self.storage is not None:
             self.storage.lock()
             self.storage.start()
+            # Requests come after the inventory, as they do where a model takes longer to load.
+            assert self._has_inventory.wait(BOUND_S)
         self.engine.start()
         self.recorder.wait_for_state(EngineState.READY)
         return self
@@ -174,8 +180,6 @@ class House:
     def stats(self) -> tuple[EngineStats, CacheStats]:
         """Ask the engine for all its counters."""
         answers: list[tuple[EngineStats, CacheStats | None]] = []
-        import threading
-
         came = threading.Event()
 
         def take(engine: EngineStats, cache: CacheStats | None) -> None:
@@ -187,3 +191,8 @@ class House:
         ((engine, cache),) = answers
         assert cache is not None
         return engine, cache
+
+    def _take(self, outcome: Outcome) -> None:
+        self.engine.take_outcome(outcome)
+        if isinstance(outcome, Inventory):
+            self._has_inventory.set()

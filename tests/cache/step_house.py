@@ -1,0 +1,279 @@
+"""The whole house but mlx and sockets, stepped by hand on the test's own thread.
+
+The real loop, scheduler, prefix cache and SSD tier; a runner that computes with token ids and a
+clock that stands still. Nothing waits, so every interleaving a test asks for is the one it gets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.domain.cache_orders import CacheAnswer, CacheOrder
+from service.domain.cache_stats import CacheStats
+from service.domain.events import CacheReport, Failed, Finished, Started
+from service.domain.ids import DEFAULT_TENANT, Fingerprint, RequestId, Tenant
+from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.engine.loop import EngineLoop, cancelled_by_client
+from service.engine.mailbox import Mailbox
+from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
+from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_desk import PrefixDesk
+from service.engine.prefix_ports import CacheFacts
+from service.engine.scheduler import Scheduler, SchedulerLimits
+from service.errors import IcehouseError
+from service.kv.files import SystemFiles
+from service.kv.messages import StorageClosed, StorageSettings
+from service.kv.storage import Storage
+from tests.cache.token_runner import TOKEN_BYTES, TokenRunner
+from tests.engine.fakes import FakeClock, Recorder, model_info
+
+BLOCK = 4
+BLOCK_BYTES = BLOCK * TOKEN_BYTES
+FINGERPRINT = Fingerprint(b"f" * 32)
+KV = CacheFacts()
+WINDOWS = CacheFacts(window_token_count=6)
+SHORT_WINDOWS = CacheFacts(window_token_count=3, cuttable_inside=False)
+HYBRID = CacheFacts(needs_checkpoint=True, cuttable_inside=False)
+STATE_ONLY = CacheFacts(has_kv=False, needs_checkpoint=True, cuttable_inside=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one request came to."""
+
+    tokens: list[int]
+    cache: CacheReport
+
+
+class StepHouse:
+    """`directory` None goes without an SSD tier; `ram_blocks` is the RAM budget in plain kv blocks."""
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        facts: CacheFacts = KV,
+        ram_blocks: float = 1000,
+        spill_policy: str = "on_evict",
+        chunk: int = BLOCK,
+        fingerprint: Fingerprint = FINGERPRINT,
+        min_prefix_token_count: int = 0,
+        spill_queue_limit_bytes: int = 1 << 30,
+        load_queue_limit_count: int = 16,
+        checkpoint_interval_tokens: int = 2 * BLOCK,
+        checkpoint_padding_bytes: int = 0,
+        may_recompute: bool = False,
+        files=None,
+        clock=None,
+        **storage_changes,
+    ) -> None:
+        self.clock = clock or FakeClock()
+        self.runner = TokenRunner(facts, checkpoint_padding_bytes=checkpoint_padding_bytes)
+        self.recorder = Recorder()
+        self.mailbox: Mailbox[Message] = Mailbox(limit=1000)
+        self.is_storage_alive = directory is not None
+        self.holds_storage = False
+        """Set by a test to let the storage thread's work wait until `settle_storage`."""
+        self.storage: Storage | None = None
+        self.closed: StorageClosed | None = None
+        if directory is not None:
+            settings = StorageSettings(
+                directory=str(directory),
+                fingerprint=fingerprint,
+                fingerprint_details=(("model", "tokens"),),
+                limit_bytes=1 << 30,
+                free_floor_bytes=0,
+                daily_write_limit_bytes=0,
+                spill_queue_limit_bytes=spill_queue_limit_bytes,
+                load_queue_limit_count=load_queue_limit_count,
+                task_queue_limit_count=64,
+                reader_thread_count=1,
+            )
+            self.storage = Storage(
+                dataclasses.replace(settings, **storage_changes),
+                files=files or SystemFiles(),
+                clock=self.clock,
+                post=self._take,
+            )
+        self.cache = PrefixCache(
+            settings=PrefixSettings(
+                fingerprint=fingerprint,
+                block_token_count=BLOCK,
+                is_enabled=True,
+                ram_limit_bytes=int(ram_blocks * BLOCK_BYTES),
+                checkpoint_interval_tokens=checkpoint_interval_tokens,
+                spill_policy=spill_policy,
+                min_prefix_token_count=min_prefix_token_count,
+                may_recompute=may_recompute,
+            ),
+            facts=facts,
+            runner=self.runner,
+            storage=self.storage,
+            clock=self.clock,
+        )
+        self.desk = PrefixDesk(cache=self.cache, runner=self.runner, clock=self.clock, adopt_budget_s=1.0)
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                waiting_limit=100,
+                running_limit=8,
+                prefilling_limit=4,
+                prefill_chunk_token_count=chunk,
+                chunk_ends_at_last_block=self.desk.checkpoint_block_token_count,
+            )
+        )
+        self.loop = EngineLoop(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            mailbox=self.mailbox,
+            listener=self.recorder,
+            clock=self.clock,
+            decode=lambda ids: "".join(chr(i % 26 + 97) for i in ids),
+            model=model_info(),
+            prefix=self.desk,
+        )
+
+    def __enter__(self) -> StepHouse:
+        if self.storage is not None:
+            self.storage.lock()
+            self.storage.open()
+            self.step_until_idle()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None and self.is_storage_alive:
+            self.stop()
+
+    def stop(self) -> None:
+        """Drain, flush RAM to SSD and close the directory."""
+        self.mailbox.post(Drain(self.clock.now))
+        self.holds_storage = False
+        self.step_until_idle()
+        self.desk.begin_flush()
+        while self.desk.continue_flush():
+            self.settle_storage()
+            for message in self.mailbox.take_all(timeout_s=0):
+                self.loop._receive(message)
+        if self.storage is not None:
+            self.storage.close(deadline_time=self.clock.now + 60)
+            self.settle_storage()
+            self.is_storage_alive = False
+
+    def settle_storage(self) -> None:
+        """Let the storage thread and the readers do all they have to do."""
+        if self.storage is None or not self.is_storage_alive:
+            return
+        for _ in range(100_000):
+            if not self.storage.step():
+                return
+        raise AssertionError("the tier never comes to rest")
+
+    def step_until_idle(self) -> None:
+        """Step engine and storage until both have nothing left to do."""
+        for _ in range(10_000):
+            if not self.holds_storage:
+                self.settle_storage()
+            if self.scheduler.is_blocked and len(self.mailbox) == 0:
+                return
+            self.loop.step()
+        raise AssertionError("the house never comes to rest")
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_output_tokens: int = 2,
+        tenant: Tenant = DEFAULT_TENANT,
+        cache_use: CacheUse = CacheUse.READ_WRITE,
+    ) -> None:
+        """Put a request into the mailbox."""
+        request = GenerationRequest(
+            request_id=RequestId(name),
+            prompt_token_ids=tuple(prompt),
+            max_output_tokens=max_output_tokens,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=self.clock.now,
+            tenant=tenant,
+            cache_use=cache_use,
+        )
+        assert self.mailbox.offer(Submit(request))
+
+    def ask(self, name: str, prompt: Sequence[int], **how) -> Answer:
+        """Run a request to its end and compare its text with what a run without a cache says."""
+        self.submit(name, prompt, **how)
+        self.step_until_idle()
+        answer = self.answer(name)
+        assert answer.tokens == expected_tokens(prompt, len(answer.tokens)), "a wrong text"
+        return answer
+
+    def answer(self, name: str) -> Answer:
+        """Return what a finished request came to."""
+        end = self.recorder.end_of(name)
+        assert isinstance(end, Finished), end
+        started = self.recorder.events[name][0]
+        assert isinstance(started, Started) and started.cache == end.usage.cache
+        return Answer(self.recorder.tokens_of(name), end.usage.cache)
+
+    def cancel(self, name: str) -> Failed:
+        """Cancel a request and return its end."""
+        self.mailbox.post(Cancel(RequestId(name), cancelled_by_client()))
+        self.loop.step()
+        end = self.recorder.end_of(name)
+        assert isinstance(end, Failed), end
+        return end
+
+    def order(self, order: CacheOrder) -> CacheAnswer | IcehouseError:
+        """Give an order and return its answer."""
+        answers = self.give(order)
+        self.step_until_idle()
+        (answer,) = answers
+        return answer
+
+    def give(self, order: CacheOrder) -> list[CacheAnswer | IcehouseError]:
+        """Give an order; the answer appears in the list that is returned."""
+        answers: list[CacheAnswer | IcehouseError] = []
+        self.mailbox.post(Order(order, answers.append))
+        return answers
+
+    def stats(self) -> CacheStats:
+        """Return the cache's counters, the SSD tier's among them."""
+        answers: list[CacheStats | None] = []
+        self.mailbox.post(QueryStats(lambda engine, cache: answers.append(cache)))
+        self.step_until_idle()
+        (cache,) = answers
+        assert cache is not None
+        return cache
+
+    def check(self) -> None:
+        """Assert what always holds of the index and the RAM tier."""
+        indexed = {entry.hash: entry for entry in self.cache.index}
+        held = list(self.cache.ram)
+        assert all(indexed.get(entry.hash) is entry for entry in held), "RAM holds what the index forgot"
+        assert {e.hash for e in indexed.values() if e.ram} == {e.hash for e in held}
+        assert self.cache.ram.used_bytes == sum(entry.ram_bytes for entry in held)
+        assert all(entry.ram or entry.ssd or entry.is_spilling for entry in indexed.values())
+
+    def ram_starts(self) -> list[int]:
+        """Return where the blocks in RAM start, the next to be evicted first."""
+        return [entry.start_token_index for entry in self.cache.ram]
+
+    def _take(self, outcome) -> None:
+        if isinstance(outcome, StorageClosed):
+            self.closed = outcome
+        self.mailbox.post(outcome)
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """Return what the token runner says after this prompt."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append(97 + sum(history) % 26)
+    return history[len(prompt) :]
+
+
+def prompt(count: int, *, salt: int = 0) -> list[int]:
+    """Return a prompt that differs from those of other salts in its first token already."""
+    return [1 + (i * 7 + i * i + 31 * salt) % 96 for i in range(count)]

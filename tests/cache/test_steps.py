@@ -1,0 +1,77 @@
+"""The prefix cache in the real loop, step by step: plans, captures, spills and loads that cross."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.domain.events import Failed, ReuseLimit
+from service.engine.prefix_ports import CacheFacts
+from tests.cache.step_house import (
+    BLOCK,
+    HYBRID,
+    KV,
+    SHORT_WINDOWS,
+    STATE_ONLY,
+    WINDOWS,
+    StepHouse,
+    prompt,
+)
+
+ALL_FACTS = pytest.mark.parametrize(
+    "facts", [KV, WINDOWS, SHORT_WINDOWS, HYBRID, STATE_ONLY], ids=["kv", "windows", "short", "hybrid", "state"]
+)
+
+
+@ALL_FACTS
+@pytest.mark.parametrize("chunk", [BLOCK // 2, BLOCK, 2 * BLOCK])
+def test_cold_ram_ssd(tmp_path: Path, facts: CacheFacts, chunk: int) -> None:
+    tokens = prompt(5 * BLOCK + 3)
+    with StepHouse(tmp_path, facts=facts, chunk=chunk) as house:
+        cold = house.ask("cold", tokens)
+        ram = house.ask("ram", tokens)
+        house.check()
+    with StepHouse(tmp_path, facts=facts, chunk=chunk) as house:
+        ssd = house.ask("ssd", tokens)
+        house.check()
+    assert cold.cache.limit is ReuseLimit.NO_MATCH and cold.cache.cached_token_count == 0
+    assert ram.cache.ram_token_count == len(tokens) - 1
+    assert ssd.cache.ssd_token_count == len(tokens) - 1
+
+
+@ALL_FACTS
+def test_cancelled_between_the_last_chunk_and_the_first_token(tmp_path: Path, facts: CacheFacts) -> None:
+    tokens = prompt(2 * BLOCK + 3)
+    with StepHouse(tmp_path, facts=facts) as house:
+        house.submit("gone", tokens)
+        while not house.runner.decoding:
+            house.loop.step()
+        assert isinstance(house.cancel("gone"), Failed)
+        assert house.ask("again", tokens).cache.ram_token_count == len(tokens) - 1
+
+
+def test_a_head_on_ssd_and_a_tail_only_in_ram(tmp_path: Path) -> None:
+    first = prompt(4 * BLOCK + 1)
+    second = [*first, *prompt(3 * BLOCK, salt=1)]
+    third = [*second, *prompt(BLOCK, salt=2)]
+    with StepHouse(tmp_path) as house:
+        house.ask("first", first)
+    with StepHouse(tmp_path) as house:
+        house.ask("second", second, max_output_tokens=1)
+        answer = house.ask("third", third, max_output_tokens=1)
+        assert answer.cache.limit is not ReuseLimit.LOAD_FAILED
+        assert answer.cache.cached_token_count >= 4 * BLOCK
+        house.check()
+
+
+def test_a_window_from_ssd_before_a_block_from_ssd(tmp_path: Path) -> None:
+    tokens = prompt(6 * BLOCK + 1)
+    fork = [*tokens[: 3 * BLOCK], *prompt(BLOCK, salt=1)]
+    with StepHouse(tmp_path, facts=WINDOWS) as house:
+        house.ask("first", tokens)
+    with StepHouse(tmp_path, facts=WINDOWS) as house:
+        # Two blocks come into RAM, without the windows that a restore to the prompt's end did not need.
+        house.ask("long", tokens, max_output_tokens=2)
+        assert house.ask("fork", fork).cache.cached_token_count == 3 * BLOCK
+        house.check()
