@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from service.domain.ids import BlockHash, Fingerprint
@@ -34,12 +35,15 @@ class DiskIndex:
     def of(cls, records: Iterable[BlockRecord]) -> DiskIndex:
         """Return an index of records given from the least to the most recently used."""
         index = cls()
-        for record in records:
-            index._put(record)
+        # In bulk, not by `add`: a start with 100,000 blocks waits for this.
+        index._records = {record.hash: record for record in records}
+        index._uses = {block_hash: number for number, block_hash in enumerate(index._records, start=1)}
+        index._use_number = len(index._uses)
+        index._child_counts = dict(Counter(record.parent for record in index._records.values()))
+        index.block_bytes = sum(record.file_bytes for record in index._records.values())
         index._leaves = [
             (use, block_hash) for block_hash, use in index._uses.items() if index._is_evictable(block_hash)
         ]
-        heapq.heapify(index._leaves)
         return index
 
     def __len__(self) -> int:
@@ -63,7 +67,10 @@ class DiskIndex:
     def add(self, record: BlockRecord) -> None:
         """Add a block as the most recently used one."""
         assert record.hash not in self._records, f"Block {record.hash.hex()} added twice"
-        self._put(record)
+        self._records[record.hash] = record
+        self._uses[record.hash] = self._next_use()
+        self._child_counts[record.parent] = self._child_counts.get(record.parent, 0) + 1
+        self.block_bytes += record.file_bytes
         self._offer(record.hash)
 
     def remove(self, block_hash: BlockHash) -> BlockRecord | None:
@@ -117,12 +124,6 @@ class DiskIndex:
             else:
                 return self._records[block_hash]
         return None
-
-    def _put(self, record: BlockRecord) -> None:
-        self._records[record.hash] = record
-        self._uses[record.hash] = self._next_use()
-        self._child_counts[record.parent] = self._child_counts.get(record.parent, 0) + 1
-        self.block_bytes += record.file_bytes
 
     def _offer(self, block_hash: BlockHash) -> None:
         if self._is_evictable(block_hash):

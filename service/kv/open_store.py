@@ -113,7 +113,7 @@ def _load_manifest(
         try:
             if not (check_pages and existed) or manifest.is_sound():
                 has_blocks = bool(files.list(paths.blocks))
-                return manifest, *manifest.load(), not existed and has_blocks
+                return manifest, *manifest.load(check_facts=check_pages), not existed and has_blocks
         except BaseException:
             manifest.close(checkpoint=False)
             raise

@@ -86,7 +86,8 @@ class Walk:
         self.counts: Counter[Finding] = Counter()
         self.file_count = 0
         self.unknown_bytes = 0
-        self._rows = {paths.block(row.fingerprint, row.hash): row for row in rows}
+        self._given = rows
+        self._rows: dict[str, BlockRecord] = {}
         self._edited = set(edited)
         self._files = files
         self._paths = paths
@@ -101,6 +102,7 @@ class Walk:
             yield item
 
     def _find(self) -> Iterator[Discrepancy]:
+        self._rows = {self._paths.block(row.fingerprint, row.hash): row for row in self._given}
         for folder in self._files.list(self._paths.blocks):
             path = f"{self._paths.blocks}/{folder.name}"
             if folder.is_directory and is_folder_name(folder.name):

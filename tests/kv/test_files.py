@@ -1,0 +1,110 @@
+"""The real files: vectored calls of any length, locks, modes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.kv import files as files_module
+from service.kv.files import SystemFiles
+from service.kv.lock_file import take_lock
+from service.kv.space import SECONDS_PER_DAY, Space
+from service.kv.store_paths import StorePaths
+from service.kv.write_gate import WriteGate, is_disk_full
+
+FILES = SystemFiles()
+
+
+@settings(max_examples=40, deadline=None)
+@given(parts=st.lists(st.binary(max_size=40), max_size=30), iov=st.integers(1, 5), limit=st.integers(1, 64))
+def test_vectored_calls_are_cut_and_continued(tmp_path_factory, parts, iov, limit):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files_module, "_IOV_LIMIT", iov)
+        patch.setattr(files_module, "_CALL_LIMIT_BYTES", limit)
+        path = str(tmp_path_factory.mktemp("files") / "f")
+        descriptor = FILES.create(path)
+        whole = b"".join(parts)
+        assert FILES.write(descriptor, parts, offset=3) == len(whole)
+        FILES.fsync(descriptor)
+        FILES.close(descriptor)
+        descriptor = FILES.open(path)
+        buffers = [bytearray(len(part)) for part in parts]
+        assert FILES.read_into(descriptor, [memoryview(b) for b in buffers], offset=3) == len(whole)
+        assert b"".join(buffers) == whole
+        longer = bytearray(len(whole) + 10)
+        assert FILES.read_into(descriptor, [memoryview(longer)], offset=3) == len(whole)
+        FILES.close(descriptor)
+
+
+def test_create_is_exclusive_and_private(tmp_path):
+    path = str(tmp_path / "a" / "f")
+    FILES.make_dir(str(tmp_path / "a"))
+    FILES.make_dir(str(tmp_path / "a"))
+    FILES.close(FILES.create(path))
+    with pytest.raises(FileExistsError):
+        FILES.create(path)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(tmp_path / "a").st_mode) == 0o700
+
+
+def test_a_planted_link_is_not_followed(tmp_path):
+    (tmp_path / "secret").write_bytes(b"x")
+    os.symlink(tmp_path / "secret", tmp_path / "link")
+    with pytest.raises(OSError) as caught:
+        FILES.open(str(tmp_path / "link"))
+    assert caught.value.errno == errno.ELOOP
+    assert {info.name: info.is_directory for info in FILES.list(str(tmp_path))} == {"secret": False, "link": False}
+
+
+def test_a_lock_is_dropped_with_its_descriptor(tmp_path):
+    paths = StorePaths(str(tmp_path))
+    first = take_lock(FILES, paths)
+    with pytest.raises(BlockingIOError):
+        FILES.lock(paths.lock, owner="2")
+    FILES.close(first)
+    second = FILES.lock(paths.lock, owner="123456789")
+    FILES.close(second)
+    FILES.close(FILES.lock(paths.lock, owner="7"))
+    assert (tmp_path / "lock").read_text() == "7"
+
+
+def test_space_counts_everything():
+    space = Space(limit_bytes=100, floor_bytes=10, daily_limit_bytes=50)
+    space.manifest_bytes, space.quarantine_bytes, space.leftover_bytes = 5, 6, 7
+    assert space.shortage_bytes(20, block_bytes=62, free_bytes=1000) == 0
+    assert space.shortage_bytes(20, block_bytes=63, free_bytes=1000) == 1
+    assert space.shortage_bytes(20, block_bytes=0, free_bytes=25) == 5
+    assert space.can_ever_fit(95) and not space.can_ever_fit(96)
+
+
+def test_the_budget_turns_with_the_day():
+    space = Space(limit_bytes=100, floor_bytes=0, daily_limit_bytes=50)
+    assert space.budget_allows(50, now_time=5.0) and not space.budget_allows(51, now_time=5.0)
+    space.written_today_bytes = 40
+    assert not space.budget_allows(11, now_time=SECONDS_PER_DAY - 1)
+    assert space.budget_allows(11, now_time=SECONDS_PER_DAY)
+
+
+def test_the_gate_waits_longer_after_each_failure():
+    gate = WriteGate()
+    waits = []
+    now = 0.0
+    for _ in range(9):
+        gate.shut("broken", now=now)
+        waits.append(next(s for s in range(1, 100) if gate.is_retry_due(now=now + s)))
+        now += 100
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    gate.open()
+    gate.wrote()
+    gate.shut("broken again", now=now)
+    assert gate.is_retry_due(now=now + 1) and not gate.is_open
+
+
+def test_a_full_disk_is_not_a_broken_one():
+    assert is_disk_full(OSError(errno.ENOSPC, "")) and is_disk_full(OSError(errno.EDQUOT, ""))
+    assert not is_disk_full(OSError(errno.EIO, ""))
