@@ -20,10 +20,10 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load smoke clean
+.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage smoke clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 env: $(STAMP) ## Make the environment in .venv (again only when pyproject.toml or constraints.txt changed).
 
@@ -77,6 +77,9 @@ bench-cache: $(STAMP) ## Prefix cache: cold, RAM, SSD after a restart.
 
 bench-load: $(STAMP) ## Many clients for a while: latency percentiles under load.
 	@$(BIN)/python -m bench.load $(ARGS)
+
+bench-storage: $(STAMP) ## SSD tier against raw files: spill, restore, reconcile, as ratios.
+	@$(BIN)/python -m bench.storage_bench $(ARGS)
 
 smoke: $(STAMP) ## The README's grpcurl lines and bad inputs against a live server (needs grpcurl).
 	@$(BIN)/python .ci/smoke.py $(ARGS)

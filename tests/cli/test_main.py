@@ -34,7 +34,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
 def test_help_lists_every_command() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("serve", "demo", "generate", "doctor", "config", "version"):
+    for command in ("serve", "demo", "generate", "cache", "doctor", "config", "version"):
         assert re.search(rf"\b{command}\b", result.stdout), command
 
 
