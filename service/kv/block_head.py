@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,7 +23,8 @@ FORMAT = "icehouse.block"
 HEADER_LIMIT_BYTES = 8 << 20
 """A longer header is a lie: 512 layers of five tensors need a tenth of it."""
 _ALIGNMENT_BYTES = 8
-_HEAD = b'{"__metadata__":{"header_xxh3":"'
+_METADATA_KEY = b'{"__metadata__":'
+_HEAD = _METADATA_KEY + b'{"header_xxh3":"'
 _ZEROS = b"0" * 16
 _CHECKSUM_AT = 8 + len(_HEAD)
 
@@ -146,8 +148,7 @@ def parse_head(head: bytes, *, file_bytes: int) -> BlockFile:
         raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
     checksum = _check_head(head)
     try:
-        entries = json.loads(head[8:])
-        metadata = entries.pop("__metadata__")
+        metadata, tensors = _split(head)
         if metadata["format"] != FORMAT:
             raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {FORMAT!r}")
         if metadata["layout_abi"] != str(LAYOUT_ABI):
@@ -155,7 +156,7 @@ def parse_head(head: bytes, *, file_bytes: int) -> BlockFile:
                 Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}"
             )
         header = _parse_header(metadata)
-        regions = _parse_regions(json.loads(metadata["regions"]), entries, data_offset=len(head))
+        regions = _parse_regions(json.loads(metadata["regions"]), tensors, data_offset=len(head))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
     end = regions[-1].offset + regions[-1].size_bytes if regions else len(head)
@@ -206,6 +207,26 @@ def _check_head(head: bytes) -> int:
     return checksum
 
 
+def _split(head: bytes) -> tuple[dict[str, str], Sequence[tuple[RegionKind, FileTensor]]]:
+    """Return a head's metadata and its tensors, parsed apart.
+
+    All blocks of one model describe their tensors with the same text, so that part is parsed
+    once and remembered by its bytes. A `"},"` cannot occur inside the metadata's values, where
+    quotes are escaped; should the text not fall apart there, neither part is valid JSON.
+    """
+    metadata_text, _, tensors_text = head[len(_METADATA_KEY) + 8 :].partition(b'"},"')
+    if not tensors_text:
+        return json.loads(head[8:])["__metadata__"], ()
+    metadata = json.loads(metadata_text + b'"}')
+    return metadata, _parse_tensors(b'{"' + tensors_text, data_offset=len(head))
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_tensors(text: bytes, *, data_offset: int) -> tuple[tuple[RegionKind, FileTensor], ...]:
+    entries = json.loads(text)
+    return tuple(_parse_tensor(key, entry, data_offset=data_offset) for key, entry in entries.items())
+
+
 def _parse_header(metadata: dict[str, str]) -> BlockHeader:
     digests = [bytes.fromhex(metadata[key]) for key in ("hash", "parent", "fingerprint")]
     if any(len(digest) != 32 for digest in digests):
@@ -225,9 +246,8 @@ def _parse_header(metadata: dict[str, str]) -> BlockHeader:
 
 
 def _parse_regions(
-    listed: list[dict[str, str | int]], entries: dict[str, dict[str, object]], *, data_offset: int
+    listed: list[dict[str, str | int]], tensors: Sequence[tuple[RegionKind, FileTensor]], *, data_offset: int
 ) -> tuple[FileRegion, ...]:
-    tensors = [_parse_tensor(key, entry, data_offset=data_offset) for key, entry in entries.items()]
     regions = []
     offset = data_offset
     for item in listed:
