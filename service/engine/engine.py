@@ -158,10 +158,12 @@ class Engine:
             self._fail(error, loop)
 
     def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
-        _log.exception("inference_loop_failed")
         if isinstance(error, IcehouseError):
+            # An operating error says what failed and what to do; where it was raised helps nobody.
+            _log.error("inference_loop_failed", extra={"reason": error.reason, "detail": error.message})
             self._error = error
         else:
+            _log.error("inference_loop_failed", exc_info=error)
             self._error = EngineFailed(
                 Reason.ENGINE_FAILED,
                 f"the inference loop failed: {type(error).__name__}; the server is ending",

@@ -11,21 +11,18 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadSequence
 
 from service.clock import Clock
-from service.domain.blocks import HostBlock, RegionKind, block_hash, root_hash
-from service.domain.cache_stats import SpillDropCause
+from service.domain.blocks import RegionKind, block_hash, root_hash
 from service.domain.events import CacheReport, ReuseLimit
 from service.domain.ids import BlockHash, Fingerprint, Tenant
 from service.domain.request import CacheUse, GenerationRequest
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_plan import Planner, PrefixPlan, Rates
 from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
+from service.engine.prefix_spill import Spills
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
 from service.kv.index import BlockIndex, Entry, IndexRules, Region
 from service.kv.ram_tier import RamTier
 from service.kv.records import BlockRecord
-
-_FILE_OVERHEAD_BYTES = 64 * 1024
-"""Header and alignment of a block file, added to what a spill reserves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,13 +64,27 @@ class PrefixCache:
             )
         )
         self.ram = RamTier(limit_bytes=settings.ram_limit_bytes)
-        self.storage = storage
         self.rates = Rates()
         self.counters = PrefixCounters()
+        self.spills = Spills(
+            index=self.index,
+            facts=facts,
+            fingerprint=settings.fingerprint,
+            policy=settings.spill_policy,
+            min_prefix_token_count=settings.min_prefix_token_count,
+            runner=runner,
+            storage=storage,
+            counters=self.counters,
+        )
         self.planner = Planner(self.index, settings.fingerprint, self.rates, settings.may_recompute)
         self._runner = runner
         self._clock = clock
         self._leaving: set[BlockHash] = set()
+
+    @property
+    def storage(self) -> StoragePort | None:
+        """The SSD tier; None without one, and when it is lost."""
+        return self.spills.storage
 
     @property
     def is_supported(self) -> bool:
@@ -117,8 +128,11 @@ class PrefixCache:
             name = self._keep(sequence, start, start + size)
             sequence.chain.append(name)
         start = len(sequence.chain) * size
+        names = list(sequence.chain)
         if is_end and start < position:
-            self._keep(sequence, start, position)
+            names.append(self._keep(sequence, start, position))
+        found = (self.index.get(name) for name in names)
+        self.ram.touch([entry for entry in found if entry is not None], self._clock.monotonic())
 
     def take_inventory(self, records: ReadSequence[BlockRecord]) -> None:
         """Replace what is known of the SSD tier."""
@@ -132,28 +146,23 @@ class PrefixCache:
         """Note that a block is gone from SSD."""
         self.index.forget_stored(block)
 
+    def note_persisted(self, record: BlockRecord) -> None:
+        """Note that a block is committed on SSD: pinned there as here, and instead of shorter ones."""
+        entry = self.index.add_stored(record)
+        if self.storage is not None:
+            if entry.is_pinned and not record.pinned:
+                self.storage.pin([entry.hash])
+            shorter = [other.hash for other in self._superseded(entry) if other.ssd]
+            if shorter:
+                self.storage.evict(shorter)
+        self.spill_ended(record.hash)
+
     def lose_storage(self) -> None:
         """The SSD tier is gone for good: forget it and go on with RAM alone."""
-        self.storage = None
+        self.spills.lose_storage()
         for entry in list(self.index):
-            entry.is_spilling = False
             self.forget_stored(entry.hash)
         self._leaving.clear()
-
-    def has_credit(self, entry: Entry) -> bool:
-        """Whether the write queue takes this block now; a block that needs no credit always may go."""
-        if self.storage is None or self._spill_obstacle(entry) is not None:
-            return True
-        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
-        if credit is None:
-            return False
-        credit.cancel()
-        return True
-
-    @property
-    def spilling_count(self) -> int:
-        """Blocks handed to the storage thread and not yet written or dropped."""
-        return sum(entry.is_spilling for entry in self.ram)
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
@@ -166,39 +175,25 @@ class PrefixCache:
             sequence.chain.append(parent)
 
     def drop(self, entry: Entry) -> None:
-        """Remove a block from both tiers by order."""
+        """Remove a block from RAM by order."""
         self.ram.drop(entry, by_order=True)
         self.index.discard_if_empty(entry)
 
-    def spill(self, entry: Entry) -> bool:
-        """Send a block to SSD if it may go there and is not there yet; False when it was not sent."""
-        cause = self._spill_obstacle(entry)
-        if cause is not None:
-            if cause is not SpillDropCause.DUPLICATE:
-                self.counters.note_drop(cause)
-            return False
-        assert self.storage is not None
-        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
-        if credit is None:
-            self.counters.note_drop(SpillDropCause.NO_CREDIT)
-            return False
-        kinds = sorted(entry.ram, key=list(RegionKind).index)
-        regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
-        header = entry.header(self.settings.fingerprint, self.settings.block_token_count)
-        self.storage.spill(HostBlock(header, regions), credit)
-        entry.is_spilling = True
-        return True
-
-    def is_worth_keeping(self, entry: Entry) -> bool:
-        """Whether a flush should write this block."""
-        return self._spill_obstacle(entry) is None
+    def reject(self, entries: ReadSequence[Entry]) -> None:
+        """Remove blocks that do not make a cache from both tiers, so that they are not tried again."""
+        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
+        if stored and self.storage is not None:
+            self.storage.evict(stored)
+        for entry in entries:
+            self.drop(entry)
+            self.forget_stored(entry.hash)
 
     def spill_ended(self, block: BlockHash) -> None:
         """Note that a spill was persisted or dropped; the RAM copy of an evicted block goes now."""
         entry = self.index.get(block)
         if entry is None:
             return
-        entry.is_spilling = False
+        self.spills.end(entry)
         if block in self._leaving:
             self._leaving.discard(block)
             self.ram.drop(entry)
@@ -215,9 +210,10 @@ class PrefixCache:
         missing = [kind for kind in kinds if kind not in entry.ram]
         if missing:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
-            self._store(entry, regions)
-        self.ram.touch([entry], self._clock.monotonic())
+            self._store(entry, regions, chain=sequence.chain)
         self._supersede(entry)
+        if self._is_cut_off(sequence.chain) and self.spills.wants(entry) and self.spills.has_credit(entry):
+            self.spills.send(entry)
         self.index.discard_if_empty(entry)
         return entry.hash
 
@@ -234,13 +230,33 @@ class PrefixCache:
             regions |= self._runner.cut(
                 sequence.sequence_id, start=start, stop=entry.end_token_index, kinds=[RegionKind.KV]
             )
-        self._store(entry, {kind: region for kind, region in regions.items() if kind not in entry.ram})
+        missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
+        self._store(entry, missing, chain=sequence.chain)
 
-    def _store(self, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
+    def _store(
+        self, entry: Entry, regions: Mapping[RegionKind, Region], *, chain: ReadSequence[BlockHash]
+    ) -> None:
+        """Put regions into RAM if room can be made for them; `chain` is what the block follows."""
+        spared = {entry.hash, *self._leaving}
+        if self.facts.has_kv and not self.spills.is_on:
+            # Without an SSD tier a block is worth nothing once one before it is gone.
+            spared.update(chain)
         size_bytes = sum(region.size_bytes for region in regions.values())
-        self._make_room(size_bytes)
-        if size_bytes <= self.ram.limit_bytes - self.ram.used_bytes + self._leaving_bytes():
-            self.ram.put(entry, regions)
+        victims = self.ram.victims(size_bytes - self._leaving_bytes(), spared=spared)
+        if victims is None:
+            return
+        for victim in victims:
+            if victim.is_spilling or self.spills.send(victim):
+                self._leaving.add(victim.hash)
+            else:
+                self.ram.drop(victim)
+                self.index.discard_if_empty(victim)
+        self.ram.put(entry, regions)
+
+    def _is_cut_off(self, chain: ReadSequence[BlockHash]) -> bool:
+        """Whether some block of this chain has its kv on SSD only: what follows is then read from there."""
+        found = (self.index.get(name) for name in chain)
+        return self.facts.has_kv and not all(e is not None and RegionKind.KV in e.ram for e in found)
 
     def _leaving_bytes(self) -> int:
         """Bytes of blocks that are on their way out; the write queue bounds them."""
@@ -267,23 +283,24 @@ class PrefixCache:
         return is_interval or is_last_full or position % size != 0 or position == sequence.prefill_target
 
     def _supersede(self, entry: Entry) -> None:
-        """Drop shorter blocks with the same beginning, when this one can stand for them."""
-        if not self.facts.cuttable_inside or not entry.ram:
-            return
-        assert entry.token_ids is not None
-        for other in self.index.children(entry.parent):
-            shorter = other.token_ids is not None and other.token_count < entry.token_count
-            if shorter and not other.is_pinned and other.token_ids == entry.token_ids[: other.token_count]:
-                self.ram.drop(other, by_order=True)
+        """Let go of shorter blocks in RAM that this one can stand for."""
+        if entry.ram:
+            for other in self._superseded(entry):
+                self.ram.forget(other)
                 self.index.discard_if_empty(other)
 
-    def _make_room(self, size_bytes: int) -> None:
-        for entry in self.ram.victims(size_bytes - self._leaving_bytes()):
-            if self.spill(entry):
-                self._leaving.add(entry.hash)
-            else:
-                self.ram.drop(entry)
-                self.index.discard_if_empty(entry)
+    def _superseded(self, entry: Entry) -> list[Entry]:
+        """Return the shorter blocks with the same beginning that nobody pinned."""
+        tokens = entry.token_ids
+        if tokens is None or not self.facts.cuttable_inside:
+            return []
+        return [
+            other
+            for other in self.index.children(entry.parent)
+            if other.token_count < entry.token_count
+            and not other.is_pinned
+            and other.hash == block_hash(parent=entry.parent, token_ids=tokens[: other.token_count])
+        ]
 
     def _note_use(self, entries: ReadSequence[Entry]) -> None:
         now = self._clock.monotonic()
@@ -294,20 +311,9 @@ class PrefixCache:
         for entry in entries:
             entry.hit_count += 1
             self._leaving.discard(entry.hash)
-            if self.settings.spill_policy == "write_behind" and entry.ram:
-                self.spill(entry)
-
-    def _spill_obstacle(self, entry: Entry) -> SpillDropCause | None:
-        """Say why a block would not be written, or None when it would."""
-        if self.storage is None or self.settings.spill_policy == "off":
-            return SpillDropCause.WRITES_OFF
-        is_whole = not self.facts.has_kv or RegionKind.KV in entry.ram
-        if entry.is_spilling or entry.ssd or not is_whole:
-            return SpillDropCause.DUPLICATE
-        is_short = entry.end_token_index < self.settings.min_prefix_token_count
-        if is_short and not self.index.children(entry.hash):
-            return SpillDropCause.PREFIX_SHORT
-        return None
+            is_early = self.settings.spill_policy == "write_behind"
+            if is_early and self.spills.wants(entry) and self.spills.has_credit(entry):
+                self.spills.send(entry)
 
     def _may_write(self, sequence: Sequence) -> bool:
         return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)

@@ -18,6 +18,7 @@ from service.domain.ids import BlockHash
 from service.engine.ids import SequenceId
 from service.engine.messages import Order
 from service.engine.prefix_cache import PrefixCache
+from service.engine.prefix_introductions import Introductions
 from service.engine.prefix_orders import PrefixOrders
 from service.engine.prefix_plan import PrefixPlan
 from service.engine.prefix_ports import CacheRunner, PlacedBlock, RestoreInput
@@ -26,7 +27,6 @@ from service.errors import StorageError
 from service.kv.index import Entry, Region
 from service.kv.messages import (
     Evicted,
-    HeadRequest,
     HeadsRead,
     Inventory,
     Loaded,
@@ -36,6 +36,8 @@ from service.kv.messages import (
     Outcome,
     Persisted,
     SpillDropped,
+    StorageClosed,
+    StorageFailed,
 )
 
 _ATTEMPT_LIMIT = 3
@@ -74,8 +76,7 @@ class PrefixDesk:
         self._restores: dict[SequenceId, _Restore] = {}
         self._loads: dict[LoadId, _Restore] = {}
         self._load_ids = count(1)
-        self._heads: dict[LoadId, Sequence] = {}
-        self._introductions: dict[SequenceId, LoadId] = {}
+        self._introductions = Introductions(cache, load_ids=self._load_ids)
         self._to_flush: list[Entry] = []
 
     @property
@@ -87,7 +88,7 @@ class PrefixDesk:
 
     def begin(self, sequence: Sequence) -> Phase:
         """Plan a prompt. LOADING or RESTORING when something is reused, PREFILLING when nothing is."""
-        if self._asks_strangers(sequence):
+        if sequence.sequence_id not in self._restores and self._introductions.ask(sequence):
             return Phase.LOADING
         plan = self._cache.plan(sequence.request)
         restore = self._restores.get(sequence.sequence_id)
@@ -115,7 +116,7 @@ class PrefixDesk:
         if isinstance(outcome, Loaded):
             return self._loaded(outcome)
         if isinstance(outcome, HeadsRead):
-            return self._met_strangers(outcome)
+            return self._introductions.met(outcome)
         if isinstance(outcome, LoadFailed):
             restore = self._loads.pop(outcome.load_id, None)
             cache.forget_stored(outcome.failure.hash)
@@ -123,8 +124,7 @@ class PrefixDesk:
         if isinstance(outcome, Inventory):
             cache.take_inventory(outcome.records)
         elif isinstance(outcome, Persisted):
-            cache.index.add_stored(outcome.record)
-            cache.spill_ended(outcome.record.hash)
+            cache.note_persisted(outcome.record)
         elif isinstance(outcome, SpillDropped):
             cache.spill_ended(outcome.hash)
         elif isinstance(outcome, Evicted):
@@ -132,6 +132,8 @@ class PrefixDesk:
                 cache.forget_stored(name)
         else:
             self._orders.receive(outcome)
+            if isinstance(outcome, StorageFailed | StorageClosed):
+                return self._abandon_loads()
         return []
 
     def continue_restore(self, sequence: Sequence) -> Phase:
@@ -152,8 +154,7 @@ class PrefixDesk:
             # The blocks do not make a cache: whichever is wrong, none of this chain is used again.
             restore.has_failed = True
             self._cache.counters.restore_failed_total += 1
-            for entry in restore.plan.entries:
-                self._cache.drop(entry)
+            self._cache.reject(restore.plan.entries)
             return Phase.WAITING
         self._adopted(restore)
         return Phase.PREFILLING
@@ -169,7 +170,7 @@ class PrefixDesk:
     def forget(self, sequence: Sequence) -> None:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
         restore = self._restores.pop(sequence.sequence_id, None)
-        self._introductions.pop(sequence.sequence_id, None)
+        self._introductions.forget(sequence)
         # Before its first token a decoding sequence may have no row yet, and its prompt is kept already.
         has_row = sequence.phase is Phase.DECODING and sequence.output_token_ids
         if restore is None and (has_row or sequence.phase is Phase.PREFILLING):
@@ -193,42 +194,23 @@ class PrefixDesk:
 
     def begin_flush(self) -> None:
         """Choose what goes to SSD before the process ends: everything in RAM, most recently used first."""
-        self._to_flush = [entry for entry in self._cache.ram if self._cache.is_worth_keeping(entry)]
+        self._to_flush = [entry for entry in self._cache.ram if self._cache.spills.wants(entry)]
 
     def continue_flush(self) -> bool:
         """Send on as much as the write queue takes; False when all of it is written or dropped."""
+        spills = self._cache.spills
         while self._to_flush:
-            if not self._cache.has_credit(self._to_flush[-1]):
+            # With nothing under way the queue will not be emptier than it is: what does not fit never will.
+            if spills.under_way_count and not spills.has_credit(self._to_flush[-1]):
                 break
-            self._cache.spill(self._to_flush.pop())
-        return bool(self._to_flush) or self._cache.spilling_count > 0
+            spills.send(self._to_flush.pop())
+        return bool(self._to_flush) or spills.under_way_count > 0
 
-    def _asks_strangers(self, sequence: Sequence) -> bool:
-        """Have the token ids of blocks read that the prompt might match inside; once for each of them."""
-        cache = self._cache
-        if sequence.sequence_id in self._restores or not cache.may_read(sequence.request):
-            return False
-        if cache.storage is None or self._introductions.pop(sequence.sequence_id, None) is not None:
-            return False
-        prompt = sequence.request.prompt_token_ids
-        root = cache.root(sequence.request.tenant)
-        strangers = cache.index.strangers(root=root, token_ids=prompt, token_limit=len(prompt) - 1)
-        if not strangers:
-            return False
-        load_id = LoadId(next(self._load_ids))
-        if not cache.storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in strangers))):
-            return False
-        self._introductions[sequence.sequence_id] = load_id
-        self._heads[load_id] = sequence
-        return True
-
-    def _met_strangers(self, outcome: HeadsRead) -> list[Sequence]:
-        sequence = self._heads.pop(outcome.load_id)
-        for header in outcome.headers:
-            entry = self._cache.index.get(header.hash)
-            if entry is not None and entry.token_ids is None:
-                entry.token_ids = header.token_ids
-        return [sequence]
+    def _abandon_loads(self) -> list[Sequence]:
+        """Nothing more comes from SSD: whoever waits for it plans again without it."""
+        waiting = [sequence for restore in self._loads.values() for sequence in self._give_up(restore)]
+        self._loads.clear()
+        return waiting + self._introductions.abandon()
 
     def _load(self, restore: _Restore) -> Phase:
         assert self._cache.storage is not None

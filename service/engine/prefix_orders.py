@@ -191,7 +191,8 @@ class PrefixOrders:
         else:
             entries = self._known(order.prompt_token_ids, order.tenant)
         in_ram = [entry for entry in entries if entry.ram]
-        stored = [entry.hash for entry in entries if entry.ssd]
+        # A block on its way to SSD is there before this order is carried out.
+        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
         report = EvictReport(len(in_ram), sum(entry.ram_bytes for entry in in_ram))
         task_id = None
         if stored and cache.storage is not None:

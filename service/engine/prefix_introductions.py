@@ -1,0 +1,64 @@
+"""Getting to know blocks that only the SSD knows whole, so that a prompt may match inside one.
+
+After a restart the index has every block's name but not its tokens. Before a prompt is planned, the
+headers of the few blocks that may begin like its rest are read, each once per process. Inference
+thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from service.engine.ids import SequenceId
+from service.engine.prefix_cache import PrefixCache
+from service.engine.sequence import Sequence
+from service.kv.messages import HeadRequest, HeadsRead, LoadId
+
+
+class Introductions:
+    """Questions for headers that are under way."""
+
+    def __init__(self, cache: PrefixCache, *, load_ids: Iterator[int]) -> None:
+        self._cache = cache
+        self._load_ids = load_ids
+        self._waiting: dict[LoadId, Sequence] = {}
+        self._asked: set[SequenceId] = set()
+
+    def ask(self, sequence: Sequence) -> bool:
+        """Ask for headers before a prompt is planned; False when there is no need, or it was done."""
+        cache = self._cache
+        if sequence.sequence_id in self._asked:
+            self._asked.discard(sequence.sequence_id)
+            return False
+        if cache.storage is None or not cache.may_read(sequence.request):
+            return False
+        prompt = sequence.request.prompt_token_ids
+        root = cache.root(sequence.request.tenant)
+        strangers = cache.index.strangers(root=root, token_ids=prompt, token_limit=len(prompt) - 1)
+        if not strangers:
+            return False
+        load_id = LoadId(next(self._load_ids))
+        if not cache.storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in strangers))):
+            return False
+        self._asked.add(sequence.sequence_id)
+        self._waiting[load_id] = sequence
+        return True
+
+    def met(self, outcome: HeadsRead) -> list[Sequence]:
+        """Take headers in; return the sequence that can be planned now."""
+        for header in outcome.headers:
+            entry = self._cache.index.get(header.hash)
+            if entry is not None and entry.token_ids is None:
+                entry.token_ids = header.token_ids
+        sequence = self._waiting.pop(outcome.load_id, None)
+        return [sequence] if sequence is not None else []
+
+    def abandon(self) -> list[Sequence]:
+        """Return all that wait; no answer will come any more, and a late one finds nobody."""
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
+        return waiting
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is gone; its answer will find it ended."""
+        self._asked.discard(sequence.sequence_id)

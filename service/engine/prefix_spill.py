@@ -1,0 +1,106 @@
+"""What leaves RAM for SSD: which block may go, credit before anything is copied, what is under way.
+
+Inference thread only. Accepted here means handed over; the row is the commit.
+"""
+
+from __future__ import annotations
+
+from service.domain.blocks import HostBlock, RegionKind
+from service.domain.cache_stats import SpillDropCause
+from service.domain.ids import BlockHash, Fingerprint
+from service.engine.prefix_counters import PrefixCounters
+from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
+from service.kv.index import BlockIndex, Entry
+
+_FILE_OVERHEAD_BYTES = 64 * 1024
+"""Header and alignment of a block file, added to what a spill reserves."""
+
+
+class Spills:
+    """`storage` is None without an SSD tier, and from the moment it is lost."""
+
+    def __init__(
+        self,
+        *,
+        index: BlockIndex,
+        facts: CacheFacts,
+        fingerprint: Fingerprint,
+        policy: str,
+        min_prefix_token_count: int,
+        runner: CacheRunner,
+        storage: StoragePort | None,
+        counters: PrefixCounters,
+    ) -> None:
+        self.storage = storage
+        self._index = index
+        self._facts = facts
+        self._fingerprint = fingerprint
+        self._policy = policy
+        self._min_prefix_token_count = min_prefix_token_count
+        self._runner = runner
+        self._counters = counters
+        self._under_way: set[BlockHash] = set()
+
+    @property
+    def is_on(self) -> bool:
+        return self.storage is not None and self._policy != "off"
+
+    @property
+    def under_way_count(self) -> int:
+        """Blocks handed to the storage thread and not yet written or dropped."""
+        return len(self._under_way)
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether this block may go to SSD and is not there yet."""
+        return self._is_due(entry) and not self._is_short(entry)
+
+    def has_credit(self, entry: Entry) -> bool:
+        """Whether the write queue takes this block now."""
+        if self.storage is None:
+            return False
+        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
+        if credit is None:
+            return False
+        credit.cancel()
+        return True
+
+    def send(self, entry: Entry) -> bool:
+        """Send a block if it may go and is not there yet; False when it was not sent."""
+        if not self._is_due(entry):
+            return False
+        if self._is_short(entry):
+            self._counters.note_drop(SpillDropCause.PREFIX_SHORT)
+            return False
+        assert self.storage is not None
+        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
+        if credit is None:
+            self._counters.note_drop(SpillDropCause.NO_CREDIT)
+            return False
+        kinds = sorted(entry.ram, key=list(RegionKind).index)
+        regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
+        header = entry.header(self._fingerprint, self._index.rules.block_token_count)
+        self.storage.spill(HostBlock(header, regions), credit)
+        entry.is_spilling = True
+        self._under_way.add(entry.hash)
+        return True
+
+    def end(self, entry: Entry) -> None:
+        """Note that a block was written or dropped."""
+        entry.is_spilling = False
+        self._under_way.discard(entry.hash)
+
+    def lose_storage(self) -> None:
+        """The SSD tier is gone for good; nothing that is under way will be heard of."""
+        self.storage = None
+        for entry in self._index:
+            entry.is_spilling = False
+        self._under_way.clear()
+
+    def _is_due(self, entry: Entry) -> bool:
+        is_whole = not self._facts.has_kv or RegionKind.KV in entry.ram
+        return self.is_on and is_whole and bool(entry.ram) and not (entry.is_spilling or entry.ssd)
+
+    def _is_short(self, entry: Entry) -> bool:
+        """A prefix below the minimum stays out, unless a longer one needs it."""
+        is_short = entry.end_token_index < self._min_prefix_token_count
+        return is_short and not self._index.children(entry.hash)
