@@ -19,7 +19,7 @@ from typing import assert_never
 from service.clock import Clock
 from service.domain.cache_stats import SpillDropCause
 from service.domain.ids import BlockHash
-from service.errors import IcehouseError
+from service.errors import StartError
 from service.kv.credit import Meter
 from service.kv.messages import Evicted, Health, Inventory, Outcome, StatsAnswer, StorageClosed, TaskId
 from service.kv.reader_pool import HeadReport, LoadReport
@@ -77,21 +77,26 @@ class StorageLoop:
         self._close: CloseRequest | None = None
         self._deferred: Iterator[BlockHash] = iter(())
         self._announced_detail = ""
+        self._has_inventory = False
         self._kept_up_time = clock.monotonic()
 
     def open(self) -> None:
         """Open the directory and post the inventory; a disk that refuses shuts the gate instead."""
         try:
             self._store.open()
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, StartError) as error:
             self._fail(error)
-            self._post(Inventory(()))
+            if not self._has_inventory:
+                # Later failures leave the engine what it knows: files may still be read.
+                self._has_inventory = True
+                self._post(Inventory(()))
             self._announce()
             return
         report = self._store.report
         _log.info("cache directory opened: %s", report)
         self._deferred = iter([record.hash for record in self._store.index] if report.was_clean else ())
         self._gate.open()
+        self._has_inventory = True
         self._post(Inventory(tuple(self._store.index.by_recency(self._store.settings.fingerprint))))
         self._announce()
 
@@ -218,11 +223,6 @@ class StorageLoop:
             return
         self._store.abandon()
         self._store.unlock()
-        try:
-            self._store.lock()
-        except IcehouseError as error:
-            self._gate.shut(error.message, now=now)
-            return
         self.open()
 
     def _end(self) -> None:
@@ -241,7 +241,7 @@ class StorageLoop:
             self._fail(error)
             return instead
 
-    def _fail(self, error: OSError | sqlite3.Error) -> None:
+    def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
         """Stop writing and give the directory up until it is opened anew: rows and memory may differ now."""
         reason = "Disk is full" if is_disk_full(error) else "Disk refused"
         detail = f"{reason}: {error}; nothing is written until {self._store.paths.root} works again"

@@ -103,7 +103,12 @@ class BlockStore:
                 self.files.close(descriptor)
 
     def open(self) -> None:
-        """Open the manifest and repair what disagrees; `report` and `index` tell what was found."""
+        """Open the manifest and repair what disagrees; `report` and `index` tell what was found.
+
+        Raises `StartError` when the lock could not be had before and another process has it now.
+        """
+        if self._lock is None:
+            self.lock()
         opened = open_store(self.settings, paths=self.paths, files=self.files, clock=self.clock)
         self._manifest = opened.manifest
         self.report = opened.report

@@ -102,6 +102,7 @@ class CrashingFiles:
 
     def _note(self, verb: str, args: tuple, result: object) -> None:
         if verb in ("create", "open", "lock"):
+            assert isinstance(result, int)
             self._open_paths[result] = args[0]
         if verb == "create":
             self._unsynced.add(args[0])

@@ -200,3 +200,22 @@ def test_a_read_error_is_a_miss(tmp_path):
         outcomes = house.take()
         assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.IO
         assert Evicted((block.header.hash,)) in outcomes
+
+
+def test_a_directory_that_could_not_be_locked_is_not_touched_until_it_is(tmp_path):
+    """A disk that refuses the lock does not stop the start; another owner does, and later keeps us out."""
+    files = FaultyFiles("lock", 1, errno.EIO, times=2)
+    files.is_armed = True
+    house = StorageHouse(tmp_path, files=files)
+    with house:
+        assert [type(o) for o in house.take()] == [Inventory, Health]
+        assert os.listdir(tmp_path) == []
+        with StorageHouse(tmp_path) as other:
+            house.clock.advance(100)
+            house.spill(make_block())
+            assert house.take()[-1].cause is SpillDropCause.WRITES_OFF
+            assert "in use by process" in house.stats().writes_detail
+            other.spill(make_block())
+        house.clock.advance(100)
+        house.settle()
+        assert len(house.take_inventory()) == 1 and house.stats().writes_enabled

@@ -82,11 +82,12 @@ def test_the_limit_is_never_passed(tmp_path):
 
 
 def test_recency_and_pins_survive(tmp_path):
-    store = open_store(tmp_path)
+    clock = ManualClock()
+    store = open_store(tmp_path, clock=clock)
     blocks = [make_block(seed=seed) for seed in range(3)]
     for block in blocks:
         store.put(prepare_block(block))
-    store.clock.advance(10)
+    clock.advance(10)
     store.touch([blocks[0].header.hash])
     store.set_pinned([blocks[1].header.hash], pinned=True)
     store.close()
