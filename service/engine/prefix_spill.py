@@ -102,5 +102,6 @@ class Spills:
 
     def _is_short(self, entry: Entry) -> bool:
         """A prefix below the minimum stays out, unless a longer one needs it."""
-        is_short = entry.end_token_index < self._min_prefix_token_count
-        return is_short and not self._index.children(entry.hash)
+        if entry.end_token_index >= self._min_prefix_token_count:
+            return False
+        return all(self._is_short(child) for child in self._index.children(entry.hash))

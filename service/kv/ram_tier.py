@@ -7,7 +7,7 @@ older than one that follows it and tails of chains go before heads without a tre
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from service.domain.blocks import RegionKind
 from service.domain.ids import BlockHash
@@ -46,29 +46,36 @@ class RamTier:
             if entry.hash in self._entries:
                 self._entries.move_to_end(entry.hash)
 
-    def victims(self, needed_bytes: int) -> list[Entry]:
-        """Return the entries to evict so that `needed_bytes` fit, oldest first; as many as there are."""
+    def victims(self, needed_bytes: int, *, spared: Collection[BlockHash] = ()) -> list[Entry] | None:
+        """Return the entries to evict so that `needed_bytes` fit, oldest first.
+
+        None when even all that are neither pinned nor spared would not make that room.
+        """
         excess = self.used_bytes + needed_bytes - self.limit_bytes
         chosen: list[Entry] = []
         for entry in self._entries.values():
             if excess <= 0:
                 break
-            if entry.is_pinned or entry.is_spilling:
-                continue
-            chosen.append(entry)
-            excess -= entry.ram_bytes
-        return chosen
+            if not entry.is_pinned and entry.hash not in spared:
+                chosen.append(entry)
+                excess -= entry.ram_bytes
+        return chosen if excess <= 0 else None
 
     def drop(self, entry: Entry, *, by_order: bool = False) -> None:
-        """Let go of an entry's arrays."""
-        if entry.hash not in self._entries:
-            return
+        """Let go of an entry's arrays and count it as evicted, or as purged."""
         size_bytes = entry.ram_bytes
-        self.used_bytes -= size_bytes
-        del self._entries[entry.hash]
-        entry.ram.clear()
+        if not self.forget(entry):
+            return
         if by_order:
             self.purged_block_total += 1
         else:
             self.evicted_block_total += 1
             self.evicted_byte_total += size_bytes
+
+    def forget(self, entry: Entry) -> bool:
+        """Let go of an entry's arrays, which another block stands for; False when it had none here."""
+        if self._entries.pop(entry.hash, None) is None:
+            return False
+        self.used_bytes -= entry.ram_bytes
+        entry.ram.clear()
+        return True

@@ -70,6 +70,11 @@ class TokenRunner(FakeRunner):
         self._unseated.clear()
         return super().decode()
 
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        super().release(sequence_ids)
+        for sequence_id in sequence_ids:
+            self._restoring.pop(sequence_id, None)
+
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         if self.refuse_restore(restore):
             raise StorageError(Reason.BLOCK_NOT_FOUND, "the test refused this restore")

@@ -1,0 +1,143 @@
+"""Explain, pin, unpin, evict, verify: what they say is true, and they cross with everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.domain.cache_orders import (
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Tier,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from service.domain.events import ReuseLimit
+from service.domain.ids import Tenant
+from service.errors import IcehouseError, Reason
+from tests.cache.step_house import BLOCK, StepHouse, prompt
+
+
+def test_explain_tells_what_a_request_then_gets(tmp_path: Path) -> None:
+    tokens = prompt(4 * BLOCK + 1)
+    with StepHouse(tmp_path) as house:
+        house.ask("a", [*tokens[: 2 * BLOCK], 99])
+    with StepHouse(tmp_path) as house:
+        told = house.order(Explain(tuple(tokens)))
+        before = house.stats().lookups
+        got = house.ask("a", tokens)
+        assert isinstance(told, Explanation) and told.cache.ssd_token_count == got.cache.ssd_token_count > 0
+        assert {block.tier for block in told.blocks} == {Tier.SSD} and before.lookup_total == 0
+        told = house.order(Explain(tuple(tokens)))
+        assert isinstance(told, Explanation)
+        assert any(block.tier is Tier.RAM for block in told.blocks)
+        assert told.predicted_ttft_s is None, "the clock stands still, so nothing was measured"
+
+
+def test_a_pinned_prompt_outlives_every_other(tmp_path: Path) -> None:
+    kept, other = prompt(2 * BLOCK + 1), [prompt(3 * BLOCK, salt=salt) for salt in range(1, 6)]
+    with StepHouse(ram_blocks=4) as house:
+        house.ask("kept", kept, max_output_tokens=0)
+        report = house.order(Pin(tuple(kept)))
+        assert isinstance(report, PinReport) and report.block_count == 2 and report.token_count == 2 * BLOCK
+        for turn, tokens in enumerate(other):
+            house.ask(f"other {turn}", tokens)
+        house.check()
+        assert house.ask("kept again", kept).cache.ram_token_count == 2 * BLOCK
+        assert house.stats().ram.pinned_block_count == 2
+        unpinned = house.order(Unpin(tuple(kept)))
+        assert isinstance(unpinned, PinReport) and unpinned.block_count == 2
+        for turn, tokens in enumerate(other):
+            house.ask(f"more {turn}", tokens)
+        assert house.ask("kept no more", kept).cache.limit is ReuseLimit.NO_MATCH
+
+
+def test_a_pin_set_in_ram_goes_with_the_block_to_ssd(tmp_path: Path) -> None:
+    tokens = prompt(2 * BLOCK + 1)
+    with StepHouse(tmp_path) as house:
+        house.ask("a", tokens, max_output_tokens=0)
+        house.order(Pin(tuple(tokens)))
+    with StepHouse(tmp_path) as house:
+        assert house.stats().ssd.pinned_block_count == 2
+        told = house.order(Explain(tuple(tokens)))
+        assert isinstance(told, Explanation) and all(block.pinned for block in told.blocks)
+
+
+def test_a_pin_that_finds_nothing_says_so() -> None:
+    with StepHouse() as house:
+        refused = house.order(Pin((1, 2, 3, 4, 5)))
+        unpinned = house.order(Unpin((1, 2, 3, 4, 5)))
+    assert isinstance(refused, IcehouseError) and refused.reason is Reason.BLOCK_NOT_FOUND
+    assert isinstance(unpinned, PinReport) and unpinned.block_count == 0
+
+
+def test_evict_takes_a_prompt_out_of_both_tiers(tmp_path: Path) -> None:
+    tokens, other = prompt(3 * BLOCK + 1), prompt(2 * BLOCK + 1, salt=1)
+    with StepHouse(tmp_path, spill_policy="write_behind") as house:
+        for _ in range(2):
+            house.ask("a", tokens, max_output_tokens=0)
+            house.ask("b", other, max_output_tokens=0)
+        report = house.order(Evict(tuple(tokens)))
+        assert isinstance(report, EvictReport)
+        assert (report.ram_block_count, report.ssd_block_count) == (3, 3)
+        assert report.ram_bytes > 0 and report.ssd_bytes > 0
+        stats = house.stats()
+        assert stats.ram.purged_block_total == 3 == stats.ssd.purged_block_total
+        assert stats.ram.evicted_block_total == 0 == stats.ssd.evicted_block_total
+        assert house.ask("a", tokens).cache.limit is ReuseLimit.NO_MATCH
+        assert house.ask("b", other).cache.ram_token_count == 2 * BLOCK
+        house.check()
+
+
+def test_evict_reaches_a_block_on_its_way_to_ssd(tmp_path: Path) -> None:
+    tokens = prompt(3 * BLOCK + 1)
+    with StepHouse(tmp_path, spill_policy="write_behind") as house:
+        house.ask("a", tokens, max_output_tokens=0)
+        house.holds_storage = True
+        house.ask("b", tokens, max_output_tokens=0)
+        assert house.cache.spills.under_way_count == 3
+        answers = house.give(Evict(None))
+        house.loop.step()
+        house.holds_storage = False
+        house.step_until_idle()
+        assert len(answers) == 1
+        assert house.stats().ssd.block_count == 0 and house.stats().ram.block_count == 0
+        house.check()
+
+
+def test_evicting_everything_reaches_every_tenant(tmp_path: Path) -> None:
+    with StepHouse(tmp_path) as house:
+        house.ask("a", prompt(2 * BLOCK + 1), tenant=Tenant("one"), max_output_tokens=0)
+        house.ask("b", prompt(2 * BLOCK + 1), tenant=Tenant("two"), max_output_tokens=0)
+        report = house.order(Evict(None))
+        assert isinstance(report, EvictReport) and report.ram_block_count == 4
+        assert len(house.cache.index) == 0
+
+
+def test_verify_finds_damage_and_takes_it_out(tmp_path: Path) -> None:
+    tokens = prompt(3 * BLOCK + 1)
+    with StepHouse(tmp_path) as house:
+        house.ask("a", tokens, max_output_tokens=0)
+    with StepHouse(tmp_path) as house:
+        victim = sorted((tmp_path / "blocks").rglob("*.safetensors"))[0]
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(data)
+        report = house.order(Verify())
+        assert isinstance(report, VerifyReport)
+        assert report.verified_block_count == 3
+        assert [name.hex() for name in report.damaged_hashes] == [victim.stem]
+        stats = house.stats()
+        assert stats.integrity.quarantined_file_count == 1 and stats.ssd.block_count == 2
+        assert house.ask("a", tokens).cache.cached_token_count < 3 * BLOCK
+        assert isinstance(house.order(Verify(block_limit=1)), VerifyReport)
+
+
+def test_verify_without_an_ssd_tier_is_refused() -> None:
+    with StepHouse() as house:
+        refused = house.order(Verify())
+    assert isinstance(refused, IcehouseError) and refused.reason is Reason.CACHE_UNSUPPORTED
