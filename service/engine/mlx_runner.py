@@ -209,6 +209,10 @@ class MlxRunner:
             cuttable_inside=self._layout.cuttable_inside,
             needs_checkpoint=self._layout.needs_checkpoint,
             window_token_count=self._layout.window_token_count,
+            shortest_window_token_count=min(
+                (part.window_token_count for part in self._layout.parts if part.kind is RegionKind.WINDOW),
+                default=0,
+            ),
         )
 
     def _seat(self) -> None:

@@ -265,27 +265,14 @@ class PrefixCache:
 
     def _kinds_at(self, sequence: Sequence, stop: int) -> list[RegionKind]:
         kinds = [RegionKind.KV] if self.facts.has_kv else []
-        if self.facts.window_token_count and self._has_window_at(sequence, stop):
+        # The first decode step runs two tokens, the prompt's last one and the one it drew.
+        passed = sequence.kv_token_count - stop if sequence.phase is Phase.DECODING else 0
+        if self.facts.holds_window(self.settings.block_token_count, passed_token_count=passed):
             kinds.append(RegionKind.WINDOW)
-        if (
-            self.facts.needs_checkpoint
-            and stop == sequence.kv_token_count
-            and self._is_checkpoint(sequence, stop)
-        ):
+        is_here = stop == sequence.kv_token_count
+        if self.facts.needs_checkpoint and is_here and self._is_checkpoint(sequence, stop):
             kinds.append(RegionKind.CHECKPOINT)
         return kinds
-
-    def _has_window_at(self, sequence: Sequence, stop: int) -> bool:
-        """Whether the windows of a full block that ends at `stop` have not passed by yet.
-
-        The first decode step runs two tokens, the prompt's last one and the one drawn, so a block
-        that ends with the prompt is seen one token late, when a window no longer than it has moved on.
-        """
-        passed = sequence.kv_token_count - stop
-        if passed == 0 or sequence.phase is not Phase.DECODING:
-            return True
-        shortest = self.facts.shortest_window_token_count or self.facts.window_token_count
-        return shortest - min(self.settings.block_token_count, shortest) >= passed
 
     def _is_checkpoint(self, sequence: Sequence, position: int) -> bool:
         """Every so often, at the prompt's last full block, at its end, and where the sequence ends."""

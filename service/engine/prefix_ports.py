@@ -25,6 +25,18 @@ class CacheFacts:
     cuttable_inside: bool = True
     needs_checkpoint: bool = False
     window_token_count: int = 0
+    """The longest sliding window in tokens, 0 if there is none."""
+    shortest_window_token_count: int = 0
+    """The shortest one; 0 where there is none, or where all are alike."""
+
+    def holds_window(self, block_token_count: int, *, passed_token_count: int) -> bool:
+        """Whether a full block's windows can be cut after so many more tokens were decoded.
+
+        A cache holds its window's tokens and no more: one that is as short as the block or shorter
+        has moved on with the first of them.
+        """
+        shortest = self.shortest_window_token_count or self.window_token_count
+        return shortest > 0 and shortest - min(block_token_count, shortest) >= passed_token_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
