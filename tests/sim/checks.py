@@ -1,0 +1,88 @@
+"""What holds between any two steps, and what holds when the house is at rest."""
+
+from __future__ import annotations
+
+from service.domain.cache_stats import CacheStats
+from service.domain.stats import EngineStats
+from service.kv.messages import StorageStats
+from tests.sim.house import House
+
+
+def check_ram(house: House) -> None:
+    """The RAM tier's account is right and within its budget plus what waits to be written."""
+    ram = house.cache.ram
+    held = {entry.hash: entry.ram_bytes for entry in ram}
+    assert ram.used_bytes == sum(held.values()), (ram.used_bytes, held)
+    assert all(held.values()), "an entry without arrays is in the RAM tier"
+    spilling_bytes = sum(entry.ram_bytes for entry in ram if entry.is_spilling)
+    assert ram.used_bytes <= ram.limit_bytes + spilling_bytes, (
+        f"{ram.used_bytes} bytes in RAM, limit {ram.limit_bytes}, waiting to be written {spilling_bytes}"
+    )
+    for entry in ram:
+        assert house.cache.index.get(entry.hash) is entry, "RAM holds a block that the index does not know"
+
+
+def check_disk(house: House) -> None:
+    """All files together are within the limit."""
+    used_bytes = house.disk.used_bytes()
+    limit_bytes = house.setup.disk_limit_bytes
+    assert used_bytes <= limit_bytes, f"{used_bytes} bytes on disk, limit {limit_bytes}"
+
+
+def check_rest(house: House) -> None:
+    """Nothing is under way, so nothing may be held for it, and all accounts agree."""
+    assert house.runner.is_empty, vars(house.runner)
+    assert not house.desk._restores and not house.desk._loads, "restores were left behind"
+    assert not house.cache._leaving and not house.spilling(), "blocks wait to be written for ever"
+    ram = house.cache.ram
+    assert ram.used_bytes <= ram.limit_bytes, (ram.used_bytes, ram.limit_bytes)
+    for entry in house.cache.index:
+        assert entry.ram or entry.ssd, f"an entry in neither tier: {entry}"
+    assert house.cache.counters.restore_failed_total == 0, "a plan promised what a restore did not find"
+
+
+def check_agreement(house: House) -> None:
+    """The engine's index and the SSD tier know the same blocks with the same regions."""
+    if house.storage is None or house.is_storage_dead or not house.store.is_open:
+        return
+    mine = {
+        record.hash: (record.kv_bytes, record.window_bytes, record.checkpoint_bytes)
+        for record in house.store.index
+        if record.fingerprint == house.cache.settings.fingerprint
+    }
+    theirs = {
+        entry.hash: tuple(entry.ssd.get(kind, 0) for kind in ("kv", "window", "checkpoint"))
+        for entry in house.cache.index
+        if entry.ssd
+    }
+    assert theirs == mine, f"engine knows {len(theirs)} blocks on SSD, the SSD tier has {len(mine)}"
+    assert {record.hash for record in house.store.index} == house.ledger.committed
+
+
+def check_counters(
+    house: House, engine: EngineStats, cache: CacheStats, storage: StorageStats | None
+) -> None:
+    """Every total is the sum of its parts; call it at rest."""
+    ended = engine.finished_total + engine.cancelled_total + engine.failed_total
+    assert engine.accepted_total == ended, engine
+    assert (engine.waiting_count, engine.loading_count, engine.prefilling_count, engine.decoding_count) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    lookups = cache.lookups
+    reused = lookups.ram_token_total + lookups.ssd_token_total
+    assert reused == engine.cached_token_total, (lookups, engine)
+    assert lookups.hit_total <= lookups.lookup_total
+    assert cache.ram.size_bytes == house.cache.ram.used_bytes
+    if storage is None:
+        return
+    spill = cache.spill
+    dropped = sum(count for _, count in storage.spill_dropped_totals)
+    assert storage.spill_accepted_total == storage.spill_persisted_total + dropped, storage
+    assert (spill.queue_count, spill.queue_bytes) == (0, 0), spill
+    assert storage.load_queue_count == 0, storage
+    assert cache.ssd is not None and cache.ssd.block_count == sum(1 for e in house.cache.index if e.ssd)
+    limit = storage.daily_write_limit_bytes
+    assert limit == 0 or storage.written_today_bytes <= limit, storage

@@ -1,0 +1,224 @@
+"""The model's runner: caches cut into real bytes and put back, as strictly as the real one does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import struct
+from collections.abc import Collection, Sequence
+
+from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.domain.model import ModelInfo
+from service.domain.request import SamplingParams
+from service.engine.ids import SequenceId
+from service.engine.ports import Drawn, MemoryUse
+from service.engine.prefix_ports import CacheFacts, RestoreInput
+from service.errors import Reason, StorageError
+from tests.engine.fakes import model_info
+from tests.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
+
+_NAMES = {
+    RegionKind.KV: ("000.k", "000.v"),
+    RegionKind.WINDOW: ("001.k",),
+    RegionKind.CHECKPOINT: ("002.state",),
+}
+_SECOND = 0x5555555555555555
+"""The second kv tensor holds each row with these bits turned over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimRegion:
+    """Rows of one kind on the pretended device; a checkpoint has one."""
+
+    kind: RegionKind
+    rows: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return 8 * len(self.rows) * len(_NAMES[self.kind])
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    """One decoding sequence. What is drawn is run through the model before it is told."""
+
+    caches: Caches
+    seed: int
+    drawn: int
+
+
+class SimRunner:
+    """Implements Runner and CacheRunner. Random only in how many slices a restore takes."""
+
+    def __init__(self, spec: ModelSpec, *, block_token_count: int, dice: random.Random) -> None:
+        self.spec = spec
+        self._block_token_count = block_token_count
+        self._dice = dice
+        self.open_caches: dict[SequenceId, Caches] = {}
+        self.restoring: dict[SequenceId, RestoreInput] = {}
+        self.joining: dict[SequenceId, tuple[Caches, int, int]] = {}
+        self.decoding: dict[SequenceId, _Row] = {}
+
+    def facts(self) -> CacheFacts:
+        """Say what these caches allow, in the layout's words."""
+        spec = self.spec
+        return CacheFacts(
+            has_kv=spec.has_kv,
+            cuttable_inside=not spec.has_state
+            and spec.window_token_count not in range(1, self._block_token_count),
+            needs_checkpoint=spec.has_state,
+            window_token_count=spec.window_token_count,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is left on the device."""
+        return not (self.open_caches or self.restoring or self.joining or self.decoding)
+
+    def load(self) -> ModelInfo:
+        return model_info(context_token_limit=CONTEXT_TOKEN_LIMIT)
+
+    def open(self, sequence_id: SequenceId) -> None:
+        assert sequence_id not in self.open_caches, sequence_id
+        self.open_caches[sequence_id] = Caches(self.spec)
+
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        assert token_ids, "a prefill of nothing"
+        self.open_caches[sequence_id].prefill(token_ids)
+
+    def join(self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams) -> None:
+        self.joining[sequence_id] = (self.open_caches.pop(sequence_id), last_token_id, sampling.seed)
+
+    def decode(self) -> list[Drawn]:
+        for sequence_id, (caches, last_token_id, seed) in self.joining.items():
+            caches.run(last_token_id)
+            self.decoding[sequence_id] = _Row(caches, seed, caches.draw(seed))
+        self.joining.clear()
+        told = [Drawn(sequence_id, row.drawn) for sequence_id, row in self.decoding.items()]
+        for row in self.decoding.values():
+            row.caches.run(row.drawn)
+            row.drawn = row.caches.draw(row.seed)
+        return told
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        for place in (self.open_caches, self.restoring, self.joining, self.decoding):
+            for sequence_id in sequence_ids:
+                place.pop(sequence_id, None)
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(1, 2, 3)
+
+    def close(self) -> None:
+        assert self.is_empty, "sequences were left behind"
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, SimRegion]:
+        caches = self.open_caches.get(sequence_id) or self.decoding[sequence_id].caches
+        assert 0 <= start < stop <= caches.position, (start, stop, caches.position)
+        cuts = {}
+        for kind in kinds:
+            if kind is RegionKind.KV:
+                rows = caches.kv[start:stop]
+            elif kind is RegionKind.WINDOW:
+                held_from = caches.position - len(caches.window)
+                first = max(start, stop - self.spec.window_token_count)
+                assert held_from <= first, f"the window of [{first}, {stop}) has passed {held_from}"
+                rows = caches.window[first - held_from : stop - held_from]
+            else:
+                assert stop == caches.position, f"a state at {caches.position} is not one at {stop}"
+                rows = [caches.state]
+            cuts[kind] = SimRegion(kind, tuple(rows))
+        return cuts
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        assert sequence_id not in self.open_caches, sequence_id
+        self.restoring[sequence_id] = restore
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        if self._dice.random() < 0.3:
+            return False
+        restore = self.restoring.pop(sequence_id)
+        self.open_caches[sequence_id] = Caches.of(
+            self.spec,
+            position=restore.token_count,
+            kv=_joined_kv(restore) if self.spec.has_kv else (),
+            window=_joined_window(restore, self.spec.window_token_count),
+            state=_state(restore) if self.spec.has_state else 0,
+        )
+        return True
+
+    def from_host(self, region: HostRegion) -> SimRegion:
+        names = tuple(tensor.name for tensor in region.tensors)
+        assert names == _NAMES[region.kind], names
+        rows = _rows_of(region.tensors[0])
+        assert all(_rows_of(t) == [row ^ _SECOND for row in rows] for t in region.tensors[1:])
+        return SimRegion(region.kind, tuple(rows))
+
+    def to_host(self, regions: Sequence[SimRegion]) -> tuple[HostRegion, ...]:
+        return tuple(_host_region(region) for region in regions)
+
+
+def _host_region(region: SimRegion) -> HostRegion:
+    is_state = region.kind is RegionKind.CHECKPOINT
+    shape = (1,) if is_state else (1, 1, len(region.rows), 1)
+    tensors = []
+    for name, bits in zip(_NAMES[region.kind], (0, _SECOND), strict=False):
+        data = struct.pack(f"<{len(region.rows)}Q", *(row ^ bits for row in region.rows))
+        tensors.append(HostTensor(name, "U64", shape, memoryview(data)))
+    return HostRegion(region.kind, tuple(tensors))
+
+
+def _rows_of(tensor: HostTensor) -> list[int]:
+    return list(struct.unpack(f"<{tensor.data.nbytes // 8}Q", tensor.data))
+
+
+def _joined_kv(restore: RestoreInput) -> list[int]:
+    """Return rows [0, token_count): blocks from the start without a gap, then the loaded buffers."""
+    rows: list[int] = []
+    for block in restore.blocks:
+        region = block.regions.get(RegionKind.KV)
+        if region is None:
+            continue
+        if block.start_token_index != len(rows) or len(region.rows) != block.token_count:
+            raise _unusable(f"kv starts at {block.start_token_index} where {len(rows)} is next")
+        rows += region.rows
+    rows = rows[: restore.token_count]
+    if len(rows) < restore.token_count:
+        loaded = restore.loaded
+        if loaded is None or not loaded.tensors or loaded.end_token_index < restore.token_count:
+            raise _unusable(f"kv ends at {len(rows)} of {restore.token_count}")
+        first, second = (_rows_of(tensor) for tensor in loaded.tensors)
+        low = len(rows) - restore.origin_token_index
+        high = restore.token_count - restore.origin_token_index
+        assert 0 <= low and high <= len(first), (low, high, len(first))
+        assert second[low:high] == [row ^ _SECOND for row in first[low:high]], "two tensors disagree"
+        rows += first[low:high]
+    return rows
+
+
+def _joined_window(restore: RestoreInput, window_token_count: int) -> list[int]:
+    """Return the last rows before token_count, as many as the window keeps."""
+    wanted_from = restore.token_count - min(restore.token_count, window_token_count)
+    rows: dict[int, int] = {}
+    for block in restore.blocks:
+        region = block.regions.get(RegionKind.WINDOW)
+        if region is not None:
+            end = block.start_token_index + block.token_count
+            rows |= dict(zip(range(end - len(region.rows), end), region.rows, strict=True))
+    try:
+        return [rows[index] for index in range(wanted_from, restore.token_count)]
+    except KeyError as error:
+        raise _unusable(f"the window lacks token {error}") from error
+
+
+def _state(restore: RestoreInput) -> int:
+    for block in restore.blocks:
+        region = block.regions.get(RegionKind.CHECKPOINT)
+        if block.start_token_index + block.token_count == restore.token_count and region is not None:
+            return region.rows[0]
+    raise _unusable(f"there is no checkpoint at {restore.token_count}")
+
+
+def _unusable(message: str) -> StorageError:
+    return StorageError(Reason.BLOCK_NOT_FOUND, message)

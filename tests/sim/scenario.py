@@ -1,0 +1,451 @@
+"""One seed, one story: what clients, the disk and fate do to a house, and what must hold all along."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from service.domain.cache_orders import (
+    CacheAnswer,
+    CacheOrder,
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from service.domain.cache_stats import CacheStats
+from service.domain.ids import BlockHash, RequestId, Tenant
+from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.domain.stats import EngineStats
+from service.engine.loop import cancelled_by_client
+from service.engine.messages import Cancel, Order, QueryStats, Submit
+from service.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
+from service.kv.store_paths import StorePaths
+from tests.sim.checks import check_agreement, check_counters, check_disk, check_ram, check_rest
+from tests.sim.disk import lose_last_transactions, rot
+from tests.sim.house import House, Life, SimClock
+from tests.sim.ledger import Ledger, Promise
+from tests.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
+from tests.sim.setup import make_setup
+from tests.storage.faults import Crash
+from tests.storage.test_crash import check_is_clean
+
+_USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
+_TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
+_RECOVERY_S = 130.0
+"""Longer than a write gate stays shut."""
+
+
+class SimulationFailed(AssertionError):
+    """A scenario broke a promise; says how to play it again."""
+
+
+class Scenario:
+    """The story of one seed below one folder. `play` raises `SimulationFailed`."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.seed = seed
+        self.log: list[str] = []
+        self.dice = random.Random(seed)
+        self.setup = make_setup(self.dice)
+        self.ledger = Ledger()
+        self.clock = SimClock()
+        self._folder = folder
+        self._live: dict[RequestId, Promise] = {}
+        self._open_answers = 0
+        self._pins: dict[BlockHash, bool] = {}
+        self._may_unpin = False
+        self._rotted_since_verify = False
+        self._spill_number = 0
+        stems = [bytes(self.dice.choices(ALPHABET, k=40)) for _ in range(2)]
+        self._texts: list[tuple[int, ...]] = [tuple(stem) for stem in stems]
+        self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
+        self._house = self._new_house()
+
+    @property
+    def seen(self) -> Counter[str]:
+        """What happened, by name."""
+        return self.ledger.seen
+
+    def play(self, action_count: int = 60) -> None:
+        """Play the whole story and check it to the end."""
+        try:
+            self._open()
+            for _ in range(action_count):
+                self._act()
+            self._end()
+        except (AssertionError, Exception) as error:
+            story = "\n".join(self.log[-40:])
+            raise SimulationFailed(
+                f"seed {self.seed}: {type(error).__name__}: {error}\n"
+                f"play it again with ICEHOUSE_SIM_SEED={self.seed}; {self.setup}\n{story}"
+            ) from error
+        finally:
+            self._house.disk.has_crashed = True
+            self._house.disk.release()
+
+    def _new_house(self) -> House:
+        return House(self.setup, self._life, clock=self.clock, ledger=self.ledger, dice=self.dice)
+
+    def _say(self, text: str) -> None:
+        self.log.append(f"{self.clock.now:9.4f} {text}")
+
+    def _act(self) -> None:
+        action = self.dice.choices(*zip(*self._actions(), strict=True))[0]
+        try:
+            action()
+            self._check()
+        except Crash:
+            self._die("in the middle of a step")
+
+    def _actions(self) -> list[tuple[Callable[[], None], int]]:
+        return [
+            (self._submit, 24),
+            (self._step_engine, 34),
+            (self._step_storage, 16),
+            (self._cancel, 4),
+            (self._pass_time, 3),
+            (self._order, 8),
+            (self._ask_stats, 2),
+            (self._rot, 4),
+            (self._disturb_disk, 4),
+            (self._rest, 2),
+            (self._power_cut, 2),
+            (self._restart, 2),
+            (self._break_storage, 1 if self.seed % 8 == 0 else 0),
+        ]
+
+    # What clients do.
+
+    def _submit(self) -> None:
+        for _ in range(self.dice.choice((1, 1, 2, 4))):
+            self._submit_one()
+
+    def _submit_one(self) -> None:
+        prompt = self._prompt()
+        request = GenerationRequest(
+            request_id=RequestId(f"r{len(self.ledger.promises)}"),
+            prompt_token_ids=prompt,
+            max_output_tokens=self.dice.choice((0, 1, 3, 8, 14, 100)),
+            sampling=SamplingParams(seed=self.dice.choice((0, 0, 0, 1))),
+            stop=self.dice.choice(((), (), ("ab",), ("dcb", "aa"))),
+            arrival_time=self.clock.monotonic(),
+            deadline_time=self.clock.now + self.dice.choice((0.002, 0.01))
+            if self.dice.random() < 0.1
+            else None,
+            cache_use=self.dice.choice(_USES),
+            tenant=self.dice.choice(_TENANTS),
+            priority=self.dice.choice((0, 0, 1)),
+        )
+        promise = Promise(
+            request, reference_reply(self.setup.specs[self._life.model], request), self._life.model
+        )
+        self.ledger.promises.append(promise)
+        self._texts.append(promise.history)
+        self._live[request.request_id] = promise
+        self._say(
+            f"submit {request.request_id} {bytes(prompt).decode()!r} +{request.max_output_tokens} "
+            f"{request.cache_use.name} {request.tenant!r}"
+        )
+        assert self._house.mailbox.offer(Submit(request))
+
+    def _prompt(self) -> tuple[int, ...]:
+        """Begin like something known, go on by chance."""
+        text = self.dice.choice(self._texts[-12:] if self.dice.random() < 0.7 else self._texts)
+        kept = text[: self.dice.randint(0, len(text))] if self.dice.random() < 0.6 else text
+        more = bytes(self.dice.choices(ALPHABET, k=self.dice.choice((0, 0, 1, 2, 5, 9))))
+        prompt = (kept + tuple(more))[: CONTEXT_TOKEN_LIMIT - 1]
+        return prompt or tuple(self.dice.choices(ALPHABET, k=1))
+
+    def _cancel(self) -> None:
+        if self._live:
+            name = self.dice.choice(list(self._live))
+            self._say(f"cancel {name}")
+            self._house.mailbox.post(Cancel(name, cancelled_by_client()))
+
+    def _order(self) -> None:
+        text, tenant = self.dice.choice(self._texts), self.dice.choice(_TENANTS)
+        orders: tuple[CacheOrder, ...] = (
+            Explain(text, tenant),
+            Pin(text, tenant),
+            Pin(text[:12], tenant),
+            Unpin(text, tenant),
+            Evict(text, tenant),
+            Evict(text[:8], tenant),
+            Evict(None),
+            Verify(),
+            Verify(block_limit=2),
+        )
+        self._give(self.dice.choice(orders))
+
+    def _give(self, order: CacheOrder) -> None:
+        self._say(f"order {order}")
+        self._may_unpin |= isinstance(order, Unpin | Evict)
+        if order == Verify():
+            self._rotted_since_verify = False
+        self._open_answers += 1
+        is_open = True
+        doomed: list[BlockHash] = []
+
+        def reply(answer: CacheAnswer | IcehouseError) -> None:
+            nonlocal is_open
+            assert is_open, f"{order} was answered twice"
+            is_open = False
+            self._open_answers -= 1
+            self._say(f"  answered {answer!r:.200}")
+            self.ledger.seen[type(answer).__name__] += 1
+            self._check_answer(order, answer, doomed)
+
+        if isinstance(order, Evict):
+            # Answered at once, right before the order is carried out.
+            self._house.mailbox.post(Order(Explain((1, 2)), lambda _: doomed.extend(self._known(order))))
+        self._house.mailbox.post(Order(order, reply))
+
+    def _known(self, order: Evict) -> list[BlockHash]:
+        """Return the blocks that an order to evict is about."""
+        self._spill_number = self.ledger.spill_number
+        cache = self._house.cache
+        if order.prompt_token_ids is None:
+            return [entry.hash for entry in cache.index]
+        root = cache.root(order.tenant)
+        return [e.hash for e in cache.index.known_chain(root=root, token_ids=order.prompt_token_ids)]
+
+    def _check_answer(
+        self, order: CacheOrder, answer: CacheAnswer | IcehouseError, doomed: list[BlockHash]
+    ) -> None:
+        if isinstance(answer, IcehouseError):
+            is_expected = isinstance(answer, NotFound | Overloaded | StorageError)
+            no_tier = answer.reason is Reason.CACHE_UNSUPPORTED and self._house.cache.storage is None
+            assert is_expected or no_tier, f"{order} failed: {answer!r}"
+        elif isinstance(answer, Explanation) and isinstance(order, Explain):
+            assert answer.cache.cached_token_count <= len(order.prompt_token_ids) - 1, answer
+        elif isinstance(answer, EvictReport) and self._house.storage is not None:
+            self._check_evicted(doomed)
+        elif isinstance(answer, VerifyReport) and order == Verify():
+            self._check_verified()
+
+    def _check_evicted(self, doomed: list[BlockHash]) -> None:
+        """What was on SSD or on its way there when the order came is gone."""
+        if self._house.is_storage_dead or self._io_errors():
+            return
+        spilled_since = self.ledger.spill_numbers
+        left = {record.hash for record in self._house.store.index} & set(doomed)
+        old = [name.hex()[:8] for name in left if spilled_since.get(name, 0) <= self._spill_number]
+        assert not old, f"evicted by order and still there: {old}"
+
+    def _io_errors(self) -> int:
+        return self.ledger.io_error_count + self._house.disk.failed_count
+
+    def _check_pins(self) -> None:
+        """What is pinned stays where it is until an order, damage or a broken disk takes it."""
+        index = self._house.cache.index
+        if not (self._may_unpin or self._io_errors() or self._house.is_storage_dead):
+            for name, was_in_ram in self._pins.items():
+                if name not in self.ledger.damaged:
+                    entry = index.get(name)
+                    assert entry is not None and entry.is_pinned, f"pinned block {name.hex()[:8]} is gone"
+                    assert entry.ram or not was_in_ram, f"pinned block {name.hex()[:8]} left RAM"
+        self._may_unpin = False
+        self._pins = {
+            entry.hash: bool(entry.ram)
+            for entry in index
+            if entry.is_pinned and (entry.ram or entry.hash in self.ledger.committed)
+        }
+
+    def _check_kept_pins(self) -> None:
+        """A pin survives an orderly restart: the rows of pinned blocks say so."""
+        if self._house.storage is None or self._house.is_storage_dead or self._io_errors():
+            return
+        if self.setup.task_queue_count == 1:
+            return
+        for entry in self._house.cache.index:
+            record = self._house.store.index.get(entry.hash)
+            if entry.is_pinned and record is not None:
+                assert record.pinned, f"pinned block {entry.hash.hex()[:8]} will not be after the restart"
+
+    def _check_verified(self) -> None:
+        store = self._house.store
+        rotten = [r.hash.hex()[:8] for r in store.index if r.hash in self.ledger.damaged]
+        assert not rotten or self._rotted_since_verify or self._io_errors(), (
+            f"verified, but still damaged: {rotten}"
+        )
+
+    def _ask_stats(self) -> None:
+        self._say("ask stats")
+        self._open_answers += 1
+
+        def reply(engine: EngineStats, cache: CacheStats | None) -> None:
+            assert cache is not None
+            self._open_answers -= 1
+
+        self._house.mailbox.post(QueryStats(reply))
+
+    # What time does.
+
+    def _step_engine(self) -> None:
+        for _ in range(self.dice.choice((1, 2, 5, 15))):
+            self._house.step_engine()
+            self._check_pins()
+            check_ram(self._house)
+
+    def _step_storage(self) -> None:
+        for _ in range(self.dice.choice((1, 1, 2, 6))):
+            self._house.step_storage()
+
+    def _pass_time(self) -> None:
+        seconds = self.dice.choice((0.005, 1.5, 10.0, 90_000.0))
+        self._say(f"{seconds} s pass")
+        self.clock.now += seconds
+
+    def _rest(self) -> None:
+        """Let everything settle, undisturbed, and look at all accounts."""
+        self._say("rest")
+        house = self._house
+        house.disk.room_bytes = house.disk.fail_in = None
+        for _ in range(3):
+            house.come_to_rest()
+            self.clock.now += _RECOVERY_S
+        house.come_to_rest()
+        self._check()
+        check_rest(house)
+        check_agreement(house)
+        if house.storage is not None and not house.is_storage_dead:
+            assert house.store.is_open, "the directory was never opened again"
+            if not house.store.report.was_clean and not self.ledger.damaged:
+                check_is_clean(self._life.directory)
+        assert not self._live, f"requests that never ended: {list(self._live)}"
+        assert self._open_answers == 0, f"{self._open_answers} orders were never answered"
+        self._check_totals()
+
+    def _check_totals(self) -> None:
+        house = self._house
+        answers: list[tuple[EngineStats, CacheStats | None]] = []
+        house.mailbox.post(QueryStats(lambda engine, cache: answers.append((engine, cache))))
+        house.come_to_rest()
+        ((engine, cache),) = answers
+        storage = self.ledger.last_stats if cache is not None and cache.ssd is not None else None
+        assert cache is not None
+        check_counters(house, engine, cache, storage)
+        self.ledger.seen["evicted from RAM"] += cache.ram.evicted_block_total
+        if storage is not None:
+            self.ledger.seen["evicted from SSD"] += storage.evicted_block_total
+            for cause, count in storage.spill_dropped_totals:
+                self.ledger.seen[f"drop {cause.name}"] += count
+
+    # What fate does.
+
+    def _rot(self) -> None:
+        done = rot(self._house.disk, self.dice) if self._house.storage is not None else None
+        if done is not None:
+            self._say(f"rot {done.what} {[name[:8] for name in done.names]}")
+            self.ledger.seen[f"rot {done.what}"] += 1
+            self.ledger.damaged.update(BlockHash(bytes.fromhex(name)) for name in done.names)
+            self._rotted_since_verify = True
+
+    def _disturb_disk(self) -> None:
+        disk = self._house.disk
+        what = self.dice.choice(("full", "space", "io", "io", "power"))
+        self._say(f"disk: {what}")
+        if what == "full":
+            disk.room_bytes = self.dice.choice((0, 500, 3_000))
+        elif what == "space":
+            disk.room_bytes = None
+        elif what == "io":
+            disk.fail_in = self.dice.randint(1, 25)
+        else:
+            disk.crash_in = self.dice.randint(1, 40)
+            disk.crashes_before = self.dice.random() < 0.5
+
+    def _break_storage(self) -> None:
+        if self._house.storage is not None and not self._house.is_storage_dead:
+            self._say("the storage thread breaks")
+            self._house.kill_storage()
+
+    def _power_cut(self) -> None:
+        self._die("between two steps")
+
+    def _die(self, where: str) -> None:
+        """Everything in memory is gone; go on with what is on the disk."""
+        house, ledger = self._house, self.ledger
+        self._say(f"the power goes {where}")
+        ledger.seen["crash"] += 1
+        self._settle_ends()
+        if house.storage is not None and house.store.is_open:
+            ledger.may_be_gone |= ledger.committed - {record.hash for record in house.store.index}
+        directory = self._folder / f"life-{self._life.number + 1}"
+        house.die(directory)
+        if self.dice.random() < 0.3:
+            manifest = Path(StorePaths(str(directory)).manifest)
+            if lose_last_transactions(manifest, self.dice.randint(1, 3)):
+                ledger.has_lost_rows = True
+                ledger.seen["lost rows"] += 1
+                self._say("the last rows are lost")
+        self._begin_life(directory)
+
+    def _restart(self) -> None:
+        self._say("restart in order")
+        house = self._house
+        house.disk.room_bytes = None
+        house.stop(grace_s=self.dice.choice((0.0, 0.01, 5.0)), flush_s=self.dice.choice((0.0, 0.1, 60.0)))
+        self.ledger.seen["restart"] += 1
+        self._check_kept_pins()
+        self._collect_ends()
+        assert not self._live, f"a restart left requests without an end: {list(self._live)}"
+        self._begin_life(self._life.directory)
+
+    def _begin_life(self, directory: Path) -> None:
+        self.ledger.io_error_count += self._house.disk.failed_count
+        self._live.clear()
+        self._open_answers = 0
+        self._pins.clear()
+        model = self._life.model if self.dice.random() < 0.8 else 1 - self._life.model
+        self._life = Life(self._life.number + 1, model, directory, self._house.disk.mtime_ns)
+        self._house = self._new_house()
+        if self.dice.random() < 0.1:
+            self._house.disk.crash_in = self.dice.randint(1, 40)
+        self._say(f"life {self._life.number} with model {model}")
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._house.open()
+        except Crash:
+            self._die("while opening")
+
+    # What must hold.
+
+    def _end(self) -> None:
+        """Rest, restart, and ask again for everything: the blocks that survived must still be right."""
+        self._house.disk.crash_in = None
+        self._rest()
+        self._house.disk.crash_in = None
+        self._restart()
+        self._house.disk.crash_in = None
+        self._rest()
+        for promise in self.ledger.promises[-6:]:
+            self._texts.append(promise.history)
+            self._submit_one()
+        self._rest()
+
+    def _check(self) -> None:
+        self._collect_ends()
+        check_ram(self._house)
+        if self._house.storage is not None:
+            check_disk(self._house)
+
+    def _collect_ends(self) -> None:
+        for name in list(self._live):
+            if self._house.recorder.end_of(name) is not None:
+                promise = self._live.pop(name)
+                self.ledger.check_end(promise, self._house.recorder.events[name])
+
+    def _settle_ends(self) -> None:
+        """What was told before the power went must be right, too."""
+        self._collect_ends()
+        self._live.clear()

@@ -1,0 +1,95 @@
+"""Faults that scenarios have found, each told alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.domain.cache_orders import CacheAnswer, CacheOrder
+from service.domain.events import Finished
+from service.domain.ids import RequestId
+from service.domain.request import GenerationRequest, SamplingParams
+from service.engine.messages import Order, Submit
+from service.errors import IcehouseError
+from tests.sim.checks import check_agreement, check_ram, check_rest
+from tests.sim.house import House, Life, SimClock
+from tests.sim.ledger import Ledger, Promise
+from tests.sim.model import ModelSpec, reference_reply
+from tests.sim.setup import BLOCK, Setup, make_setup
+
+
+class Bench:
+    """A house whose setup a test changes, and requests that are checked when they end."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, **changes: object) -> None:
+        self.setup: Setup = dataclasses.replace(
+            make_setup(random.Random(0)), specs=(spec, spec), has_storage=True, **changes
+        )
+        self.ledger = Ledger()
+        self.clock = SimClock()
+        self._directory = directory
+        self._life_count = 0
+        self.house = self._open()
+
+    def _open(self) -> House:
+        life = Life(self._life_count, 0, self._directory, 10**18)
+        self._life_count += 1
+        house = House(self.setup, life, clock=self.clock, ledger=self.ledger, dice=random.Random(0))
+        house.open()
+        return house
+
+    def restart(self) -> None:
+        self.house.stop(grace_s=1.0, flush_s=60.0)
+        self.house = self._open()
+        self.house.come_to_rest()
+
+    def submit(self, prompt: bytes, *, max_output_tokens: int = 4) -> Promise:
+        request = GenerationRequest(
+            request_id=RequestId(f"r{len(self.ledger.promises)}"),
+            prompt_token_ids=tuple(prompt),
+            max_output_tokens=max_output_tokens,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=self.clock.monotonic(),
+        )
+        promise = Promise(request, reference_reply(self.setup.specs[0], request), 0)
+        self.ledger.promises.append(promise)
+        assert self.house.mailbox.offer(Submit(request))
+        return promise
+
+    def ask(self, prompt: bytes, *, max_output_tokens: int = 4) -> Finished:
+        """Hand a request in, let everything settle, check the reply and all accounts."""
+        promise = self.submit(prompt, max_output_tokens=max_output_tokens)
+        self.house.come_to_rest()
+        events = self.house.recorder.events[promise.request.request_id]
+        self.ledger.check_end(promise, events)
+        check_ram(self.house)
+        check_rest(self.house)
+        check_agreement(self.house)
+        assert isinstance(events[-1], Finished)
+        return events[-1]
+
+    def order(self, order: CacheOrder) -> CacheAnswer | IcehouseError:
+        answers: list[CacheAnswer | IcehouseError] = []
+        self.house.mailbox.post(Order(order, answers.append))
+        self.house.come_to_rest()
+        (answer,) = answers
+        return answer
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "cache"
+
+
+@pytest.mark.parametrize("window", [BLOCK - 1, BLOCK, BLOCK + 1])
+def test_a_block_that_ends_with_the_prompt_is_captured_one_token_late(directory: Path, window: int) -> None:
+    """The first decode step runs two tokens; a short window has then passed the block's beginning."""
+    bench = Bench(directory, ModelSpec(1, True, window, False), ram_limit_bytes=100_000)
+    prompt = b"abcdabcdabcd"
+    bench.ask(prompt)
+    assert bench.ask(prompt).usage.cache.cached_token_count == len(prompt) - 1
