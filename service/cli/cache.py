@@ -21,7 +21,7 @@ from service.config import load_config
 from service.config.setting import size_text
 from service.kv.files import SystemFiles
 from service.kv.offline_store import OfflineStore, Rows, Verdict
-from service.kv.reconcile import Discrepancy
+from service.kv.reconcile import Discrepancy, Finding
 from service.kv.records import BlockRecord
 
 app = typer.Typer(
@@ -37,6 +37,8 @@ Directory = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _EXIT_FOUND = 1
 _SECONDS_PER_DAY = 86_400
+_HARMLESS = frozenset({Finding.UNKNOWN, Finding.RESTAMPED})
+"""Shown by `check`, but nothing that could be called damage."""
 
 
 @app.command("ls")
@@ -122,7 +124,7 @@ def check(directory: Directory = None, as_json: AsJson = False) -> None:
             out.print(f"{item.finding}: {item.path or (item.hash or b'').hex()}{detail}", markup=False)
         counts = ", ".join(f"{n} x {finding}" for finding, n in Counter(i.finding for i in found).items())
         out.print(f"{file_count} files, {counts or 'nothing to repair'}")
-    if found:
+    if any(item.finding not in _HARMLESS for item in found):
         raise typer.Exit(_EXIT_FOUND)
 
 

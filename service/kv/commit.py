@@ -35,7 +35,8 @@ def commit_block(
         file = _write_partial(prepared, partial, files)
         files.rename(partial, path)
         files.fsync_dir(paths.folder(header.fingerprint))
-        record = record_of(file, mtime_ns=files.stat(path).mtime_ns, used_time=now_time)
+        info = files.stat(path)
+        record = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
         manifest.insert([(record, file)], day=day, written_bytes=record.file_bytes)
     except (OSError, sqlite3.Error):
         # What cannot be removed now is removed or adopted by the next start.

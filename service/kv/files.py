@@ -23,6 +23,8 @@ _IOV_LIMIT = 1024
 _CALL_LIMIT_BYTES = 1 << 30
 """Most bytes of one vectored call: macOS refuses 2 GiB and more with EINVAL."""
 
+_INODE_MASK = (1 << 63) - 1
+
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 
@@ -34,6 +36,9 @@ class FileInfo:
     name: str
     size_bytes: int
     mtime_ns: int
+    """Of the system's clock tick, often some milliseconds: two files may share one."""
+    inode: int
+    """Stays with the file through a rename, so it tells two swapped files apart."""
     is_directory: bool
 
 
@@ -149,16 +154,12 @@ class SystemFiles:
         with os.scandir(path) as entries:
             for entry in entries:
                 info = entry.stat(follow_symlinks=False)
-                found.append(
-                    FileInfo(entry.name, info.st_size, info.st_mtime_ns, stat_module.S_ISDIR(info.st_mode))
-                )
+                found.append(_info(entry.name, info))
         return found
 
     def stat(self, path: str) -> FileInfo:
         info = os.lstat(path)
-        return FileInfo(
-            os.path.basename(path), info.st_size, info.st_mtime_ns, stat_module.S_ISDIR(info.st_mode)
-        )
+        return _info(os.path.basename(path), info)
 
     def open(self, path: str) -> int:
         # O_NOFOLLOW: a link planted in the directory must not make us read another file.
@@ -203,6 +204,12 @@ def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
     finally:
         files.close(descriptor)
     return buffer[:got].decode("utf-8", errors="replace")
+
+
+def _info(name: str, info: os.stat_result) -> FileInfo:
+    # Some network file systems use all 64 bits, SQLite's integers have a sign.
+    inode = info.st_ino & _INODE_MASK
+    return FileInfo(name, info.st_size, info.st_mtime_ns, inode, stat_module.S_ISDIR(info.st_mode))
 
 
 def _batch(pending: Sequence[memoryview]) -> list[memoryview]:

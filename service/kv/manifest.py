@@ -24,12 +24,12 @@ from service.kv.store_paths import StorePaths
 
 _SELECT = """
     SELECT b.hash, b.parent, f.fingerprint, b.start_token_index, b.token_count, b.block_token_limit,
-           b.kv_bytes, b.window_bytes, b.checkpoint_bytes, b.file_bytes, b.mtime_ns, b.layout_abi,
+           b.kv_bytes, b.window_bytes, b.checkpoint_bytes, b.file_bytes, b.mtime_ns, b.inode, b.layout_abi,
            b.header_xxh3, b.created_time, b.last_used_time, b.hit_count, b.pinned, b.row_xxh3
     FROM blocks b LEFT JOIN fingerprints f ON f.id = b.fingerprint_id
     ORDER BY b.last_used_time, b.rowid
 """
-_INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 20)})"
+_INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 21)})"
 LOG_ALLOWANCE_BYTES = 4 << 20
 """Room that the size limit keeps for the write-ahead log, its index and the next rows."""
 _LOG_LIMIT_PAGES = 256
@@ -89,9 +89,9 @@ class Manifest:
         records, edited = [], []
         for row in self._connection.execute(_SELECT):
             try:
-                values = [*row[:12], int(row[12], 16), *row[13:16], bool(row[16])]
+                values = [*row[:13], int(row[13], 16), *row[14:17], bool(row[17])]
                 record = BlockRecord(*values)
-                sound = not check_facts or row[17] == f"{record.facts_checksum():016x}"
+                sound = not check_facts or row[18] == f"{record.facts_checksum():016x}"
             except (ValueError, TypeError, ArithmeticError, struct.error):
                 sound = False
             if sound:
@@ -205,6 +205,7 @@ class Manifest:
             StorePaths("").block(record.fingerprint, record.hash).removeprefix("/"),
             record.file_bytes,
             record.mtime_ns,
+            record.inode,
             record.layout_abi,
             f"{record.header_checksum:016x}",
             record.created_time,

@@ -39,6 +39,7 @@ def create_tables(database: Database) -> None:
             "file": str,
             "file_bytes": int,
             "mtime_ns": int,
+            "inode": int,
             "layout_abi": int,
             "header_xxh3": str,
             "created_time": float,

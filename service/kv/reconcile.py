@@ -43,8 +43,8 @@ class Finding(enum.StrEnum):
     """Delete both."""
     UNKNOWN = "file we did not name"
     """Leave it."""
-    RESTAMPED = "modification time changed, contents as the row says"
-    """Store the new time."""
+    RESTAMPED = "time or inode changed, header as the row says"
+    """Store the new ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ Progress = Callable[[int], None]
 class Walk:
     """One pass over all rows and files. Iterating yields the discrepancies and changes nothing.
 
-    A file whose size and modification time are its row's is not opened. Raises `OSError`
+    A file whose size, time and inode are its row's is not opened. Raises `OSError`
     when a folder cannot be listed. Afterwards `sound` holds the rows that need nothing.
     """
 
@@ -124,7 +124,7 @@ class Walk:
                 self._progress(self.file_count)
             if row is not None and row.layout_abi != LAYOUT_ABI:
                 yield Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, row.hash)
-            elif row is not None and row.mtime_ns == info.mtime_ns and row.file_bytes == info.size_bytes:
+            elif row is not None and row.is_stamped(info):
                 self.sound.append(row)
             else:
                 yield self._examine(path, info, row)
@@ -145,7 +145,7 @@ def examine_row(row: BlockRecord, *, files: Files, paths: StorePaths, now_time: 
         info = files.stat(path)
     except FileNotFoundError:
         return Discrepancy(Finding.MISSING, path, hash=row.hash)
-    if info.mtime_ns == row.mtime_ns and info.size_bytes == row.file_bytes:
+    if row.is_stamped(info):
         return None
     return examine_file(path, info, row, files=files, now_time=now_time)
 
@@ -169,7 +169,8 @@ def examine_file(
     if file is None or problem is not None:
         finding = Finding.INVALID if row is None else Finding.DIFFERS
         return Discrepancy(finding, path, info.size_bytes, name_hash, str(problem))
-    fresh = record_of(file, mtime_ns=info.mtime_ns, used_time=min(info.mtime_ns / 1e9, now_time))
+    used_time = min(info.mtime_ns / 1e9, now_time)
+    fresh = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=used_time)
     if row is None:
         return Discrepancy(Finding.ADOPTABLE, path, info.size_bytes, name_hash, "", fresh, file)
     same = dataclasses.replace(
@@ -179,7 +180,7 @@ def examine_file(
         hit_count=row.hit_count,
         pinned=row.pinned,
     )
-    if dataclasses.replace(row, mtime_ns=info.mtime_ns) == same:
+    if dataclasses.replace(row, mtime_ns=info.mtime_ns, inode=info.inode) == same:
         return Discrepancy(Finding.RESTAMPED, path, info.size_bytes, name_hash, "", same, file)
     return Discrepancy(
         Finding.DIFFERS, path, info.size_bytes, name_hash, "its header is not what the row says"

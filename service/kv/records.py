@@ -10,8 +10,9 @@ import xxhash
 from service.domain.blocks import LAYOUT_ABI, RegionKind
 from service.domain.ids import BlockHash, Fingerprint
 from service.kv.block_head import BlockFile
+from service.kv.files import FileInfo
 
-_FACTS = struct.Struct("<32s32s32s9qQ")
+_FACTS = struct.Struct("<32s32s32s10qQ")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +34,9 @@ class BlockRecord:
     checkpoint_bytes: int
     file_bytes: int
     mtime_ns: int
-    """The file's modification time when the row was written; a later one means: look inside."""
+    """The file's modification time when the row was written; another one means: look inside."""
+    inode: int
+    """The file's inode number then; another one means: look inside."""
     layout_abi: int
     header_checksum: int
     created_time: float
@@ -49,8 +52,12 @@ class BlockRecord:
 
     def is_of(self, file: BlockFile) -> bool:
         """Say whether every fact is what this file says."""
-        fresh = record_of(file, mtime_ns=self.mtime_ns, used_time=0.0)
+        fresh = record_of(file, mtime_ns=self.mtime_ns, inode=self.inode, used_time=0.0)
         return fresh.facts_checksum() == self.facts_checksum()
+
+    def is_stamped(self, info: FileInfo) -> bool:
+        """Say whether a directory entry is, by all that it tells, the file this row was written for."""
+        return (self.mtime_ns, self.inode, self.file_bytes) == (info.mtime_ns, info.inode, info.size_bytes)
 
     def facts_checksum(self) -> int:
         """Return the xxh3 of the facts, stored in the row, so that a row edited by hand is seen."""
@@ -67,13 +74,14 @@ class BlockRecord:
                 self.checkpoint_bytes,
                 self.file_bytes,
                 self.mtime_ns,
+                self.inode,
                 self.layout_abi,
                 self.header_checksum,
             )
         )
 
 
-def record_of(file: BlockFile, *, mtime_ns: int, used_time: float) -> BlockRecord:
+def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -> BlockRecord:
     """Return the record of a file as it is committed or adopted."""
     header = file.header
     return BlockRecord(
@@ -88,6 +96,7 @@ def record_of(file: BlockFile, *, mtime_ns: int, used_time: float) -> BlockRecor
         checkpoint_bytes=file.region_bytes(RegionKind.CHECKPOINT),
         file_bytes=file.file_bytes,
         mtime_ns=mtime_ns,
+        inode=inode,
         layout_abi=LAYOUT_ABI,
         header_checksum=file.header_checksum,
         created_time=used_time,

@@ -23,7 +23,7 @@ def described(seed: int = 1, **how) -> tuple[BlockRecord, BlockFile]:
     header = make_block(seed=seed, **how).header
     region = FileRegion(RegionKind.KV, 100, 200, 2**64 - 1, ())
     file = BlockFile(header, (region,), 300, 2**64 - 2)
-    return record_of(file, mtime_ns=seed, used_time=float(seed)), file
+    return record_of(file, mtime_ns=seed, inode=seed, used_time=float(seed)), file
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_any_record_comes_back(data, tmp_path_factory):
     time = st.floats(0, 1e12)
     _, file = described()
     record = dataclasses.replace(
-        record_of(file, mtime_ns=data.draw(count), used_time=data.draw(time)),
+        record_of(file, mtime_ns=data.draw(count), inode=data.draw(count), used_time=data.draw(time)),
         kv_bytes=data.draw(count),
         file_bytes=data.draw(count),
         start_token_index=data.draw(count),

@@ -70,6 +70,15 @@ def test_check_tells_and_changes_nothing(directory):
         assert (code, found) == (1, ["file is not what its row says", "row without file"])
 
 
+def test_check_does_not_complain_about_what_is_harmless(directory):
+    path = StorageHouse(directory).path(make_chain(3)[0])
+    os.utime(path, ns=(1, 1))
+    with open(os.path.dirname(path) + "/notes", "w") as file:
+        file.write("mine")
+    code, text = run("check", "--cache-directory", directory)
+    assert code == 0 and "file we did not name" in text and "time or inode changed" in text
+
+
 def test_verify_reads_every_byte(directory):
     assert run("verify", "--cache-directory", directory)[0] == 0
     victim = make_chain(3)[2]

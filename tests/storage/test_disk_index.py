@@ -26,6 +26,7 @@ def record(name: int, parent: int) -> BlockRecord:
         checkpoint_bytes=0,
         file_bytes=name,
         mtime_ns=0,
+        inode=0,
         layout_abi=1,
         header_checksum=0,
         created_time=0.0,

@@ -109,7 +109,7 @@ def test_swapped_files_are_quarantined(place):
 
 @pytest.mark.parametrize(
     "column",
-    ["token_count", "start_token_index", "kv_bytes", "file_bytes", "parent", "header_xxh3", "mtime_ns"],
+    ["token_count", "start_token_index", "kv_bytes", "file_bytes", "parent", "header_xxh3", "inode"],
 )
 def test_an_edited_row_is_seen(place, column):
     value = {"parent": bytes(32), "header_xxh3": "00"}.get(column, 12)
