@@ -188,7 +188,8 @@ class StepHouse:
         tenant: Tenant = DEFAULT_TENANT,
         cache_use: CacheUse = CacheUse.READ_WRITE,
     ) -> None:
-        """Put a request into the mailbox."""
+        """Put a request into the mailbox. A name may be used again when its last request has ended."""
+        self.recorder.events.pop(name, None)
         request = GenerationRequest(
             request_id=RequestId(name),
             prompt_token_ids=tuple(prompt),
