@@ -1,0 +1,55 @@
+"""Everything that is imported is declared, so that a clean install brings it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from typing import Any
+
+from tests.tidy.tree import ROOT, imports_of, modules
+
+OURS = {"service", "icehouse", "icehouse_client", "tests", "bench"}
+
+
+def project(path: str) -> dict[str, Any]:
+    """Return the [project] table of a pyproject.toml."""
+    return dict(tomllib.loads((ROOT / path).read_text(encoding="utf-8"))["project"])
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Return the normalized names in a list of requirements."""
+    return {re.sub(r"[-_.]+", "-", re.split(r"[\s;<>=!~\[]", r)[0]).lower() for r in requirements}
+
+
+def undeclared(folder: str, declared: set[str]) -> list[str]:
+    """Return `path:line: module` of imports whose distribution is not among `declared`."""
+    homes = importlib.metadata.packages_distributions()
+    found = []
+    for module in modules(folder):
+        for line, name in imports_of(module):
+            top = name.partition(".")[0]
+            if top in OURS or top in sys.stdlib_module_names:
+                continue
+            if not names(homes.get(top, [top])) & declared:
+                found.append(f"{module.path}:{line}: {name}")
+    return found
+
+
+def test_the_server_declares_what_it_imports() -> None:
+    table = project("pyproject.toml")
+    declared = names(table["dependencies"]) | names(table["optional-dependencies"]["demo"])
+    assert undeclared("service", declared) == []
+
+
+def test_the_client_declares_what_it_imports() -> None:
+    declared = names(project("clients/python/pyproject.toml")["dependencies"])
+    assert undeclared("clients/python/src/icehouse_client", declared) == []
+
+
+def test_constraints_pin_every_dependency() -> None:
+    table = project("pyproject.toml")
+    wanted = names(table["dependencies"]) | names(table["optional-dependencies"]["dev"])
+    pinned = names((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
+    assert wanted - pinned - {"icehouse"} == set()
