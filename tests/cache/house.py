@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from service.clock import SystemClock
+from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
-from service.domain.events import CacheReport, Finished, Started
+from service.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.model import EngineState
 from service.domain.request import CacheUse, GenerationRequest, SamplingParams
@@ -21,12 +22,38 @@ from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.scheduler import SchedulerLimits
+from service.errors import IcehouseError
 from service.kv.files import Files, SystemFiles
 from service.kv.messages import Inventory, Outcome, StorageSettings
 from service.kv.storage import Storage
 from tests.engine.fakes import BOUND_S, Recorder
 
 BLOCK = 16
+
+
+class WatchingRecorder(Recorder):
+    """Calls back, on the inference thread, as a prompt's progress is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches: dict[str, tuple[bool, Callable[[], None]]] = {}
+
+    def on_first_progress(self, name: str, action: Callable[[], None]) -> None:
+        """Call back when the first chunk is done."""
+        self._watches[name] = (False, action)
+
+    def on_last_progress(self, name: str, action: Callable[[], None]) -> None:
+        """Call back when the whole prompt but its last token is done."""
+        self._watches[name] = (True, action)
+
+    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
+        super().publish(events)
+        for name, event in events:
+            if name in self._watches and isinstance(event, PrefillProgress):
+                waits_for_last, action = self._watches[name]
+                if not waits_for_last or event.processed_token_count >= event.prompt_token_count - 1:
+                    del self._watches[name]
+                    action()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +96,7 @@ class House:
             settings=RunnerSettings(8, BLOCK, kv_bits, kv_group_size),
             clock=clock,
         )
-        self.recorder = Recorder()
+        self.recorder = WatchingRecorder()
         self.storage: Storage | None = None
         if directory is not None:
             storage_settings = StorageSettings(
@@ -191,6 +218,20 @@ class House:
         ((engine, cache),) = answers
         assert cache is not None
         return engine, cache
+
+    def order(self, order: CacheOrder) -> CacheAnswer | IcehouseError:
+        """Give an order to the cache and wait for its answer."""
+        answers: list[CacheAnswer | IcehouseError] = []
+        came = threading.Event()
+
+        def take(answer: CacheAnswer | IcehouseError) -> None:
+            answers.append(answer)
+            came.set()
+
+        self.engine.give_order(order, take)
+        assert came.wait(BOUND_S)
+        (answer,) = answers
+        return answer
 
     def _take(self, outcome: Outcome) -> None:
         self.engine.take_outcome(outcome)
