@@ -15,6 +15,7 @@ from service.domain.blocks import RegionKind, block_hash, root_hash
 from service.domain.events import CacheReport, ReuseLimit
 from service.domain.ids import BlockHash, Fingerprint, Tenant
 from service.domain.request import CacheUse, GenerationRequest
+from service.engine.prefix_capture import CaptureRules
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_plan import Planner, PrefixPlan, Rates
 from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
@@ -80,6 +81,9 @@ class PrefixCache:
         self._runner = runner
         self._clock = clock
         self._leaving: set[BlockHash] = set()
+        self._capture_rules = CaptureRules(
+            facts, settings.block_token_count, settings.checkpoint_interval_tokens
+        )
 
     @property
     def storage(self) -> StoragePort | None:
@@ -163,6 +167,7 @@ class PrefixCache:
         for entry in list(self.index):
             self.forget_stored(entry.hash)
         self._leaving.clear()
+        self._shrink()
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
@@ -196,14 +201,16 @@ class PrefixCache:
         self.spills.end(entry)
         if block in self._leaving:
             self._leaving.discard(block)
-            self.ram.drop(entry)
+            if entry.ssd or not entry.is_pinned:
+                self.ram.drop(entry)
         self.index.discard_if_empty(entry)
+        self._shrink()
 
     def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its hash."""
         parent = sequence.chain[-1] if sequence.chain else self.root(sequence.request.tenant)
         tokens = sequence.tokens(start, stop)
-        kinds = self._kinds_at(sequence, stop)
+        kinds = self._capture_rules.kinds_at(sequence, stop)
         if not kinds:
             return block_hash(parent=parent, token_ids=tokens)
         entry = self.index.add(parent=parent, start_token_index=start, token_ids=tokens)
@@ -246,12 +253,21 @@ class PrefixCache:
         if victims is None:
             return
         for victim in victims:
-            if victim.is_spilling or self.spills.send(victim):
-                self._leaving.add(victim.hash)
-            else:
-                self.ram.drop(victim)
-                self.index.discard_if_empty(victim)
+            self._let_go(victim)
         self.ram.put(entry, regions)
+
+    def _shrink(self) -> None:
+        """Bring RAM back within its budget: a block that was to leave may have been used, and stay."""
+        for victim in self.ram.victims(-self._leaving_bytes(), spared=self._leaving) or ():
+            self._let_go(victim)
+
+    def _let_go(self, entry: Entry) -> None:
+        """Evict a block: by way of the SSD when it may go there, else at once."""
+        if entry.is_spilling or self.spills.send(entry):
+            self._leaving.add(entry.hash)
+        else:
+            self.ram.drop(entry)
+            self.index.discard_if_empty(entry)
 
     def _is_cut_off(self, chain: ReadSequence[BlockHash]) -> bool:
         """Whether some block of this chain has its kv on SSD only: what follows is then read from there."""
@@ -262,24 +278,6 @@ class PrefixCache:
         """Bytes of blocks that are on their way out; the write queue bounds them."""
         found = (self.index.get(name) for name in self._leaving)
         return sum(entry.ram_bytes for entry in found if entry is not None)
-
-    def _kinds_at(self, sequence: Sequence, stop: int) -> list[RegionKind]:
-        kinds = [RegionKind.KV] if self.facts.has_kv else []
-        # The first decode step runs two tokens, the prompt's last one and the one it drew.
-        passed = sequence.kv_token_count - stop if sequence.phase is Phase.DECODING else 0
-        if self.facts.holds_window(self.settings.block_token_count, passed_token_count=passed):
-            kinds.append(RegionKind.WINDOW)
-        is_here = stop == sequence.kv_token_count
-        if self.facts.needs_checkpoint and is_here and self._is_checkpoint(sequence, stop):
-            kinds.append(RegionKind.CHECKPOINT)
-        return kinds
-
-    def _is_checkpoint(self, sequence: Sequence, position: int) -> bool:
-        """Every so often, at the prompt's last full block, at its end, and where the sequence ends."""
-        size = self.settings.block_token_count
-        is_last_full = position == sequence.prefill_target // size * size
-        is_interval = position % self.settings.checkpoint_interval_tokens == 0
-        return is_interval or is_last_full or position % size != 0 or position == sequence.prefill_target
 
     def _supersede(self, entry: Entry) -> None:
         """Let go of shorter blocks in RAM that this one can stand for."""

@@ -283,6 +283,8 @@ class BlockIndex:
         """Say whether a restore can be made: kv from RAM as far as it goes, from there all from SSD."""
         if self.rules.needs_checkpoint and entries[-1].end_token_index != token_count:
             return False
+        if not self._covers_window(entries, token_count):
+            return False
         in_ram = True
         for entry in entries:
             kinds = self.rules.needed_kinds(entry, token_count)
@@ -293,6 +295,16 @@ class BlockIndex:
                 if not in_ram and RegionKind.KV not in entry.ssd:
                     return False
         return True
+
+    def _covers_window(self, entries: tuple[Entry, ...], token_count: int) -> bool:
+        """Say whether the blocks reach back as far as the window does; without kv a chain may have gaps."""
+        window_start = max(0, token_count - self.rules.window_token_count)
+        covered_from = token_count
+        for entry in reversed(entries):
+            if covered_from <= window_start or entry.end_token_index < covered_from:
+                break
+            covered_from = entry.start_token_index
+        return covered_from <= window_start
 
 
 def _common_prefix(known: tuple[int, ...], wanted: tuple[int, ...]) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.cache_orders import CacheAnswer, CacheOrder
+from service.domain.cache_orders import CacheAnswer, CacheOrder, Pin, PinReport
 from service.domain.events import Finished
-from service.domain.ids import RequestId
+from service.domain.ids import DEFAULT_TENANT, RequestId
 from service.domain.request import GenerationRequest, SamplingParams
 from service.engine.messages import Order, Submit
 from service.errors import IcehouseError
@@ -93,3 +93,46 @@ def test_a_block_that_ends_with_the_prompt_is_captured_one_token_late(directory:
     prompt = b"abcdabcdabcd"
     bench.ask(prompt)
     assert bench.ask(prompt).usage.cache.cached_token_count == len(prompt) - 1
+
+
+def test_a_block_used_while_it_was_to_leave_does_not_push_ram_over_its_budget(directory: Path) -> None:
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=200, spill_policy="on_evict")
+    for prompt in (b"aaaabbbbc", b"ccccddddc", b"aaaabbbbc"):
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            bench.house.step_engine()
+            check_ram(bench.house)
+    assert bench.house.spilling()
+    bench.house.come_to_rest()
+    check_rest(bench.house)
+
+
+def test_a_block_pinned_while_it_was_to_leave_stays_when_the_disk_does_not_take_it(directory: Path) -> None:
+    bench = Bench(
+        directory,
+        ModelSpec(1, True, 0, False),
+        ram_limit_bytes=200,
+        disk_limit_bytes=1,
+        spill_policy="on_evict",
+    )
+    for prompt in (b"aaaabbbbc", b"ccccddddc"):
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            bench.house.step_engine()
+    (leaving,) = bench.house.spilling()
+    answer = bench.order(Pin(tuple(b"aaaabbbbc")))
+    assert isinstance(answer, PinReport) and answer.block_count == 2
+    entry = bench.house.cache.index.get(leaving)
+    assert entry is not None and entry.ram and entry.is_pinned
+
+
+def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -> None:
+    """Without kv regions a chain may have gaps; a window may not."""
+    bench = Bench(directory, ModelSpec(1, False, 2 * BLOCK + 1, False), ram_limit_bytes=100_000)
+    prompt = b"abcdabcdabcdabcda"
+    bench.ask(prompt, max_output_tokens=0)
+    cache = bench.house.cache
+    blocks = cache.index.known_chain(root=cache.root(DEFAULT_TENANT), token_ids=tuple(prompt))
+    assert len(blocks) == 4
+    cache.drop(blocks[2])
+    assert bench.ask(prompt, max_output_tokens=0).usage.cache.cached_token_count == 2 * BLOCK
