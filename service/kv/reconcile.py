@@ -12,6 +12,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from service.domain.blocks import LAYOUT_ABI
 from service.domain.ids import BlockHash
@@ -116,7 +117,8 @@ class Walk:
         self._progress(self.file_count)
 
     def _find_in_folder(self, folder_path: str) -> Iterator[Discrepancy]:
-        for info in self._files.list(folder_path):
+        # In the order of their hashes, rows that are adopted fill the manifest's pages one after another.
+        for info in sorted(self._files.list(folder_path), key=attrgetter("name")):
             path = f"{folder_path}/{info.name}"
             row = self._rows.pop(path, None)
             self.file_count += 1

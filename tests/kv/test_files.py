@@ -58,7 +58,10 @@ def test_a_planted_link_is_not_followed(tmp_path):
     with pytest.raises(OSError) as caught:
         FILES.open(str(tmp_path / "link"))
     assert caught.value.errno == errno.ELOOP
-    assert {info.name: info.is_directory for info in FILES.list(str(tmp_path))} == {"secret": False, "link": False}
+    assert {info.name: info.is_directory for info in FILES.list(str(tmp_path))} == {
+        "secret": False,
+        "link": False,
+    }
 
 
 def test_a_lock_is_dropped_with_its_descriptor(tmp_path):
