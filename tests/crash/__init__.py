@@ -1,0 +1,1 @@
+"""Real server processes that are killed, stopped and started again."""

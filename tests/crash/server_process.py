@@ -1,0 +1,92 @@
+"""`icehouse serve` as a real process that starts in a moment.
+
+The processes are forked from one that has imported everything already: importing mlx-lm and
+transformers takes two seconds, all the rest of a start a tenth of one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from service.cli import main as command_line
+
+BOUND_S = 60.0
+"""Longest a test waits for a process before it fails."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["service.cli.serve", "tests.crash.server_process"])
+
+
+def _serve(arguments: list[str], log: str) -> None:
+    """Be the command line: the body of the forked process."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = ["icehouse", "serve", *arguments]
+    command_line.main()
+
+
+class ServerProcess:
+    """One server on a Unix socket, started by `with`. Leaving kills it if it still lives."""
+
+    def __init__(self, *, model: Path, directory: Path, log: Path, options: tuple[str, ...] = ()) -> None:
+        # A socket's path may have a hundred characters only, fewer than a test's own folder.
+        self._scratch = tempfile.TemporaryDirectory(prefix="icehouse-")
+        socket = f"{self._scratch.name}/socket"
+        self.address = f"unix:{socket}"
+        self._log = log
+        arguments = ["--model", str(model), "--uds", socket, "--cache-directory", str(directory)]
+        arguments += ["--no-preload", "--free-space-floor-bytes", "0", *options]
+        self._process = _context.Process(target=_serve, args=(arguments, str(log)), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.exitcode is None:
+            self.kill()
+        self._scratch.cleanup()
+
+    def wait_until_serving(self) -> None:
+        """Block until health says SERVING."""
+        # The socket is not there yet when the first connection is tried; the next try comes soon.
+        soon = [("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 20)]
+        soon.append(("grpc.min_reconnect_backoff_ms", 20))
+        with grpc.insecure_channel(self.address, options=soon) as channel:
+            watch = channel.unary_stream(
+                "/grpc.health.v1.Health/Watch",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )(health_pb2.HealthCheckRequest(), timeout=BOUND_S, wait_for_ready=True)
+            for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    watch.cancel()
+                    return
+        raise AssertionError(f"the server ended before it served: {self._log.read_text()}")
+
+    def kill(self) -> None:
+        """Take the process away at once, as a crash would."""
+        self._process.kill()
+        self.wait()
+
+    def terminate(self) -> None:
+        """Ask the process to end; `wait` tells how it did."""
+        self._process.terminate()
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code, negative for a signal."""
+        self._process.join(BOUND_S)
+        assert self._process.exitcode is not None, f"the server does not end: {self._log.read_text()}"
+        return self._process.exitcode
