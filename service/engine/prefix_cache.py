@@ -201,7 +201,7 @@ class PrefixCache:
         self.spills.end(entry)
         if block in self._leaving:
             self._leaving.discard(block)
-            if entry.ssd or not entry.is_pinned:
+            if entry.ssd or not (entry.is_pinned and self._shrink()):
                 self.ram.drop(entry)
         self.index.discard_if_empty(entry)
         self._shrink()
@@ -256,10 +256,12 @@ class PrefixCache:
             self._let_go(victim)
         self.ram.put(entry, regions)
 
-    def _shrink(self) -> None:
-        """Bring RAM back within its budget: a block that was to leave may have been used, and stay."""
-        for victim in self.ram.victims(-self._leaving_bytes(), spared=self._leaving) or ():
+    def _shrink(self) -> bool:
+        """Bring RAM back within its budget after a block that was to leave stays; False when pins forbid."""
+        victims = self.ram.victims(-self._leaving_bytes(), spared=self._leaving)
+        for victim in victims or ():
             self._let_go(victim)
+        return victims is not None
 
     def _let_go(self, entry: Entry) -> None:
         """Evict a block: by way of the SSD when it may go there, else at once."""

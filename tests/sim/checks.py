@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from service.domain.blocks import RegionKind
 from service.domain.cache_stats import CacheStats
 from service.domain.stats import EngineStats
 from service.kv.messages import StorageStats
@@ -51,12 +52,22 @@ def check_agreement(house: House) -> None:
         if record.fingerprint == house.cache.settings.fingerprint
     }
     theirs = {
-        entry.hash: tuple(entry.ssd.get(kind, 0) for kind in ("kv", "window", "checkpoint"))
+        entry.hash: tuple(entry.ssd.get(kind, 0) for kind in RegionKind)
         for entry in house.cache.index
         if entry.ssd
     }
     assert theirs == mine, f"engine knows {len(theirs)} blocks on SSD, the SSD tier has {len(mine)}"
     assert {record.hash for record in house.store.index} == house.ledger.committed
+
+
+def check_pins_agree(house: House) -> None:
+    """A block on SSD is pinned there exactly when the engine has it pinned."""
+    if house.storage is None or house.is_storage_dead or not house.store.is_open:
+        return
+    pinned = {record.hash for record in house.store.index if record.pinned}
+    for entry in house.cache.index:
+        if entry.ssd:
+            assert (entry.hash in pinned) is entry.is_pinned, f"{entry} is pinned in one tier only"
 
 
 def check_counters(

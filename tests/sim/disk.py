@@ -25,6 +25,7 @@ _FIRST_MTIME_NS = 10**18
 _WAL_HEAD_BYTES = 32
 _FRAME_HEAD_BYTES = 24
 _CHECKPOINT_FRAMES = 256
+_SCHEMA_TRANSACTIONS = 12
 
 
 class SimDisk:
@@ -209,8 +210,9 @@ def lose_last_transactions(manifest: Path, count: int) -> bool:
         offset += frame_bytes
         if data[offset - frame_bytes + 4 : offset - frame_bytes + 8] != bytes(4):
             ends.append(offset)
-    if len(ends) <= count + 12 or offset > _CHECKPOINT_FRAMES * frame_bytes:
-        # The first transactions make the schema; losing it too is another story than this one.
+    # The first transactions make the schema; losing it too is another story than this one.
+    schema_count = 0 if manifest.stat().st_size > 2 * page_bytes else _SCHEMA_TRANSACTIONS
+    if len(ends) <= count + schema_count or offset > _CHECKPOINT_FRAMES * frame_bytes:
         return False
     os.truncate(log, ends[-1 - count])
     return True

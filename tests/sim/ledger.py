@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from service.domain.blocks import BlockHash
 from service.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
+from service.domain.ids import BlockHash
 from service.domain.request import CacheUse, GenerationRequest
 from service.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from service.kv.block_head import Damage
@@ -86,9 +86,7 @@ class Ledger:
             self.removed.update(outcome.hashes)
         elif isinstance(outcome, StatsAnswer):
             self.last_stats = outcome.stats
-        elif isinstance(outcome, LoadFailed):
-            self._check_failure(outcome.failure, house)
-        elif isinstance(outcome, Loaded) and outcome.failure is not None:
+        elif isinstance(outcome, LoadFailed) or (isinstance(outcome, Loaded) and outcome.failure is not None):
             self._check_failure(outcome.failure, house)
         elif isinstance(outcome, Verified):
             for failure in outcome.damaged:
@@ -99,7 +97,7 @@ class Ledger:
     def _check_failure(self, failure: BlockFailure, house: House) -> None:
         """A block may be called damaged only when somebody damaged it."""
         self.seen[f"failure {failure.cause}"] += 1
-        if failure.hash in self.damaged or self._io_errors(house):
+        if failure.hash in self.damaged or self.io_errors(house):
             return
         may_miss = failure.cause is Damage.MISSING and failure.hash in self.removed
         assert may_miss, f"a sound block was called damaged: {failure}"
@@ -115,7 +113,7 @@ class Ledger:
         assert not lost, f"committed blocks were lost: {[name.hex()[:8] for name in lost]}, {store.report}"
         strange = present - self.spilled
         assert not strange, f"blocks nobody spilled: {[name.hex()[:8] for name in strange]}"
-        if not (self.damaged or self.has_lost_rows or self._io_errors(house)):
+        if not (self.damaged or self.has_lost_rows or self.io_errors(house)):
             report = store.report
             lies = (report.rows_without_file, report.quarantined, report.other_abi_deleted)
             assert lies == (0, 0, 0) and not report.manifest_rebuilt, f"a row lied: {report}"
@@ -126,7 +124,8 @@ class Ledger:
         self.may_be_gone = set()
         self.has_lost_rows = False
 
-    def _io_errors(self, house: House) -> int:
+    def io_errors(self, house: House) -> int:
+        """Return how often the disk has refused so far: a refusal may cost blocks, never tokens."""
         return self.io_error_count + house.disk.failed_count
 
     def check_end(self, promise: Promise, events: list[Event]) -> None:

@@ -14,6 +14,7 @@ from service.engine.ids import SequenceId
 from service.engine.ports import Drawn, MemoryUse
 from service.engine.prefix_ports import CacheFacts, RestoreInput
 from service.errors import Reason, StorageError
+from service.kv.index import Region
 from tests.engine.fakes import model_info
 from tests.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
 
@@ -180,9 +181,9 @@ def _joined_kv(restore: RestoreInput) -> list[int]:
         region = block.regions.get(RegionKind.KV)
         if region is None:
             continue
-        if block.start_token_index != len(rows) or len(region.rows) != block.token_count:
+        if block.start_token_index != len(rows) or len(_rows_in(region)) != block.token_count:
             raise _unusable(f"kv starts at {block.start_token_index} where {len(rows)} is next")
-        rows += region.rows
+        rows += _rows_in(region)
     rows = rows[: restore.token_count]
     if len(rows) < restore.token_count:
         loaded = restore.loaded
@@ -191,7 +192,7 @@ def _joined_kv(restore: RestoreInput) -> list[int]:
         first, second = (_rows_of(tensor) for tensor in loaded.tensors)
         low = len(rows) - restore.origin_token_index
         high = restore.token_count - restore.origin_token_index
-        assert 0 <= low and high <= len(first), (low, high, len(first))
+        assert low >= 0 and high <= len(first), (low, high, len(first))
         assert second[low:high] == [row ^ _SECOND for row in first[low:high]], "two tensors disagree"
         rows += first[low:high]
     return rows
@@ -205,7 +206,8 @@ def _joined_window(restore: RestoreInput, window_token_count: int) -> list[int]:
         region = block.regions.get(RegionKind.WINDOW)
         if region is not None:
             end = block.start_token_index + block.token_count
-            rows |= dict(zip(range(end - len(region.rows), end), region.rows, strict=True))
+            held = _rows_in(region)
+            rows |= dict(zip(range(end - len(held), end), held, strict=True))
     try:
         return [rows[index] for index in range(wanted_from, restore.token_count)]
     except KeyError as error:
@@ -216,8 +218,13 @@ def _state(restore: RestoreInput) -> int:
     for block in restore.blocks:
         region = block.regions.get(RegionKind.CHECKPOINT)
         if block.start_token_index + block.token_count == restore.token_count and region is not None:
-            return region.rows[0]
+            return _rows_in(region)[0]
     raise _unusable(f"there is no checkpoint at {restore.token_count}")
+
+
+def _rows_in(region: Region) -> tuple[int, ...]:
+    assert isinstance(region, SimRegion), region
+    return region.rows
 
 
 def _unusable(message: str) -> StorageError:

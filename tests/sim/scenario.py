@@ -7,31 +7,28 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from service.domain.cache_orders import (
-    CacheAnswer,
-    CacheOrder,
-    Evict,
-    EvictReport,
-    Explain,
-    Explanation,
-    Pin,
-    Unpin,
-    Verify,
-    VerifyReport,
-)
+from service.domain.cache_orders import CacheOrder, Evict, Explain, Pin, Unpin, Verify
 from service.domain.cache_stats import CacheStats
 from service.domain.ids import BlockHash, RequestId, Tenant
 from service.domain.request import CacheUse, GenerationRequest, SamplingParams
 from service.domain.stats import EngineStats
 from service.engine.loop import cancelled_by_client
-from service.engine.messages import Cancel, Order, QueryStats, Submit
-from service.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
+from service.engine.messages import Cancel, QueryStats, Submit
 from service.kv.store_paths import StorePaths
-from tests.sim.checks import check_agreement, check_counters, check_disk, check_ram, check_rest
+from tests.sim.checks import (
+    check_agreement,
+    check_counters,
+    check_disk,
+    check_pins_agree,
+    check_ram,
+    check_rest,
+)
+from tests.sim.clerk import Clerk
 from tests.sim.disk import lose_last_transactions, rot
 from tests.sim.house import House, Life, SimClock
 from tests.sim.ledger import Ledger, Promise
 from tests.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
+from tests.sim.pins import PinWatch
 from tests.sim.setup import make_setup
 from tests.storage.faults import Crash
 from tests.storage.test_crash import check_is_clean
@@ -58,11 +55,8 @@ class Scenario:
         self.clock = SimClock()
         self._folder = folder
         self._live: dict[RequestId, Promise] = {}
-        self._open_answers = 0
-        self._pins: dict[BlockHash, bool] = {}
-        self._may_unpin = False
-        self._rotted_since_verify = False
-        self._spill_number = 0
+        self._clerk = Clerk(self.ledger, self._say)
+        self._pins = PinWatch(self.ledger)
         stems = [bytes(self.dice.choices(ALPHABET, k=40)) for _ in range(2)]
         self._texts: list[tuple[int, ...]] = [tuple(stem) for stem in stems]
         self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
@@ -73,7 +67,7 @@ class Scenario:
         """What happened, by name."""
         return self.ledger.seen
 
-    def play(self, action_count: int = 60) -> None:
+    def play(self, action_count: int = 70) -> None:
         """Play the whole story and check it to the end."""
         try:
             self._open()
@@ -112,8 +106,8 @@ class Scenario:
             (self._cancel, 4),
             (self._pass_time, 3),
             (self._order, 8),
-            (self._ask_stats, 2),
-            (self._rot, 4),
+            (lambda: self._clerk.ask_stats(self._house), 2),
+            (self._rot, 6),
             (self._disturb_disk, 4),
             (self._rest, 2),
             (self._power_cut, 2),
@@ -182,122 +176,20 @@ class Scenario:
             Verify(),
             Verify(block_limit=2),
         )
-        self._give(self.dice.choice(orders))
-
-    def _give(self, order: CacheOrder) -> None:
-        self._say(f"order {order}")
-        self._may_unpin |= isinstance(order, Unpin | Evict)
-        if order == Verify():
-            self._rotted_since_verify = False
-        self._open_answers += 1
-        is_open = True
-        doomed: list[BlockHash] = []
-
-        def reply(answer: CacheAnswer | IcehouseError) -> None:
-            nonlocal is_open
-            assert is_open, f"{order} was answered twice"
-            is_open = False
-            self._open_answers -= 1
-            self._say(f"  answered {answer!r:.200}")
-            self.ledger.seen[type(answer).__name__] += 1
-            self._check_answer(order, answer, doomed)
-
-        if isinstance(order, Evict):
-            # Answered at once, right before the order is carried out.
-            self._house.mailbox.post(Order(Explain((1, 2)), lambda _: doomed.extend(self._known(order))))
-        self._house.mailbox.post(Order(order, reply))
-
-    def _known(self, order: Evict) -> list[BlockHash]:
-        """Return the blocks that an order to evict is about."""
-        self._spill_number = self.ledger.spill_number
-        cache = self._house.cache
-        if order.prompt_token_ids is None:
-            return [entry.hash for entry in cache.index]
-        root = cache.root(order.tenant)
-        return [e.hash for e in cache.index.known_chain(root=root, token_ids=order.prompt_token_ids)]
-
-    def _check_answer(
-        self, order: CacheOrder, answer: CacheAnswer | IcehouseError, doomed: list[BlockHash]
-    ) -> None:
-        if isinstance(answer, IcehouseError):
-            is_expected = isinstance(answer, NotFound | Overloaded | StorageError)
-            no_tier = answer.reason is Reason.CACHE_UNSUPPORTED and self._house.cache.storage is None
-            assert is_expected or no_tier, f"{order} failed: {answer!r}"
-        elif isinstance(answer, Explanation) and isinstance(order, Explain):
-            assert answer.cache.cached_token_count <= len(order.prompt_token_ids) - 1, answer
-        elif isinstance(answer, EvictReport) and self._house.storage is not None:
-            self._check_evicted(doomed)
-        elif isinstance(answer, VerifyReport) and order == Verify():
-            self._check_verified()
-
-    def _check_evicted(self, doomed: list[BlockHash]) -> None:
-        """What was on SSD or on its way there when the order came is gone."""
-        if self._house.is_storage_dead or self._io_errors():
-            return
-        spilled_since = self.ledger.spill_numbers
-        left = {record.hash for record in self._house.store.index} & set(doomed)
-        old = [name.hex()[:8] for name in left if spilled_since.get(name, 0) <= self._spill_number]
-        assert not old, f"evicted by order and still there: {old}"
-
-    def _io_errors(self) -> int:
-        return self.ledger.io_error_count + self._house.disk.failed_count
-
-    def _check_pins(self) -> None:
-        """What is pinned stays where it is until an order, damage or a broken disk takes it."""
-        index = self._house.cache.index
-        if not (self._may_unpin or self._io_errors() or self._house.is_storage_dead):
-            for name, was_in_ram in self._pins.items():
-                if name not in self.ledger.damaged:
-                    entry = index.get(name)
-                    assert entry is not None and entry.is_pinned, f"pinned block {name.hex()[:8]} is gone"
-                    # One that was on its way to SSD when it was pinned may arrive there.
-                    is_kept = entry.ram or not was_in_ram or entry.ssd
-                    assert is_kept, f"pinned block {name.hex()[:8]} left RAM for nowhere"
-        self._may_unpin = False
-        self._pins = {
-            entry.hash: bool(entry.ram)
-            for entry in index
-            if entry.is_pinned and (entry.ram or entry.hash in self.ledger.committed)
-        }
-
-    def _check_kept_pins(self) -> None:
-        """A pin survives an orderly restart: the rows of pinned blocks say so."""
-        if self._house.storage is None or self._house.is_storage_dead or self._io_errors():
-            return
-        if self.setup.task_queue_count == 1:
-            return
-        for entry in self._house.cache.index:
-            record = self._house.store.index.get(entry.hash)
-            if entry.is_pinned and record is not None:
-                assert record.pinned, f"pinned block {entry.hash.hex()[:8]} will not be after the restart"
-
-    def _check_verified(self) -> None:
-        store = self._house.store
-        rotten = [r.hash.hex()[:8] for r in store.index if r.hash in self.ledger.damaged]
-        assert not rotten or self._rotted_since_verify or self._io_errors(), (
-            f"verified, but still damaged: {rotten}"
-        )
-
-    def _ask_stats(self) -> None:
-        self._say("ask stats")
-        self._open_answers += 1
-
-        def reply(engine: EngineStats, cache: CacheStats | None) -> None:
-            assert cache is not None
-            self._open_answers -= 1
-
-        self._house.mailbox.post(QueryStats(reply))
+        order = self.dice.choice(orders)
+        self._pins.is_excused |= isinstance(order, Unpin | Evict)
+        self._clerk.give(self._house, order)
 
     # What time does.
 
     def _step_engine(self) -> None:
-        for _ in range(self.dice.choice((1, 2, 5, 15))):
+        for _ in range(self.dice.choice((1, 2, 6, 25))):
             self._house.step_engine()
-            self._check_pins()
+            self._pins.look(self._house)
             check_ram(self._house)
 
     def _step_storage(self) -> None:
-        for _ in range(self.dice.choice((1, 1, 2, 6))):
+        for _ in range(self.dice.choice((1, 1, 3, 12))):
             self._house.step_storage()
 
     def _pass_time(self) -> None:
@@ -317,12 +209,14 @@ class Scenario:
         self._check()
         check_rest(house)
         check_agreement(house)
+        if self.setup.task_queue_count > 1 and not self.ledger.io_errors(house):
+            check_pins_agree(house)
         if house.storage is not None and not house.is_storage_dead:
             assert house.store.is_open, "the directory was never opened again"
             if not house.store.report.was_clean and not self.ledger.damaged:
                 check_is_clean(self._life.directory)
         assert not self._live, f"requests that never ended: {list(self._live)}"
-        assert self._open_answers == 0, f"{self._open_answers} orders were never answered"
+        assert self._clerk.open_count == 0, f"{self._clerk.open_count} orders were never answered"
         self._check_totals()
 
     def _check_totals(self) -> None:
@@ -348,7 +242,7 @@ class Scenario:
             self._say(f"rot {done.what} {[name[:8] for name in done.names]}")
             self.ledger.seen[f"rot {done.what}"] += 1
             self.ledger.damaged.update(BlockHash(bytes.fromhex(name)) for name in done.names)
-            self._rotted_since_verify = True
+            self._clerk.has_rotted = True
 
     def _disturb_disk(self) -> None:
         disk = self._house.disk
@@ -396,7 +290,7 @@ class Scenario:
         house.disk.room_bytes = None
         house.stop(grace_s=self.dice.choice((0.0, 0.01, 5.0)), flush_s=self.dice.choice((0.0, 0.1, 60.0)))
         self.ledger.seen["restart"] += 1
-        self._check_kept_pins()
+        self._pins.check_before_restart(house)
         self._collect_ends()
         assert not self._live, f"a restart left requests without an end: {list(self._live)}"
         self._begin_life(self._life.directory)
@@ -404,8 +298,8 @@ class Scenario:
     def _begin_life(self, directory: Path) -> None:
         self.ledger.io_error_count += self._house.disk.failed_count
         self._live.clear()
-        self._open_answers = 0
-        self._pins.clear()
+        self._clerk.open_count = 0
+        self._pins.begin_life()
         model = self._life.model if self.dice.random() < 0.8 else 1 - self._life.model
         self._life = Life(self._life.number + 1, model, directory, self._house.disk.mtime_ns)
         self._house = self._new_house()

@@ -85,7 +85,7 @@ def make_setup(dice: random.Random) -> Setup:
     )
     window = dice.choice(windows)
     limits = SchedulerLimits(
-        waiting_limit=dice.choice((2, 30)),
+        waiting_limit=dice.choice((2, 30, 30, 30)),
         running_limit=dice.choice((1, 3, 6)),
         prefilling_limit=dice.choice((1, 2, 3)),
         prefill_chunk_token_count=BLOCK * dice.choice((1, 2, 3)),
@@ -93,17 +93,17 @@ def make_setup(dice: random.Random) -> Setup:
     )
     return Setup(
         specs=(ModelSpec(1, has_kv, window, has_state), ModelSpec(2, has_kv, window, has_state)),
-        has_storage=dice.random() < 0.92,
-        ram_limit_bytes=dice.choice((0, 150, 400, 1_000, 3_000, 100_000)),
+        has_storage=dice.random() < 0.95,
+        ram_limit_bytes=dice.choice((0, 150, 400, 400, 1_000, 1_000, 3_000, 100_000)),
         checkpoint_interval_tokens=BLOCK * dice.choice((1, 2, 4)),
-        spill_policy=dice.choice(("on_evict", "on_evict", "write_behind", "write_behind", "off")),
+        spill_policy=dice.choice(("on_evict",) * 4 + ("write_behind",) * 4 + ("off",)),
         min_prefix_token_count=dice.choice((0, 0, 2 * BLOCK)),
         may_recompute=dice.random() < 0.3,
         limits=limits,
         disk_limit_bytes=LOG_ALLOWANCE_BYTES
         + _MANIFEST_BYTES
-        + _FILE_BYTES * dice.choice((0, 3, 9, 30, 500)),
-        daily_limit_bytes=dice.choice((0, 0, 0, 15 * _FILE_BYTES)),
+        + _FILE_BYTES * dice.choice((0, 5, 12, 30, 500)),
+        daily_limit_bytes=dice.choice((0,) * 7 + (15 * _FILE_BYTES,)),
         spill_queue_bytes=_CREDIT_BYTES * dice.choice((1, 3, 60)),
         load_queue_count=dice.choice((1, 16)),
         task_queue_count=dice.choice((1, 64, 64)),

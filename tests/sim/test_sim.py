@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
 from tests.sim.scenario import Scenario
 
 _MEMORY = Path("/dev/shm")

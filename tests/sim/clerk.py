@@ -1,0 +1,114 @@
+"""Gives orders and questions to the house and checks that each is answered once and truly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from service.domain.cache_orders import (
+    CacheAnswer,
+    CacheOrder,
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from service.domain.cache_stats import CacheStats
+from service.domain.ids import BlockHash
+from service.domain.stats import EngineStats
+from service.engine.messages import Order, QueryStats
+from service.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
+from service.kv.index import Entry
+from tests.sim.house import House
+from tests.sim.ledger import Ledger
+
+
+class Clerk:
+    """Works for one house after the other. `open_count` orders still wait for their answer."""
+
+    def __init__(self, ledger: Ledger, say: Callable[[str], None]) -> None:
+        self.open_count = 0
+        self.has_rotted = False
+        """A file was damaged after the last order to verify everything."""
+        self._ledger = ledger
+        self._say = say
+        self._spill_number = 0
+
+    def give(self, house: House, order: CacheOrder) -> None:
+        """Send an order through the engine's door."""
+        self._say(f"order {order}")
+        if order == Verify():
+            self.has_rotted = False
+        self.open_count += 1
+        is_open = True
+        doomed: list[BlockHash] = []
+
+        def reply(answer: CacheAnswer | IcehouseError) -> None:
+            nonlocal is_open
+            assert is_open, f"{order} was answered twice"
+            is_open = False
+            self.open_count -= 1
+            self._say(f"  answered {answer!r:.200}")
+            self._ledger.seen[type(answer).__name__] += 1
+            self._check(house, order, answer, doomed)
+
+        if isinstance(order, Evict):
+            # Answered at once, right before the order is carried out.
+            house.mailbox.post(Order(Explain((1, 2)), lambda _: doomed.extend(self._doomed(house, order))))
+        house.mailbox.post(Order(order, reply))
+
+    def ask_stats(self, house: House) -> None:
+        """Ask for all counters."""
+        self._say("ask stats")
+        self.open_count += 1
+
+        def reply(engine: EngineStats, cache: CacheStats | None) -> None:
+            assert cache is not None
+            self.open_count -= 1
+
+        house.mailbox.post(QueryStats(reply))
+
+    def _doomed(self, house: House, order: Evict) -> list[BlockHash]:
+        """Return the blocks that an order to evict is about to remove."""
+        self._spill_number = self._ledger.spill_number
+        is_all = order.prompt_token_ids is None
+        return [entry.hash for entry in (house.cache.index if is_all else _known(house, order))]
+
+    def _check(
+        self, house: House, order: CacheOrder, answer: CacheAnswer | IcehouseError, doomed: list[BlockHash]
+    ) -> None:
+        if isinstance(answer, IcehouseError):
+            is_expected = isinstance(answer, NotFound | Overloaded | StorageError)
+            no_tier = answer.reason is Reason.CACHE_UNSUPPORTED and house.cache.storage is None
+            assert is_expected or no_tier, f"{order} failed: {answer!r}"
+        elif isinstance(answer, Explanation) and isinstance(order, Explain):
+            assert answer.cache.cached_token_count <= len(order.prompt_token_ids) - 1, answer
+        elif isinstance(answer, PinReport) and isinstance(order, Pin | Unpin):
+            wrong = [e for e in _known(house, order) if e.is_pinned is not isinstance(order, Pin)]
+            assert not wrong, f"{order} left {wrong}"
+        elif isinstance(answer, EvictReport) and house.storage is not None:
+            self._check_evicted(house, doomed)
+        elif isinstance(answer, VerifyReport) and order == Verify():
+            rotten = [r.hash.hex()[:8] for r in house.store.index if r.hash in self._ledger.damaged]
+            is_excused = self.has_rotted or self._ledger.io_errors(house)
+            assert not rotten or is_excused, f"verified, but still damaged: {rotten}"
+
+    def _check_evicted(self, house: House, doomed: list[BlockHash]) -> None:
+        """What was on SSD or on its way there when the order came is gone."""
+        if house.is_storage_dead or self._ledger.io_errors(house):
+            return
+        numbers = self._ledger.spill_numbers
+        left = {record.hash for record in house.store.index} & set(doomed)
+        old = [name.hex()[:8] for name in left if numbers.get(name, 0) <= self._spill_number]
+        assert not old, f"evicted by order and still there: {old}"
+
+
+def _known(house: House, order: Evict | Pin | Unpin) -> Sequence[Entry]:
+    """Return the blocks that are wholly part of an order's prompt."""
+    assert order.prompt_token_ids is not None
+    root = house.cache.root(order.tenant)
+    return house.cache.index.known_chain(root=root, token_ids=order.prompt_token_ids)

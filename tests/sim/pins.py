@@ -1,0 +1,65 @@
+"""What is pinned, and that it stays where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from service.domain.ids import BlockHash
+from tests.sim.house import House
+from tests.sim.ledger import Ledger
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pinned:
+    """One pinned block as it was after the last step."""
+
+    ram_bytes: int
+    was_leaving: bool
+
+
+class PinWatch:
+    """Looks after every engine step. An order to unpin or evict, damage and a broken disk excuse a loss."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.is_excused = False
+        self._ledger = ledger
+        self._before: dict[BlockHash, _Pinned] = {}
+
+    def begin_life(self) -> None:
+        """Forget what a process that is gone had pinned."""
+        self._before.clear()
+
+    def look(self, house: House) -> None:
+        """Compare with the look before."""
+        if not (self.is_excused or self._ledger.io_errors(house) or house.is_storage_dead):
+            for name, before in self._before.items():
+                if name not in self._ledger.damaged:
+                    self._check(house, name, before)
+        self.is_excused = False
+        leaving = house.cache._leaving
+        self._before = {
+            entry.hash: _Pinned(entry.ram_bytes, entry.hash in leaving)
+            for entry in house.cache.index
+            if entry.is_pinned and (entry.ram or entry.hash in self._ledger.committed)
+        }
+
+    def _check(self, house: House, name: BlockHash, before: _Pinned) -> None:
+        entry = house.cache.index.get(name)
+        is_kept = entry is not None and entry.is_pinned and (entry.ram or entry.ssd)
+        if is_kept and (before.was_leaving or not before.ram_bytes or entry.ram):
+            return
+        # A block that was on its way out when it was pinned may find no room to stay.
+        pinned_bytes = sum(e.ram_bytes for e in house.cache.ram if e.is_pinned)
+        has_no_room = pinned_bytes + before.ram_bytes > house.cache.ram.limit_bytes
+        assert before.was_leaving and has_no_room, f"pinned block {name.hex()[:8]} is gone"
+
+    def check_before_restart(self, house: House) -> None:
+        """A pin survives an orderly restart: the rows of pinned blocks say so."""
+        if house.storage is None or house.is_storage_dead or self._ledger.io_errors(house):
+            return
+        if house.setup.task_queue_count == 1:
+            return
+        for entry in house.cache.index:
+            record = house.store.index.get(entry.hash)
+            if entry.is_pinned and record is not None:
+                assert record.pinned, f"pinned block {entry.hash.hex()[:8]} will not be after the restart"
