@@ -76,6 +76,11 @@ class ServerProcess:
                     return
         raise AssertionError(f"the server ended before it served: {self._log.read_text()}")
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None, "not started"
+        return self._process.pid
+
     def kill(self) -> None:
         """Take the process away at once, as a crash would."""
         self._process.kill()

@@ -1,0 +1,124 @@
+"""What the inference thread never does: files, SQLite, waiting; and what never leaves it: mx.arrays."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from service.domain.blocks import HostTensor
+from service.kv.messages import Evicted, Inventory, Loaded, Persisted, SpillDropped
+from tests.cache.house import BLOCK, House
+from tests.cache.test_reuse import prompt
+from tests.models import tiny_model_dir
+
+_FORBIDDEN = ("open", "sqlite3.", "os.", "shutil.", "socket.", "subprocess.", "time.sleep")
+
+
+class Auditor:
+    """Counts the audit events of threads by name; the interpreter keeps a hook for ever, so there is one."""
+
+    def __init__(self) -> None:
+        self.events: Counter[tuple[str, str]] = Counter()
+        self.is_on = False
+        self._is_installed = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if not self._is_installed:
+            self._is_installed = True
+            sys.addaudithook(self._note)
+        self.events.clear()
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    def of(self, thread_name: str) -> dict[str, int]:
+        """Return the forbidden events of one thread."""
+        return {
+            event: count
+            for (name, event), count in self.events.items()
+            if name == thread_name and event.startswith(_FORBIDDEN)
+        }
+
+    def _note(self, event: str, arguments: tuple) -> None:
+        if self.is_on and not event.startswith("object."):
+            self.events[threading.current_thread().name, event] += 1
+
+
+AUDITOR = Auditor()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_no_file_and_no_sqlite_on_the_inference_thread(tmp_path: Path, architecture: str) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    prompts = [prompt(6 * BLOCK + 3, salt=salt) for salt in range(3)]
+    with House(folder, tmp_path / "blocks") as house:
+        house.ask("measure", prompts[0], max_output_tokens=0)
+        ram_bytes = house.cache.ram.used_bytes
+    with House(folder, tmp_path / "blocks", ram_bytes=ram_bytes, spill_policy="write_behind") as house:
+        house.ask("first step", prompt(BLOCK, salt=9))
+        with AUDITOR.listening():
+            for turn in range(2):
+                for i, tokens in enumerate(prompts):
+                    house.submit(f"{turn} {i}", tokens, max_output_tokens=12)
+                for i in range(len(prompts)):
+                    house.answer(f"{turn} {i}")
+            house.submit("gone", prompts[0], max_output_tokens=100)
+            house.stats()
+        _, stats = house.stats()
+    assert stats.spill.persisted_block_total > 0 and stats.promote.promoted_block_total > 0
+    assert AUDITOR.of("inference") == {}
+    # The hook does see: the storage thread and the readers do nothing else.
+    assert AUDITOR.of("storage") and any(AUDITOR.of(f"storage-reader-{n}") for n in range(2))
+
+
+def test_nothing_that_crosses_holds_an_array(tmp_path: Path) -> None:
+    """Everything the storage thread is given or gives back is searched to its leaves."""
+    folder = tiny_model_dir(tmp_path, "gemma3_text", dtype="bfloat16")
+    tokens = prompt(4 * BLOCK + 3)
+    outcomes: list = []
+    for turn in range(2):
+        with House(folder, tmp_path / "blocks") as house:
+            take = house.storage._post
+            house.storage._readers._post = lambda outcome, take=take: (outcomes.append(outcome), take(outcome))
+            spill = house.storage.spill
+            house.storage.spill = lambda block, credit, spill=spill: (outcomes.append(block), spill(block, credit))
+            house.ask(f"turn {turn}", tokens)
+    kinds = {type(outcome).__name__ for outcome in outcomes}
+    assert {"HostBlock", "Loaded"} <= kinds
+    assert not any(isinstance(leaf, mx.array) for outcome in outcomes for leaf in _leaves(outcome))
+
+
+def test_a_host_tensor_cannot_hold_an_array() -> None:
+    for data in (mx.zeros((4,)), [mx.zeros((4,))], b"1234"):
+        with pytest.raises(AssertionError):
+            HostTensor("x", "F32", (4,), data)
+
+
+def _leaves(found: object) -> Iterator[object]:
+    """Yield a message and all that its fields refer to."""
+    seen: set[int] = set()
+    waiting = [found]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, type):
+            continue
+        seen.add(id(item))
+        yield item
+        if isinstance(item, list | tuple | frozenset | dict) or hasattr(type(item), "__dataclass_fields__"):
+            waiting += gc.get_referents(item)
+
+
+def test_the_search_finds_an_array_in_a_message() -> None:
+    message = (Evicted((mx.zeros((1,)),)), Inventory, Loaded, Persisted, SpillDropped)
+    assert any(isinstance(leaf, mx.array) for leaf in _leaves(message))
