@@ -52,3 +52,23 @@ def _line(axes: Any, places: Sequence[int], spreads: Sequence[Spread], *, label:
     below = [spread.median - spread.minimum for spread in spreads]
     above = [spread.maximum - spread.median for spread in spreads]
     axes.errorbar(places, medians, yerr=(below, above), marker="o", capsize=3, label=label)
+
+
+def plot_cache(seconds: dict[str, Spread], costs: dict[str, Spread]) -> Path:
+    """Draw the TTFTs and what decode pays beside the cache's work; return the file."""
+    figure, (ttft, decode) = pyplot.subplots(1, 2, figsize=(12, 4))
+    _bars(ttft, seconds, title="Time to first token, s")
+    _bars(decode, costs, title="Inter-token time, ratio")
+    decode.axvline(1.0, color="grey", linewidth=0.8)
+    figure.suptitle("Medians over the rounds of one run, bars from least to most")
+    return save(figure, "cache")
+
+
+def _bars(axes: Any, spreads: dict[str, Spread], *, title: str) -> None:
+    found = {name: spread for name, spread in spreads.items() if spread.count}
+    medians = [spread.median for spread in found.values()]
+    below = [spread.median - spread.minimum for spread in found.values()]
+    above = [spread.maximum - spread.median for spread in found.values()]
+    axes.barh(list(found), medians, xerr=(below, above), capsize=3)
+    axes.invert_yaxis()
+    axes.set_title(title)

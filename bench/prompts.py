@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Protocol
 
 _SUBJECTS = (
     "captain",
@@ -56,10 +57,24 @@ def short_prompts(count: int, *, seed: int) -> list[str]:
     return [f"{number:04d} {_sentence(source)} {_sentence(source)} After that," for number in range(count)]
 
 
-def long_text(sentence_count: int, *, seed: int) -> str:
-    """Return that many sentences, about 12 tokens each; another seed shares no beginning with it."""
+class Tokenizing(Protocol):
+    """Whoever can say which tokens a text has."""
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of `text`."""
+        ...
+
+
+async def text_of_tokens(tokenizer: Tokenizing, token_count: int, *, seed: int) -> str:
+    """Return English text of about `token_count` tokens; another seed shares no beginning with it."""
     source = random.Random(seed)
-    return " ".join([f"Story number {seed}.", *(_sentence(source) for _ in range(sentence_count))])
+    text = f"{seed:04d}"
+    while len(await tokenizer.tokenize(text)) < token_count:
+        text = f"{text} {_sentence(source)}"
+    words = text.split(" ")
+    while len(await tokenizer.tokenize(" ".join(words))) > token_count:
+        words.pop()
+    return " ".join(words)
 
 
 def _sentence(source: random.Random) -> str:

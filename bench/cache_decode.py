@@ -1,0 +1,106 @@
+"""What the cache's work does to a sequence that decodes beside it: inter-token times by kind of neighbour.
+
+One caller decodes with the cache off while a neighbour sends prompts: none at all (idle), prompts that
+are computed and thrown away, prompts that are computed, kept and spilled, prompts that come from SSD.
+Prefill itself takes turns with decode, so spilling is compared with the same prefills uncached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from icehouse.v1 import inference_service_pb2 as messages
+
+from bench.cache_ttft import connected
+from bench.grpc_clients import NO_CACHE, READ_WRITE, Client, text_request, token_request
+from bench.prompts import text_of_tokens
+from bench.replies import quantile
+from bench.report import console
+from bench.server_process import ServerProcess
+
+DECODED_TOKEN_COUNT = 96
+NEIGHBOUR_TOKEN_COUNT = 512
+NEIGHBOUR_PROMPT_COUNT = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeTimes:
+    """Inter-token times of one decoding sequence beside one kind of neighbour, in seconds."""
+
+    neighbour: str
+    p50_s: float
+    p99_s: float
+    neighbour_ssd_tokens: int
+    neighbour_request_count: int
+
+
+async def measure_decode(
+    *, model_path: Path, scratch: Path, log_file: Path, round_count: int, kv_bytes_per_token: int
+) -> list[DecodeTimes]:
+    """Return one entry per round and kind of neighbour; a first round is thrown away.
+
+    The RAM tier holds one and a half of the neighbour's prompts, so that each new one spills an old one.
+    """
+    ram_bytes = NEIGHBOUR_TOKEN_COUNT * kv_bytes_per_token * 3 // 2
+    flags = ("--ram-bytes", str(ram_bytes), "--no-restore-or-recompute")
+    server = ServerProcess(
+        model=str(model_path), cache_directory=scratch / "decode", log_file=log_file, flags=flags
+    )
+    found: list[DecodeTimes] = []
+    with server:
+        async with connected(server.address) as reader, connected(server.address) as neighbour:
+            for round_index in range(round_count + 1):
+                times = await _round(reader, neighbour, first_seed=1000 * (round_index + 1))
+                found += times if round_index else []
+                console.print(f"decode beside neighbours, round {round_index} of {round_count}")
+    return found
+
+
+async def _round(reader: Client, neighbour: Client, *, first_seed: int) -> list[DecodeTimes]:
+    texts = [
+        await text_of_tokens(neighbour, NEIGHBOUR_TOKEN_COUNT, seed=first_seed + i)
+        for i in range(NEIGHBOUR_PROMPT_COUNT)
+    ]
+    uncached = [text_request(text, max_output_tokens=1, cache=NO_CACHE) for text in texts]
+    cached = [text_request(text, max_output_tokens=1, cache=READ_WRITE) for text in texts]
+    return [
+        await _beside(reader, neighbour, "idle", ()),
+        await _beside(reader, neighbour, "prefill", uncached),
+        await _beside(reader, neighbour, "prefill and spill", cached),
+        await _beside(reader, neighbour, "restore", cached, repeat=True),
+    ]
+
+
+async def _beside(
+    reader: Client,
+    neighbour: Client,
+    name: str,
+    requests: Sequence[messages.GenerateRequest],
+    *,
+    repeat: bool = False,
+) -> DecodeTimes:
+    """Decode beside the neighbour's requests, sent one after another, over and over with `repeat`."""
+    done = asyncio.Event()
+    reading = asyncio.create_task(_read(reader, done))
+    ssd_tokens = 0
+    sent = 0
+    while requests and not done.is_set():
+        _, started, _ = await neighbour.stream(requests[sent % len(requests)])
+        ssd_tokens += started.cache.ssd_tokens
+        sent += 1
+        if sent == len(requests) and not repeat:
+            break
+    gaps = await reading
+    return DecodeTimes(name, quantile(gaps, 0.5), quantile(gaps, 0.99), ssd_tokens, sent)
+
+
+async def _read(reader: Client, done: asyncio.Event) -> list[float]:
+    request = token_request(list(range(40, 72)), max_output_tokens=DECODED_TOKEN_COUNT, cache=NO_CACHE)
+    reply, _, _ = await reader.stream(request)
+    done.set()
+    times = reply.token_times_s
+    return [b - a for a, b in itertools.pairwise(times)]
