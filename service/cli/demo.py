@@ -1,12 +1,14 @@
 """`icehouse demo`: the whole thing once, for people who just arrived.
 
-Makes the model, starts `icehouse serve` as a process of its own on a free loopback port, waits for
-health, streams a continuation as it is generated, and stops the server.
+Makes the model, starts `icehouse serve` as a process of its own on a free loopback port, streams a
+continuation as it is generated, then sends one long prompt three times: cold, again (from RAM), and
+after the server was stopped and started on the same cache directory (from SSD).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 import signal
 import socket
 import subprocess
@@ -15,8 +17,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from service.cli.comparison import Pass, comparison_table, texts_are_equal, verdict_text
 from service.cli.console import build_progress, err, out
 from service.cli.generate import print_text, summary_text
+from service.cli.preload import find_openblas, runs_on_cpu
 from service.demo.build import ensure_demo_model
 from service.errors import EngineFailed, Reason, StartError
 from service.rpc.dial import CallFailed, Connection, Prompt
@@ -26,34 +30,100 @@ _STOP_TIMEOUT_S = 60.0
 
 _CALL_TIMEOUT_S = 300.0
 
+_STORY_OUTPUT_TOKENS = 16
+_SHORT_STORY_PARAGRAPHS = 3
+"""Of the long prompt, where nothing fast multiplies matrices: about 640 tokens instead of 970."""
 
-def run_demo(*, prompt: str, max_output_tokens: int) -> None:
-    """Run the demo. Raises IcehouseError when a part of it does not work."""
+
+def run_demo(*, prompt: str, max_output_tokens: int) -> bool:
+    """Run the demo; return whether the long prompt got the same text from every tier.
+
+    Raises IcehouseError when a part of it does not work.
+    """
     with build_progress() as on_progress:
         folder = ensure_demo_model(on_progress=on_progress)
-    with tempfile.TemporaryDirectory(prefix="icehouse-demo-") as scratch:
-        address = f"127.0.0.1:{free_port()}"
-        with (
-            running_server(address=address, scratch=Path(scratch)) as server,
-            Connection(address) as connection,
-        ):
-            with err.status(f"starting a server for {folder.name}"):
-                serving = connection.wait_until_serving(is_alive=lambda: server.poll() is None)
-            if serving:
-                err.print(f"[dim]serving {folder.name} at {address}[/]")
-                _show_stream(connection, Prompt(text=prompt, max_output_tokens=max_output_tokens))
+    story = Prompt(text=long_prompt(), max_output_tokens=_STORY_OUTPUT_TOKENS, temperature=0.0, stop=("\n",))
+    with tempfile.TemporaryDirectory(prefix="icehouse-demo-") as name:
+        scratch = Path(name)
+        with _serving(f"starting a server for {folder.name}", scratch=scratch) as connection:
+            err.print(f"[dim]serving {folder.name} at {connection.address}[/]")
+            _show_stream(connection, Prompt(text=prompt, max_output_tokens=max_output_tokens))
+            passes = [
+                _ask(connection, story, name="cold", status="sending a long prompt, never seen before"),
+                _ask(connection, story, name="from RAM", status="sending it again"),
+            ]
+        with _serving("starting another server on the same cache directory", scratch=scratch) as connection:
+            passes.append(_ask(connection, story, name="from SSD", status="sending it once more"))
+    _show_comparison(story.text, passes)
     err.print("[dim]the server has stopped; start your own with[/] icehouse serve")
+    return texts_are_equal(passes)
+
+
+def long_prompt() -> str:
+    """Return the story that ships with the demo.
+
+    It ends in the middle of a sentence that it has said several times. The model is sure of what
+    follows, so that rounding, which differs with the number of tokens computed at once, changes no word.
+    """
+    text = importlib.resources.files("service.demo").joinpath("story.txt").read_text(encoding="utf-8")
+    paragraphs = text.strip().split("\n\n")
+    if runs_on_cpu() and find_openblas() is None:
+        paragraphs = [*paragraphs[:_SHORT_STORY_PARAGRAPHS], paragraphs[-1]]
+    return "\n\n".join(paragraphs)
+
+
+@contextlib.contextmanager
+def _serving(status: str, *, scratch: Path) -> Iterator[Connection]:
+    """Run a server and yield a connection to it once it serves; stop it in order at the end."""
+    address = f"127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stopping, contextlib.ExitStack() as stack:
+        with err.status(status):
+            server = stack.enter_context(running_server(address=address, scratch=scratch))
+            connection = stack.enter_context(Connection(address))
+            is_serving = connection.wait_until_serving(is_alive=lambda: server.poll() is None)
+        if not is_serving:
+            # Closing reports the server's code and log; what is left is code 0 without having served.
+            stack.close()
+            raise StartError(Reason.ENGINE_FAILED, "the server ended before it served")
+        yield connection
+        stopping.enter_context(err.status("stopping the server, which first writes its blocks to SSD"))
 
 
 def _show_stream(connection: Connection, prompt: Prompt) -> None:
     out.print()
     out.print(prompt.text, style="bold", end="", markup=False)
-    try:
+    with _failure_explained():
         summary = connection.stream(prompt, on_text=print_text, timeout_s=_CALL_TIMEOUT_S)
-    except CallFailed as error:
-        raise EngineFailed(Reason.ENGINE_FAILED, f"the demo's call failed: {error}") from error
     out.print("\n")
     out.print(summary_text(summary), style="green")
+    out.print()
+
+
+def _ask(connection: Connection, prompt: Prompt, *, name: str, status: str) -> Pass:
+    pieces: list[str] = []
+    with err.status(status), _failure_explained():
+        summary = connection.stream(prompt, on_text=pieces.append, timeout_s=_CALL_TIMEOUT_S)
+    return Pass(name, "".join(pieces), summary)
+
+
+@contextlib.contextmanager
+def _failure_explained() -> Iterator[None]:
+    try:
+        yield
+    except CallFailed as error:
+        raise EngineFailed(Reason.ENGINE_FAILED, f"the demo's call failed: {error}") from error
+
+
+def _show_comparison(prompt: str, passes: list[Pass]) -> None:
+    out.print(f"A long prompt ({passes[0].summary.prompt_token_count:,} tokens), three times:\n")
+    last_words = prompt.rpartition(". ")[2]
+    for text in dict.fromkeys(each.text for each in passes):
+        out.print("… " + last_words, style="bold", end="", markup=False)
+        out.print(text, markup=False)
+    out.print()
+    out.print(comparison_table(passes))
+    out.print()
+    out.print(verdict_text(passes))
 
 
 def free_port() -> int:
@@ -72,6 +142,8 @@ def running_server(*, address: str, scratch: Path) -> Iterator[subprocess.Popen[
     host, _, port = address.rpartition(":")
     command = [sys.executable, "-m", "service.cli.main", "serve", "--model", "demo", "--uds", ""]
     command += ["--host", host, "--port", port, "--cache-directory", str(scratch / "blocks")]
+    # What is shown must not depend on the settings that somebody happens to have in the environment.
+    command += ["--cache", "--ssd", "--spill-policy", "on_evict"]
     log_file = scratch / "server.log"
     with log_file.open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the server in order.

@@ -59,10 +59,11 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What the model continues.")] = DEMO_PROMPT,
     max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
 ) -> None:
-    """Make the demo model, start a server, stream a continuation, stop the server."""
+    """Make the demo model, stream a continuation, show one prompt cold, from RAM and from SSD."""
     from service.cli.demo import run_demo
 
-    run_demo(prompt=prompt, max_output_tokens=max_output_tokens)
+    if not run_demo(prompt=prompt, max_output_tokens=max_output_tokens):
+        raise typer.Exit(EXIT_FAILURE)
 
 
 app.command("generate")(generate)
