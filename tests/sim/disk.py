@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from service.kv.files import FileInfo, SystemFiles
-from service.kv.store_paths import PARTIAL_SUFFIX
 from tests.storage.faults import Crash
 
 _FREE_BYTES = 1 << 40
@@ -67,11 +66,17 @@ class SimDisk:
         """Return the bytes of all files, the write-ahead log's included."""
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
 
+    def block_bytes(self) -> int:
+        """Return the bytes of all block files, unfinished and quarantined ones included."""
+        found = (path for name in ("blocks", "quarantine") for path in (self.root / name).rglob("*"))
+        return sum(path.stat().st_size for path in found if path.is_file())
+
     def crash(self, copy: Path) -> None:
         """Lose power now; `copy` becomes what the next process finds."""
         self.has_crashed = True
+        blocks = str(self.root / "blocks")
         for path in self._unsynced:
-            if os.path.exists(path) and path.endswith(PARTIAL_SUFFIX):
+            if os.path.exists(path) and path.startswith(blocks):
                 os.truncate(path, os.path.getsize(path) // 2)
         for source, target in reversed(self._renames):
             if os.path.exists(target):
@@ -185,7 +190,10 @@ def rot(disk: SimDisk, dice: random.Random) -> Rot | None:
 
 def _flip(path: Path, dice: random.Random, *, mtime_ns: int) -> None:
     data = bytearray(path.read_bytes())
-    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    head_bytes = 8 + int.from_bytes(data[:8], "little")
+    # As often in the arrays as in the much longer head.
+    is_inside = head_bytes < len(data) and dice.random() < 0.5
+    data[dice.randrange(head_bytes if is_inside else 0, len(data))] ^= 1 << dice.randrange(8)
     path.write_bytes(data)
     os.utime(path, ns=(mtime_ns, mtime_ns))
 

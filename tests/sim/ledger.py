@@ -65,6 +65,7 @@ class Ledger:
         self.spill_numbers: dict[BlockHash, int] = {}
         self.spill_number = 0
         self.promises: list[Promise] = []
+        self._manifest_bytes = 0
         self.last_stats: StorageStats | None = None
         self.seen: Counter[str] = Counter()
         """What happened at all, so that a test can say the scenarios reach it."""
@@ -81,6 +82,7 @@ class Ledger:
         if isinstance(outcome, Persisted):
             self.committed.add(outcome.record.hash)
             self.damaged.discard(outcome.record.hash)
+            self._check_size(house)
         elif isinstance(outcome, Evicted):
             self.committed.difference_update(outcome.hashes)
             self.removed.update(outcome.hashes)
@@ -93,6 +95,16 @@ class Ledger:
                 self._check_failure(failure, house)
         elif isinstance(outcome, Inventory) and house.store.is_open:
             self._check_opened(house)
+
+    def _check_size(self, house: House) -> None:
+        """A block was written only where there was room for it beside the manifest and its log."""
+        manifest_bytes = house.store.space.manifest_bytes
+        if manifest_bytes == self._manifest_bytes:
+            total = house.disk.block_bytes() + manifest_bytes
+            assert total <= house.setup.disk_limit_bytes, (
+                f"{total} bytes, {house.setup.disk_limit_bytes} allowed"
+            )
+        self._manifest_bytes = manifest_bytes
 
     def _check_failure(self, failure: BlockFailure, house: House) -> None:
         """A block may be called damaged only when somebody damaged it."""

@@ -1,0 +1,266 @@
+"""Breaks the house on purpose, one thing at a time: some story must notice each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import pytest
+
+from service.domain.blocks import root_hash
+from service.domain.ids import DEFAULT_TENANT
+from service.engine import loop, prefix_cache, prefix_desk, prefix_orders, prefix_plan, scheduler
+from service.engine.delivery import Delivery
+from service.kv import block_reader, commit, credit, index, ram_tier, space, spiller, store
+from tests.sim.scenario import SimulationFailed
+from tests.sim.stories import play
+
+_SEED_LIMIT = 150
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def believe_every_token_equal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(index, "_common_prefix", lambda known, wanted: min(len(known), len(wanted)))
+
+
+def forget_windows(patch: pytest.MonkeyPatch) -> None:
+    real = index.IndexRules.needed_kinds
+
+    def needed_kinds(self, entry, token_count):
+        return tuple(kind for kind in real(self, entry, token_count) if kind != "window")
+
+    patch.setattr(index.IndexRules, "needed_kinds", needed_kinds)
+
+
+def measure_windows_one_block_short(patch: pytest.MonkeyPatch) -> None:
+    real = index.IndexRules.needed_kinds
+
+    def needed_kinds(self, entry, token_count):
+        return real(self, entry, token_count + self.block_token_count)
+
+    patch.setattr(index.IndexRules, "needed_kinds", needed_kinds)
+
+
+def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
+    real = index.IndexRules.needed_kinds
+
+    def needed_kinds(self, entry, token_count):
+        return tuple(kind for kind in real(self, entry, token_count) if kind != "checkpoint")
+
+    patch.setattr(index.IndexRules, "needed_kinds", needed_kinds)
+
+
+def read_one_row_off(patch: pytest.MonkeyPatch) -> None:
+    real = block_reader.KvBuffers.segments
+
+    def segments(self, region, *, start_token_index, token_count):
+        late = start_token_index > self.origin_token_index
+        return real(self, region, start_token_index=start_token_index - late, token_count=token_count)
+
+    patch.setattr(block_reader.KvBuffers, "segments", segments)
+
+
+def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
+    real = prefix_desk.PrefixDesk._adopted
+
+    def adopted(self, restore):
+        real(self, restore)
+        restore.sequence.processed_token_count = max(0, restore.sequence.processed_token_count - 4)
+
+    patch.setattr(prefix_desk.PrefixDesk, "_adopted", adopted)
+
+
+def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
+    def root(self, tenant):
+        return root_hash(fingerprint=self.settings.fingerprint, tenant=DEFAULT_TENANT)
+
+    patch.setattr(prefix_cache.PrefixCache, "root", root)
+
+
+def trust_every_region(patch: pytest.MonkeyPatch) -> None:
+    class NoDigest:
+        def update(self, part):
+            pass
+
+        def intdigest(self):
+            return _Anything()
+
+    class _Anything:
+        def __eq__(self, other):
+            return True
+
+        def __ne__(self, other):
+            return False
+
+        __hash__ = None
+
+    class NoHash:
+        xxh3_64 = NoDigest
+
+    patch.setattr(block_reader, "xxhash", NoHash)
+
+
+def unlink_before_the_row(patch: pytest.MonkeyPatch) -> None:
+    def remove_blocks(records, *, files, paths, manifest):
+        for record in records:
+            with contextlib.suppress(FileNotFoundError):
+                files.unlink(paths.block(record.fingerprint, record.hash))
+        manifest.delete([record.hash for record in records])
+        return []
+
+    patch.setattr(store, "remove_blocks", remove_blocks)
+
+
+def _commit_without(patch: pytest.MonkeyPatch, verb: str) -> None:
+    class Partly:
+        def __init__(self, files) -> None:
+            self._files = files
+
+        def __getattr__(self, name):
+            return (lambda _: None) if name == verb else getattr(self._files, name)
+
+    real = commit.commit_block
+    patch.setattr(
+        store, "commit_block", lambda prepared, *, files, **rest: real(prepared, files=Partly(files), **rest)
+    )
+
+
+def never_sync_the_file(patch: pytest.MonkeyPatch) -> None:
+    _commit_without(patch, "fsync")
+
+
+def never_sync_the_folder(patch: pytest.MonkeyPatch) -> None:
+    _commit_without(patch, "fsync_dir")
+
+
+def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
+    real = prefix_orders.PrefixOrders._pin
+
+    def pin(self, token_ids, tenant, *, pinned):
+        report = real(self, token_ids, tenant, pinned=pinned)
+        for entry in self._known(token_ids, tenant)[-1:]:
+            entry.is_pinned = True
+        return report
+
+    patch.setattr(prefix_orders.PrefixOrders, "_pin", pin)
+
+
+def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
+    def victims(self, needed_bytes, *, spared=()):
+        excess = self.used_bytes + needed_bytes - self.limit_bytes
+        chosen = []
+        for entry in self:
+            if excess <= 0:
+                break
+            if entry.hash not in spared:
+                chosen.append(entry)
+                excess -= entry.ram_bytes
+        return chosen if excess <= 0 else None
+
+    patch.setattr(ram_tier.RamTier, "victims", victims)
+
+
+def evict_nothing_from_ram(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ram_tier.RamTier, "victims", lambda self, needed_bytes, *, spared=(): [])
+
+
+def ignore_the_size_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(space.Space, "shortage_bytes", lambda self, size_bytes, **kwargs: 0)
+
+
+def leak_write_credit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(credit.Credit, "release", lambda self: None)
+
+
+def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:
+    real = spiller.Spiller.add
+
+    def add(self, request):
+        self._counters.spill_persisted += 1
+        real(self, request)
+
+    patch.setattr(spiller.Spiller, "add", add)
+
+
+def keep_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_cache.PrefixCache, "forget_stored", lambda self, block: None)
+
+
+def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_desk.PrefixDesk, "_give_up", lambda self, restore: [])
+
+
+def end_twice(patch: pytest.MonkeyPatch) -> None:
+    real = loop.EngineLoop._end
+
+    def end(self, sequence, event):
+        real(self, sequence, event)
+        self._tell(sequence, event)
+
+    patch.setattr(loop.EngineLoop, "_end", end)
+
+
+def forget_the_tokens_of_a_stop(patch: pytest.MonkeyPatch) -> None:
+    real = Delivery.finish
+
+    def finish(self, sequence, reason, now):
+        sequence.undelivered_token_ids.clear()
+        return real(self, sequence, reason, now)
+
+    patch.setattr(Delivery, "finish", finish)
+
+
+def lose_the_place_of_a_cancelled_prompt(patch: pytest.MonkeyPatch) -> None:
+    real = scheduler.Scheduler.remove
+
+    def remove(self, sequence):
+        if sequence.phase is not scheduler.Phase.WAITING:
+            real(self, sequence)
+
+    patch.setattr(scheduler.Scheduler, "remove", remove)
+
+
+def hit_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    real = prefix_plan.BlockIndex.match
+
+    def match(self, *, root, token_ids, token_limit, **kwargs):
+        return real(self, root=root, token_ids=token_ids, token_limit=token_limit + 1, **kwargs)
+
+    patch.setattr(prefix_plan.BlockIndex, "match", match)
+
+
+BREAKS: list[Break] = [
+    believe_every_token_equal,
+    forget_windows,
+    measure_windows_one_block_short,
+    resume_between_checkpoints,
+    read_one_row_off,
+    restore_one_block_off,
+    forget_the_tenant,
+    trust_every_region,
+    unlink_before_the_row,
+    never_sync_the_file,
+    never_sync_the_folder,
+    leak_a_pin,
+    evict_what_is_pinned,
+    evict_nothing_from_ram,
+    ignore_the_size_limit,
+    leak_write_credit,
+    count_what_is_queued_as_persisted,
+    keep_evicted_blocks_in_the_index,
+    let_failed_loads_wait,
+    end_twice,
+    forget_the_tokens_of_a_stop,
+    lose_the_place_of_a_cancelled_prompt,
+    hit_the_last_token,
+]
+
+
+@pytest.mark.skipif("ICEHOUSE_SIM_SEED" in os.environ, reason="one story was asked for")
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
+def test_some_story_notices(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    with pytest.raises(SimulationFailed, match="play it again with ICEHOUSE_SIM_SEED=") as found:
+        play(range(_SEED_LIMIT))
+    assert not isinstance(found.value.__cause__, TypeError | AttributeError), "the break itself is broken"
