@@ -27,7 +27,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def filled(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[int]]]:
+def filled(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, list[int]]]:
     """A directory of blocks per model and what the model says to `TOKENS`."""
     made = {}
     for name, folder in models.items():

@@ -16,7 +16,9 @@ def test_tails_of_a_chain_go_before_its_head() -> None:
         house.ask("other", prompt(BLOCK + 1, salt=1), max_output_tokens=1)
         house.check()
         # The other prompt took two places, a block and a tail, from the end of the longer chain.
-        assert house.ask("again", prompt(4 * BLOCK + 1), max_output_tokens=1).cache.ram_token_count == 3 * BLOCK
+        assert (
+            house.ask("again", prompt(4 * BLOCK + 1), max_output_tokens=1).cache.ram_token_count == 3 * BLOCK
+        )
 
 
 def test_without_an_ssd_tier_a_chain_never_pushes_out_its_own_beginning() -> None:

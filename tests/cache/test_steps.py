@@ -20,7 +20,9 @@ from tests.cache.step_house import (
 )
 
 ALL_FACTS = pytest.mark.parametrize(
-    "facts", [KV, WINDOWS, SHORT_WINDOWS, HYBRID, STATE_ONLY], ids=["kv", "windows", "short", "hybrid", "state"]
+    "facts",
+    [KV, WINDOWS, SHORT_WINDOWS, HYBRID, STATE_ONLY],
+    ids=["kv", "windows", "short", "hybrid", "state"],
 )
 
 

@@ -90,9 +90,15 @@ def test_nothing_that_crosses_holds_an_array(tmp_path: Path) -> None:
     for turn in range(2):
         with House(folder, tmp_path / "blocks") as house:
             take = house.storage._post
-            house.storage._readers._post = lambda outcome, take=take: (outcomes.append(outcome), take(outcome))
+            house.storage._readers._post = lambda outcome, take=take: (
+                outcomes.append(outcome),
+                take(outcome),
+            )
             spill = house.storage.spill
-            house.storage.spill = lambda block, credit, spill=spill: (outcomes.append(block), spill(block, credit))
+            house.storage.spill = lambda block, credit, spill=spill: (
+                outcomes.append(block),
+                spill(block, credit),
+            )
             house.ask(f"turn {turn}", tokens)
     kinds = {type(outcome).__name__ for outcome in outcomes}
     assert {"HostBlock", "Loaded"} <= kinds

@@ -69,16 +69,16 @@ def run_rounds(model: Path, references: list[Reference], tmp_path: Path, *, roun
         ) as server:
             server.wait_until_serving()
             trigger = EventTrigger(event_count=rng.randint(1, 250), action=server.kill)
-            seen = run_until_gone(
-                server.address, references, rng=rng, trigger=trigger, callers=_CALLER_COUNT
-            )
+            seen = run_until_gone(server.address, references, rng=rng, trigger=trigger, callers=_CALLER_COUNT)
         assert seen.cut_count >= 1
         assert_nothing_lies(directory)
         total.finished_count += seen.finished_count
         total.ssd_token_count += seen.ssd_token_count
     assert total.finished_count > rounds and total.ssd_token_count > 0
     # One last life: everything is still right, and an orderly end leaves nothing to repair.
-    with ServerProcess(model=model, directory=directory, log=tmp_path / "last.log", options=_OPTIONS) as server:
+    with ServerProcess(
+        model=model, directory=directory, log=tmp_path / "last.log", options=_OPTIONS
+    ) as server:
         server.wait_until_serving()
         for reference in references:
             assert ask(server.address, reference, total, on_event=lambda: None)

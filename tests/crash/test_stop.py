@@ -61,7 +61,9 @@ def test_a_second_server_is_told_who_has_the_directory(
 ) -> None:
     directory = tmp_path / "blocks"
     second_log = tmp_path / "second.log"
-    with ServerProcess(model=model, directory=directory, log=tmp_path / "first.log", options=_OPTIONS) as first:
+    with ServerProcess(
+        model=model, directory=directory, log=tmp_path / "first.log", options=_OPTIONS
+    ) as first:
         first.wait_until_serving()
         with ServerProcess(model=model, directory=directory, log=second_log, options=_OPTIONS) as second:
             assert second.wait() not in (0, None)

@@ -1,0 +1,159 @@
+"""The house invariant: cache on, off, cold, warm, small, full or spoiled, a request yields the same tokens.
+
+Real models in float32, whose logits have no near-ties; histories of requests, restarts and damage are
+drawn, and every answer is compared with that of a server without a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.domain.ids import Tenant
+from service.domain.request import CacheUse, SamplingParams
+from tests.cache.damage import DAMAGES, block_files
+from tests.cache.house import BLOCK, House
+from tests.cache.test_reuse import prompt
+from tests.models import tiny_model_dir
+
+_ARCHITECTURES = ("llama", "gemma3_text", "falcon_h1", "llama4")
+_STEM = prompt(6 * BLOCK)
+_SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=11))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One request: a piece of the common stem, then tokens of its own."""
+
+    stem_count: int
+    own_count: int
+    output_count: int
+    sampling_index: int
+    use: CacheUse
+    tenant: str
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*_STEM[: self.stem_count], *prompt(self.own_count, salt=self.stem_count + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """One run of a server: how big its tiers are, what it is asked side by side, what is spoiled before."""
+
+    ram_share: float
+    spill_policy: str
+    chunk: int
+    damage: str | None
+    damaged_share: float
+    waves: list[list[Ask]]
+
+
+asks = st.builds(
+    Ask,
+    stem_count=st.integers(0, len(_STEM)),
+    own_count=st.integers(1, BLOCK + 2),
+    output_count=st.sampled_from([1, 3, BLOCK + 2]),
+    sampling_index=st.integers(0, len(_SAMPLINGS) - 1),
+    use=st.sampled_from([CacheUse.READ_WRITE] * 3 + [CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF]),
+    tenant=st.sampled_from(["", "", "other"]),
+)
+lives = st.builds(
+    Life,
+    ram_share=st.sampled_from([0.0, 0.3, 1.0, 10.0]),
+    spill_policy=st.sampled_from(["on_evict", "write_behind", "off"]),
+    chunk=st.sampled_from([BLOCK // 2, BLOCK, 2 * BLOCK]),
+    damage=st.sampled_from([None, None, *sorted(DAMAGES)]),
+    damaged_share=st.sampled_from([0.3, 1.0]),
+    waves=st.lists(st.lists(asks, min_size=1, max_size=3), min_size=1, max_size=3),
+)
+
+
+class Reference:
+    """What a server without a cache says; each question is asked once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stem_bytes = 0
+        self._known: dict[tuple, list[int]] = {}
+
+    def tokens(self, wanted: list[Ask]) -> list[list[int]]:
+        new = [ask for ask in wanted if self._key(ask) not in self._known]
+        if new:
+            with House(self.folder, None, is_enabled=False) as house:
+                for ask in new:
+                    answer = house.ask(
+                        "q",
+                        ask.prompt,
+                        max_output_tokens=ask.output_count,
+                        sampling=_SAMPLINGS[ask.sampling_index],
+                    )
+                    house.recorder.events.clear()
+                    self._known[self._key(ask)] = answer.tokens
+        return [self._known[self._key(ask)] for ask in wanted]
+
+    def _key(self, ask: Ask) -> tuple:
+        return (ask.stem_count, ask.own_count, ask.output_count, ask.sampling_index)
+
+
+@pytest.fixture(scope="module", params=_ARCHITECTURES)
+def reference(request, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    made = Reference(tiny_model_dir(tmp_path_factory.mktemp("models"), request.param))
+    with House(made.folder, None) as house:
+        house.ask("measure", _STEM, max_output_tokens=0)
+        made.stem_bytes = house.cache.ram.used_bytes
+    return made
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=st.lists(lives, min_size=1, max_size=3))
+def test_every_history_gives_the_same_tokens(reference: Reference, history: list[Life]) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="icehouse-"))
+    try:
+        for life in history:
+            run(life, reference, directory)
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=st.lists(lives, min_size=1, max_size=4))
+def test_many_histories_give_the_same_tokens(reference: Reference, history: list[Life]) -> None:
+    test_every_history_gives_the_same_tokens.hypothesis.inner_test(reference, history)
+
+
+def run(life: Life, reference: Reference, directory: Path) -> None:
+    """Play one life and compare every answer."""
+    expected = reference.tokens([ask for wave in life.waves for ask in wave])
+    house = House(
+        reference.folder,
+        directory,
+        ram_bytes=int(life.ram_share * reference.stem_bytes),
+        spill_policy=life.spill_policy,
+        chunk=life.chunk,
+    )
+    got: list[list[int]] = []
+    with house:
+        if life.damage is not None:
+            files = block_files(directory)
+            DAMAGES[life.damage](files[: int(len(files) * life.damaged_share)])
+        for number, wave in enumerate(life.waves):
+            for index, ask in enumerate(wave):
+                house.submit(
+                    f"{number} {index}",
+                    ask.prompt,
+                    max_output_tokens=ask.output_count,
+                    sampling=_SAMPLINGS[ask.sampling_index],
+                    tenant=Tenant(ask.tenant),
+                    cache_use=ask.use,
+                )
+            got += [house.answer(f"{number} {index}").tokens for index in range(len(wave))]
+    assert got == expected
