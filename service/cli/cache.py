@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from service.cli.block_facts import (
+    age_text,
+    discrepancy_facts,
+    fact_text,
+    marks_text,
+    model_text,
+    record_facts,
+)
 from service.cli.console import err, out
 from service.clock import SystemClock
 from service.config import load_config
 from service.config.setting import size_text
+from service.errors import Reason, StorageError
 from service.kv.files import SystemFiles
 from service.kv.offline_store import OfflineStore, Rows, Verdict
-from service.kv.reconcile import Discrepancy, Finding
+from service.kv.reconcile import Finding
 from service.kv.records import BlockRecord
 
 app = typer.Typer(
@@ -51,24 +60,17 @@ def list_blocks(
     limit: Annotated[int, typer.Option(min=0, help="Most blocks shown, newest use first; 0 shows all.")] = 50,
 ) -> None:
     """List the blocks on SSD, the most recently used first."""
-    rows = _open(directory).rows()
+    store = _open(directory)
+    rows = store.rows()
     chosen = [r for r in reversed(rows.records) if r.fingerprint.hex().startswith(fingerprint.lower())]
     shown = chosen[:limit] if limit else chosen
     if as_json:
-        _print_json([_record_facts(record) for record in shown])
+        _print_json([record_facts(record) for record in shown])
         return
-    table = Table("block", "model", "tokens", "size", "last used", "hits", "")
-    for record in shown:
-        table.add_row(
-            record.hash.hex()[:16],
-            _model_name(rows, record),
-            f"{record.start_token_index}..{record.start_token_index + record.token_count}",
-            size_text(record.file_bytes),
-            _time_text(record.last_used_time),
-            str(record.hit_count),
-            _marks(record),
-        )
-    out.print(table)
+    if not chosen:
+        err.print(f"no blocks in {store.paths.root}; a server writes them when RAM is full and at its end")
+        return
+    out.print(_block_table(rows, shown))
     total = size_text(sum(record.file_bytes for record in chosen))
     out.print(f"{len(shown)} of {len(chosen)} blocks shown; {total} in all")
 
@@ -81,10 +83,10 @@ def inspect(
     show_tokens: Annotated[bool, typer.Option(help="Print the token ids too; they are the prompt.")] = False,
 ) -> None:
     """Show what one block's row and file say."""
-    store = _open(directory)
+    store = _open_existing(directory)
     record = store.find(block)
     file = store.inspect(record)
-    facts = _record_facts(record)
+    facts = record_facts(record)
     facts["path"] = store.paths.block(record.fingerprint, record.hash)
     facts["regions"] = [
         {
@@ -103,7 +105,7 @@ def inspect(
         return
     for key, value in facts.items():
         if key != "regions":
-            out.print(f"{key:20} {value}", markup=False)
+            out.print(f"{key:20} {fact_text(key, value)}", markup=False)
     for region in file.regions:
         out.print(f"region {region.kind}: {size_text(region.size_bytes)}, xxh3 {region.checksum:016x}")
         for tensor in region.tensors:
@@ -113,11 +115,11 @@ def inspect(
 @app.command()
 def check(directory: Directory = None, as_json: AsJson = False) -> None:
     """Show what the next start would repair between rows and files; exit code 1 when there is something."""
-    store = _open(directory)
+    store = _open_existing(directory)
     with _bar("looking at files", total=len(store.rows().records)) as advance_to:
         found, file_count = store.check(progress=advance_to)
     if as_json:
-        _print_json({"files": file_count, "discrepancies": [_discrepancy_facts(item) for item in found]})
+        _print_json({"files": file_count, "discrepancies": [discrepancy_facts(item) for item in found]})
     else:
         for item in found:
             detail = f" ({item.detail})" if item.detail else ""
@@ -135,7 +137,7 @@ def verify(
     block: Annotated[str, typer.Option(help="Only this block (hash or its beginning).")] = "",
 ) -> None:
     """Read every block and prove its checksums; exit code 1 when one is damaged. Changes nothing."""
-    store = _open(directory)
+    store = _open_existing(directory)
     records = [store.find(block)] if block else list(store.rows().records)
     damaged: list[Verdict] = []
     done_bytes = 0
@@ -171,7 +173,7 @@ def purge(
     """Remove blocks for good. No server may be using the directory."""
     if not (everything or fingerprint or block or unused_days is not None):
         raise typer.BadParameter("say what to remove: --all, --fingerprint, --block or --unused-days")
-    store = _open(directory)
+    store = _open_existing(directory)
     before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
     wanted_hash = store.find(block).hash if block else None
 
@@ -196,9 +198,50 @@ def purge(
 
 
 def _open(directory: Path | None) -> OfflineStore:
+    """Return the directory's store; raises StorageError when there is something that is no directory."""
     flags = {} if directory is None else {"cache.directory": str(directory)}
     where = load_config(flags=flags, file=None).config.cache.block_directory
+    if where.exists() and not (where.is_dir() and os.access(where, os.R_OK | os.X_OK)):
+        raise StorageError(
+            Reason.STORE_UNUSABLE,
+            f"{where} is not a directory that this user may read; say another --cache-directory",
+            metadata={"directory": str(where)},
+        )
     return OfflineStore(str(where), files=SystemFiles(), clock=SystemClock())
+
+
+def _open_existing(directory: Path | None) -> OfflineStore:
+    """Return the store of a directory that some server has made; raises StorageError without one."""
+    store = _open(directory)
+    if not os.path.isdir(store.paths.blocks):
+        raise StorageError(
+            Reason.STORE_UNUSABLE,
+            f"there is no cache in {store.paths.root}; a server makes it at its start, "
+            "or say where it is with --cache-directory",
+            metadata={"directory": store.paths.root},
+        )
+    return store
+
+
+def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
+    now_time_s = SystemClock().wall()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("block", "model"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "size", "last used", "hits"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("", no_wrap=True)
+    for record in shown:
+        table.add_row(
+            record.hash.hex()[:12],
+            Text(model_text(rows.fingerprints.get(record.fingerprint, {}), record.fingerprint)),
+            f"{record.start_token_index}..{record.start_token_index + record.token_count}",
+            size_text(record.file_bytes),
+            f"{age_text(record.last_used_time, now_time_s=now_time_s)} ago",
+            str(record.hit_count),
+            marks_text(record),
+        )
+    return table
 
 
 @contextlib.contextmanager
@@ -217,53 +260,3 @@ def _bar(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
 
 def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
-
-
-def _record_facts(record: BlockRecord) -> dict[str, object]:
-    return {
-        "hash": record.hash.hex(),
-        "parent": record.parent.hex(),
-        "fingerprint": record.fingerprint.hex(),
-        "start_token_index": record.start_token_index,
-        "token_count": record.token_count,
-        "block_token_limit": record.block_token_limit,
-        "file_bytes": record.file_bytes,
-        "kv_bytes": record.kv_bytes,
-        "window_bytes": record.window_bytes,
-        "checkpoint_bytes": record.checkpoint_bytes,
-        "created_time": record.created_time,
-        "last_used_time": record.last_used_time,
-        "hit_count": record.hit_count,
-        "pinned": record.pinned,
-    }
-
-
-def _discrepancy_facts(item: Discrepancy) -> dict[str, object]:
-    return {
-        "finding": str(item.finding),
-        "path": item.path,
-        "hash": item.hash.hex() if item.hash else None,
-        "size_bytes": item.size_bytes,
-        "detail": item.detail,
-    }
-
-
-def _model_name(rows: Rows, record: BlockRecord) -> str:
-    details = rows.fingerprints.get(record.fingerprint, {})
-    name = " ".join(filter(None, (details.get("architecture"), details.get("quantization"))))
-    return escape(f"{name} {record.fingerprint.hex()[:8]}".strip())
-
-
-def _marks(record: BlockRecord) -> str:
-    marks = []
-    if record.pinned:
-        marks.append("pinned")
-    if record.token_count < record.block_token_limit:
-        marks.append("tail")
-    if record.checkpoint_bytes:
-        marks.append("checkpoint")
-    return " ".join(marks)
-
-
-def _time_text(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
