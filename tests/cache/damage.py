@@ -55,6 +55,11 @@ def _each(action: Callable[[Path], object]) -> Callable[[list[Path]], None]:
     return spoil
 
 
+def _swap_pairs(paths: list[Path]) -> None:
+    for path, other in zip(paths[::2], paths[1::2], strict=False):
+        swap(path, other)
+
+
 DAMAGES: dict[str, Callable[[list[Path]], None]] = {
     "length of the header": _each(lambda path: flip(path, 1)),
     "header": _each(lambda path: flip(path, header_offset(path))),
@@ -64,7 +69,7 @@ DAMAGES: dict[str, Callable[[list[Path]], None]] = {
     "truncated by a byte": _each(lambda path: os.truncate(path, path.stat().st_size - 1)),
     "truncated to nothing": _each(lambda path: os.truncate(path, 0)),
     "deleted": _each(lambda path: path.unlink()),
-    "swapped": lambda paths: [swap(a, b) for a, b in zip(paths[::2], paths[1::2], strict=False)] and None,
+    "swapped": _swap_pairs,
     "replaced by a folder": _each(lambda path: (path.unlink(), path.mkdir())),
     "replaced by a link": _each(lambda path: (shutil.move(path, f"{path}.x"), path.symlink_to(f"{path}.x"))),
 }

@@ -114,12 +114,7 @@ def reference(request, tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=st.lists(lives, min_size=1, max_size=3))
 def test_every_history_gives_the_same_tokens(reference: Reference, history: list[Life]) -> None:
-    directory = Path(tempfile.mkdtemp(prefix="icehouse-"))
-    try:
-        for life in history:
-            run(life, reference, directory)
-    finally:
-        shutil.rmtree(directory)
+    play(history, reference)
 
 
 @pytest.mark.slow
@@ -127,7 +122,17 @@ def test_every_history_gives_the_same_tokens(reference: Reference, history: list
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=st.lists(lives, min_size=1, max_size=4))
 def test_many_histories_give_the_same_tokens(reference: Reference, history: list[Life]) -> None:
-    test_every_history_gives_the_same_tokens.hypothesis.inner_test(reference, history)
+    play(history, reference)
+
+
+def play(history: list[Life], reference: Reference) -> None:
+    """Let one life follow the other in one directory."""
+    directory = Path(tempfile.mkdtemp(prefix="icehouse-"))
+    try:
+        for life in history:
+            run(life, reference, directory)
+    finally:
+        shutil.rmtree(directory)
 
 
 def run(life: Life, reference: Reference, directory: Path) -> None:

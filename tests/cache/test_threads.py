@@ -13,8 +13,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from service.domain.blocks import HostTensor
-from service.kv.messages import Evicted, Inventory, Loaded, Persisted, SpillDropped
+from service.domain.blocks import HostBlock, HostTensor
+from service.kv.credit import Credit
+from service.kv.messages import Evicted, Inventory, Loaded, Outcome, Persisted
+from service.kv.storage import Storage
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt
 from tests.models import tiny_model_dir
@@ -82,27 +84,27 @@ def test_no_file_and_no_sqlite_on_the_inference_thread(tmp_path: Path, architect
     assert AUDITOR.of("storage") and any(AUDITOR.of(f"storage-reader-{n}") for n in range(2))
 
 
-def test_nothing_that_crosses_holds_an_array(tmp_path: Path) -> None:
+def test_nothing_that_crosses_holds_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything the storage thread is given or gives back is searched to its leaves."""
+    crossed: list[object] = []
+    spill, take = Storage.spill, House._take
+
+    def noted_spill(self: Storage, block: HostBlock, credit: Credit) -> None:
+        crossed.append(block)
+        spill(self, block, credit)
+
+    def noted_take(self: House, outcome: Outcome) -> None:
+        crossed.append(outcome)
+        take(self, outcome)
+
+    monkeypatch.setattr(Storage, "spill", noted_spill)
+    monkeypatch.setattr(House, "_take", noted_take)
     folder = tiny_model_dir(tmp_path, "gemma3_text", dtype="bfloat16")
-    tokens = prompt(4 * BLOCK + 3)
-    outcomes: list = []
     for turn in range(2):
         with House(folder, tmp_path / "blocks") as house:
-            take = house.storage._post
-            house.storage._readers._post = lambda outcome, take=take: (
-                outcomes.append(outcome),
-                take(outcome),
-            )
-            spill = house.storage.spill
-            house.storage.spill = lambda block, credit, spill=spill: (
-                outcomes.append(block),
-                spill(block, credit),
-            )
-            house.ask(f"turn {turn}", tokens)
-    kinds = {type(outcome).__name__ for outcome in outcomes}
-    assert {"HostBlock", "Loaded"} <= kinds
-    assert not any(isinstance(leaf, mx.array) for outcome in outcomes for leaf in _leaves(outcome))
+            house.ask(f"turn {turn}", prompt(4 * BLOCK + 3))
+    assert {HostBlock, Loaded, Persisted, Inventory} <= {type(item) for item in crossed}
+    assert not any(isinstance(leaf, mx.array) for item in crossed for leaf in _leaves(item))
 
 
 def test_a_host_tensor_cannot_hold_an_array() -> None:
@@ -126,5 +128,5 @@ def _leaves(found: object) -> Iterator[object]:
 
 
 def test_the_search_finds_an_array_in_a_message() -> None:
-    message = (Evicted((mx.zeros((1,)),)), Inventory, Loaded, Persisted, SpillDropped)
-    assert any(isinstance(leaf, mx.array) for leaf in _leaves(message))
+    hidden = Evicted(({"a": [mx.zeros((1,))]},))
+    assert any(isinstance(leaf, mx.array) for leaf in _leaves(hidden))

@@ -50,7 +50,7 @@ class TokenRunner(FakeRunner):
         assert sequence_id not in self.decoding or self._has_decoded(sequence_id), "cut before it was seated"
         assert stop <= len(history), f"tokens up to {stop} of {len(history)}"
         self.cut_count += 1
-        made = {}
+        made: dict[RegionKind, TokenRegion] = {}
         for kind in kinds:
             low = start
             if kind is RegionKind.WINDOW:
@@ -123,7 +123,7 @@ class TokenRunner(FakeRunner):
             (tensor,) = restore.loaded.tensors
             rows = unpack_tokens(bytes(tensor.data))
             first = len(history) - restore.origin_token_index
-            assert 0 <= first and restore.loaded.end_token_index >= count, "the buffer has a gap"
+            assert first >= 0 and restore.loaded.end_token_index >= count, "the buffer has a gap"
             history += rows[first : count - restore.origin_token_index]
         history = history[:count]
         assert len(history) == count, f"{len(history)} tokens of {count} were restored"

@@ -71,8 +71,8 @@ def test_a_window_alone_comes_from_ssd_and_the_buffers_begin_later() -> None:
     entries[4].ram.clear()
     found = plan(shelf, [*LONG, 1])
     assert [(b.header.start_token_index, b.regions) for b in found.to_load] == [
-        (12, {RegionKind.WINDOW}),
-        (16, {RegionKind.KV, RegionKind.WINDOW}),
+        (12, frozenset({RegionKind.WINDOW})),
+        (16, frozenset({RegionKind.KV, RegionKind.WINDOW})),
     ]
     assert found.origin_token_index == 16
 

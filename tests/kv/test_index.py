@@ -213,7 +213,7 @@ def test_a_match_is_always_a_true_prefix_that_its_tiers_can_make(known, wanted, 
         shelf.chain(stored, ram=ram, ssd=ssd)
     match = shelf.index.match(root=ROOT, token_ids=wanted, token_limit=len(wanted) - 1, with_ssd=with_ssd)
     assert match.token_count <= len(wanted) - 1
-    covered = []
+    covered: list[int] = []
     for entry in match.entries:
         assert entry.start_token_index == len(covered)
         covered += entry.token_ids
