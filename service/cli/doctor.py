@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -15,8 +12,10 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from service.cli.check import Check, Verdict
 from service.cli.console import out
 from service.cli.device import find_device
+from service.cli.doctor_cache import check_cache, check_disk
 from service.cli.preload import find_openblas, openblas_loaded, runs_on_cpu
 from service.config import Config
 from service.config.setting import size_text
@@ -24,24 +23,6 @@ from service.demo.build import demo_model_folder, is_built, package_installed
 
 _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
-
-
-class Verdict(enum.Enum):
-    """How a check ended. FAIL means that `icehouse serve` would not start."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Check:
-    """One answered question; `advice` says what to do unless all is well."""
-
-    name: str
-    verdict: Verdict
-    detail: str
-    advice: str = ""
 
 
 def doctor(config: Config) -> bool:
@@ -161,23 +142,6 @@ def check_address(config: Config) -> Check:
     return Check("address", Verdict.OK, f"{host}:{port} is free")
 
 
-def check_disk(config: Config) -> Check:
-    """Is there room for the SSD tier, and may it be written?"""
-    if not (config.cache.enabled and config.cache.ssd_enabled):
-        return Check("disk", Verdict.OK, "the SSD tier is off")
-    folder = config.cache.block_directory
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Check("disk", Verdict.FAIL, f"{existing} is not writable", "choose another --cache-directory")
-    free = shutil.disk_usage(existing).free
-    wanted = config.cache.ssd_bytes + config.cache.free_space_floor_bytes
-    detail = f"{folder}: {size_text(free)} free, limit {size_text(config.cache.ssd_bytes)}"
-    if free < wanted:
-        advice = "the SSD tier will be smaller than its limit; lower --ssd-bytes or free some space"
-        return Check("disk", Verdict.WARN, detail, advice)
-    return Check("disk", Verdict.OK, detail)
-
-
 CHECKS: tuple[Callable[[Config], Check], ...] = (
     check_versions,
     check_device,
@@ -186,4 +150,5 @@ CHECKS: tuple[Callable[[Config], Check], ...] = (
     check_model,
     check_address,
     check_disk,
+    check_cache,
 )

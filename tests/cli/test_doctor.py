@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from service.cli import doctor
+from service.cli import doctor, doctor_cache
+from service.cli.check import Check, Verdict
 from service.cli.device import Device
-from service.cli.doctor import Verdict
 from service.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+from tests.storage.blocks import make_chain
+from tests.storage.house import StorageHouse
 
 
 def with_model(name: object) -> Config:
@@ -87,21 +90,44 @@ def test_mlx_that_cannot_be_loaded_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_small_disk_is_a_warning_and_a_file_in_the_way_fails(tmp_path: Path) -> None:
     huge = CacheConfig(directory=str(tmp_path / "kv"), ssd_bytes=1 << 60)
-    assert doctor.check_disk(Config(cache=huge)).verdict is Verdict.WARN
+    assert doctor_cache.check_disk(Config(cache=huge)).verdict is Verdict.WARN
     (tmp_path / "file").touch()
     inside_a_file = CacheConfig(directory=str(tmp_path / "file" / "kv"))
-    assert doctor.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
+    assert doctor_cache.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
     off = dataclasses.replace(huge, ssd_enabled=False)
-    assert doctor.check_disk(Config(cache=off)).verdict is Verdict.OK
+    assert doctor_cache.check_disk(Config(cache=off)).verdict is Verdict.OK
+
+
+def test_a_cache_directory_tells_its_owner_and_how_it_was_left(tmp_path: Path) -> None:
+    config = Config(cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30))
+    assert "first server" in doctor_cache.check_cache(config).detail
+    with StorageHouse(tmp_path / "cache") as house:
+        house.spill(*make_chain(2))
+        check = doctor_cache.check_cache(config)
+        assert check.verdict is Verdict.FAIL and f"process {os.getpid()}" in check.detail
+    check = doctor_cache.check_cache(config)
+    assert check.verdict is Verdict.OK and "of 1 GiB used" in check.detail
+    (tmp_path / "cache" / "clean.json").unlink()
+    check = doctor_cache.check_cache(config)
+    assert check.verdict is Verdict.WARN and "not closed cleanly" in check.detail
+    (tmp_path / "cache" / "quarantine" / "a").touch()
+    assert "1 damaged files set aside" in doctor_cache.check_cache(config).detail
+    (tmp_path / "cache").chmod(0o755)
+    assert "chmod 700" in doctor_cache.check_cache(config).advice
+
+
+def test_without_an_ssd_tier_there_is_no_directory_to_tell_of(tmp_path: Path) -> None:
+    for off in (CacheConfig(enabled=False), CacheConfig(ssd_enabled=False)):
+        assert doctor_cache.check_cache(Config(cache=off)).detail == "the SSD tier is off"
 
 
 def test_one_failure_makes_the_whole_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checks = [doctor.Check("a", Verdict.OK, "fine"), doctor.Check("b", Verdict.WARN, "hm [x]", "do this")]
+    checks = [Check("a", Verdict.OK, "fine"), Check("b", Verdict.WARN, "hm [x]", "do this")]
     monkeypatch.setattr(doctor, "CHECKS", [lambda config, c=c: c for c in checks])
     assert doctor.doctor(Config())
     shown = capsys.readouterr().out
     assert "hm [x]" in shown and "do this" in shown
-    monkeypatch.setattr(doctor, "CHECKS", [lambda config: doctor.Check("c", Verdict.FAIL, "bad", "mend it")])
+    monkeypatch.setattr(doctor, "CHECKS", [lambda config: Check("c", Verdict.FAIL, "bad", "mend it")])
     assert not doctor.doctor(Config())

@@ -1,0 +1,24 @@
+"""One answered question of `icehouse doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Verdict(enum.Enum):
+    """How a check ended. FAIL means that `icehouse serve` would not start."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One answered question; `advice` says what to do unless all is well."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    advice: str = ""
