@@ -219,6 +219,14 @@ class House:
         assert cache is not None
         return engine, cache
 
+    def settle(self) -> CacheStats:
+        """Wait until every spill is written or dropped; return the counters as they are then."""
+        for _ in range(10_000):
+            _, cache = self.stats()
+            if cache.spill.queue_count == 0:
+                return cache
+        raise AssertionError("the write queue never empties")
+
     def order(self, order: CacheOrder) -> CacheAnswer | IcehouseError:
         """Give an order to the cache and wait for its answer."""
         answers: list[CacheAnswer | IcehouseError] = []

@@ -75,6 +75,7 @@ def test_no_file_and_no_sqlite_on_the_inference_thread(tmp_path: Path, architect
                     house.submit(f"{turn} {i}", tokens, max_output_tokens=12)
                 for i in range(len(prompts)):
                     house.answer(f"{turn} {i}")
+                house.settle()
             house.submit("gone", prompts[0], max_output_tokens=100)
             house.stats()
         _, stats = house.stats()
