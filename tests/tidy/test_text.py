@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from service.cli import cache
 from service.cli import main as cli
 from service.cli.flags import value_text
 from service.config import SETTINGS
@@ -50,6 +51,12 @@ def test_every_command_of_the_readme_exists() -> None:
     commands |= {group.name or "" for group in cli.app.registered_groups}
     named = set(re.findall(r"`?icehouse ([a-z]+)\b", (ROOT / "README.md").read_text()))
     assert {"serve", "demo", "generate", "doctor", "config"} <= named <= commands
+
+
+def test_the_readme_shows_every_cache_command() -> None:
+    commands = {c.name or (c.callback.__name__ if c.callback else "") for c in cache.app.registered_commands}
+    named = set(re.findall(r"icehouse cache ([a-z]+)", (ROOT / "README.md").read_text()))
+    assert named == commands
 
 
 def test_the_table_of_the_readme_has_every_setting_as_it_is() -> None:
