@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import sys
 from typing import Annotated
 
@@ -81,6 +82,10 @@ def version() -> None:
 def main() -> None:
     """Run the command line; operating errors become one line and an exit code."""
     quiet_grpc()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal of another encoding shows a question mark for what it lacks; nothing may end by that.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except IcehouseError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
@@ -88,3 +89,12 @@ def test_values_are_for_people() -> None:
     assert value_text(by_key["cache.adopt_budget_ms"], 5.0) == "5 ms"
     assert value_text(by_key["cache.enabled"], False) == "off"
     assert value_text(by_key["server.uds"], None) == "none"
+
+
+def test_a_terminal_without_unicode_gets_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(cli, "app", lambda: print("ice · 🧊", flush=True))
+    monkeypatch.setattr("sys.argv", ["icehouse"])
+    cli.main()
+    assert raw.getvalue() == b"ice ? ?\n"
