@@ -22,7 +22,7 @@ from bench.replies import quantile
 from bench.report import console
 from bench.server_process import ServerProcess
 
-DECODED_TOKEN_COUNT = 96
+DECODED_TOKEN_COUNT = 64
 NEIGHBOUR_TOKEN_COUNT = 512
 NEIGHBOUR_PROMPT_COUNT = 3
 
