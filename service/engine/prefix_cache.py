@@ -19,6 +19,7 @@ from service.engine.prefix_capture import CaptureRules
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_plan import Planner, PrefixPlan, Rates
 from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
+from service.engine.prefix_room import Room
 from service.engine.prefix_spill import Spills
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
 from service.kv.index import BlockIndex, Entry, IndexRules, Region
@@ -77,10 +78,10 @@ class PrefixCache:
             storage=storage,
             counters=self.counters,
         )
+        self.room = Room(ram=self.ram, index=self.index, spills=self.spills)
         self.planner = Planner(self.index, settings.fingerprint, self.rates, settings.may_recompute)
         self._runner = runner
         self._clock = clock
-        self._leaving: set[BlockHash] = set()
         self._capture_rules = CaptureRules(
             facts, settings.block_token_count, settings.checkpoint_interval_tokens
         )
@@ -166,8 +167,7 @@ class PrefixCache:
         self.spills.lose_storage()
         for entry in list(self.index):
             self.forget_stored(entry.hash)
-        self._leaving.clear()
-        self._shrink()
+        self.room.lose_storage()
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
@@ -199,12 +199,8 @@ class PrefixCache:
         if entry is None:
             return
         self.spills.end(entry)
-        if block in self._leaving:
-            self._leaving.discard(block)
-            if entry.ssd or not (entry.is_pinned and self._shrink()):
-                self.ram.drop(entry)
+        self.room.spill_ended(entry)
         self.index.discard_if_empty(entry)
-        self._shrink()
 
     def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its hash."""
@@ -244,42 +240,18 @@ class PrefixCache:
         self, entry: Entry, regions: Mapping[RegionKind, Region], *, chain: ReadSequence[BlockHash]
     ) -> None:
         """Put regions into RAM if room can be made for them; `chain` is what the block follows."""
-        spared = {entry.hash, *self._leaving}
+        spared = {entry.hash}
         if self.facts.has_kv and not self.spills.is_on:
             # Without an SSD tier a block is worth nothing once one before it is gone.
             spared.update(chain)
         size_bytes = sum(region.size_bytes for region in regions.values())
-        victims = self.ram.victims(size_bytes - self._leaving_bytes(), spared=spared)
-        if victims is None:
-            return
-        for victim in victims:
-            self._let_go(victim)
-        self.ram.put(entry, regions)
-
-    def _shrink(self) -> bool:
-        """Bring RAM back within its budget after a block that was to leave stays; False when pins forbid."""
-        victims = self.ram.victims(-self._leaving_bytes(), spared=self._leaving)
-        for victim in victims or ():
-            self._let_go(victim)
-        return victims is not None
-
-    def _let_go(self, entry: Entry) -> None:
-        """Evict a block: by way of the SSD when it may go there, else at once."""
-        if entry.is_spilling or self.spills.send(entry):
-            self._leaving.add(entry.hash)
-        else:
-            self.ram.drop(entry)
-            self.index.discard_if_empty(entry)
+        if self.room.make(size_bytes, spared=spared):
+            self.ram.put(entry, regions)
 
     def _is_cut_off(self, chain: ReadSequence[BlockHash]) -> bool:
         """Whether some block of this chain has its kv on SSD only: what follows is then read from there."""
         found = (self.index.get(name) for name in chain)
         return self.facts.has_kv and not all(e is not None and RegionKind.KV in e.ram for e in found)
-
-    def _leaving_bytes(self) -> int:
-        """Bytes of blocks that are on their way out; the write queue bounds them."""
-        found = (self.index.get(name) for name in self._leaving)
-        return sum(entry.ram_bytes for entry in found if entry is not None)
 
     def _supersede(self, entry: Entry) -> None:
         """Let go of shorter blocks in RAM that this one can stand for."""
@@ -310,7 +282,7 @@ class PrefixCache:
             self.storage.touch(stored)
         for entry in entries:
             entry.hit_count += 1
-            self._leaving.discard(entry.hash)
+            self.room.keep(entry)
             is_early = self.settings.spill_policy == "write_behind"
             if is_early and self.spills.wants(entry) and self.spills.has_credit(entry):
                 self.spills.send(entry)

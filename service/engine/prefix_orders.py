@@ -163,21 +163,21 @@ class PrefixOrders:
         )
 
     def _pin(self, token_ids: tuple[int, ...], tenant: Tenant, *, pinned: bool) -> PinReport:
-        entries = self._known(token_ids, tenant)
+        entries = [entry for entry in self._known(token_ids, tenant) if entry.ram or entry.ssd]
         if pinned and not entries:
             raise NotFound(
                 Reason.BLOCK_NOT_FOUND,
                 "no block of this prompt is cached; send it through Warm or Generate first",
             )
         changed = [entry for entry in entries if pinned or entry.is_pinned]
-        for entry in changed:
-            entry.is_pinned = pinned
         stored = [entry.hash for entry in changed if entry.ssd]
         storage = self._cache.storage
         if stored and storage is not None:
             done = storage.pin(stored) if pinned else storage.unpin(stored)
             if not done:
                 raise _storage_busy()
+        for entry in changed:
+            entry.is_pinned = pinned
         return PinReport(
             block_count=len(changed),
             token_count=sum(entry.token_count for entry in changed),
@@ -203,6 +203,9 @@ class PrefixOrders:
         for entry in entries:
             entry.is_pinned = False
             cache.drop(entry)
+            if task_id is not None:
+                # Gone for whoever asks from now on: what pins or plans next must not count on it.
+                cache.forget_stored(entry.hash)
         return report if task_id is None else None
 
     def _known(self, token_ids: tuple[int, ...], tenant: Tenant) -> list[Entry]:

@@ -88,7 +88,8 @@ class Clerk:
         elif isinstance(answer, Explanation) and isinstance(order, Explain):
             assert answer.cache.cached_token_count <= len(order.prompt_token_ids) - 1, answer
         elif isinstance(answer, PinReport) and isinstance(order, Pin | Unpin):
-            wrong = [e for e in _known(house, order) if e.is_pinned is not isinstance(order, Pin)]
+            here = [e for e in _known(house, order) if e.ram or e.ssd]
+            wrong = [e for e in here if e.is_pinned is not isinstance(order, Pin)]
             assert not wrong, f"{order} left {wrong}"
         elif isinstance(answer, EvictReport) and house.storage is not None:
             self._check_evicted(house, doomed)

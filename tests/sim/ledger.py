@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from service.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
@@ -56,7 +57,8 @@ class Ledger:
         self.removed: set[BlockHash] = set()
         self.spilled: set[BlockHash] = set()
         self.damaged: set[BlockHash] = set()
-        """Files changed behind the server's back."""
+        """Blocks whose files were changed behind the server's back and not written anew since."""
+        self.ever_damaged: set[BlockHash] = set()
         self.may_be_gone: set[BlockHash] = set()
         """Blocks that were being removed when the power went."""
         self.has_lost_rows = False
@@ -75,6 +77,12 @@ class Ledger:
         self.spilled.add(block)
         self.spill_number += 1
         self.spill_numbers[block] = self.spill_number
+
+    def note_rot(self, names: Iterable[str]) -> None:
+        """These files are not what they were; a file's name is its block's hash."""
+        hashes = {BlockHash(bytes.fromhex(name)) for name in names}
+        self.damaged |= hashes
+        self.ever_damaged |= hashes
 
     def note_outcome(self, outcome: Outcome, house: House) -> None:
         """Compare what the SSD tier says with what it must say."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.domain.cache_orders import CacheOrder, Evict, Explain, Pin, Unpin, Verify
 from service.domain.cache_stats import CacheStats
-from service.domain.ids import BlockHash, RequestId, Tenant
+from service.domain.ids import RequestId, Tenant
 from service.domain.request import CacheUse, GenerationRequest, SamplingParams
 from service.domain.stats import EngineStats
 from service.engine.loop import cancelled_by_client
@@ -241,7 +241,7 @@ class Scenario:
         if done is not None:
             self._say(f"rot {done.what} {[name[:8] for name in done.names]}")
             self.ledger.seen[f"rot {done.what}"] += 1
-            self.ledger.damaged.update(BlockHash(bytes.fromhex(name)) for name in done.names)
+            self.ledger.note_rot(done.names)
             self._clerk.has_rotted = True
 
     def _disturb_disk(self) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.cache_orders import CacheAnswer, CacheOrder, Pin, PinReport
+from service.domain.cache_orders import CacheAnswer, CacheOrder, Evict, EvictReport, Pin, PinReport, Verify
 from service.domain.events import Finished
 from service.domain.ids import DEFAULT_TENANT, RequestId
 from service.domain.request import GenerationRequest, SamplingParams
 from service.engine.messages import Order, Submit
-from service.errors import IcehouseError
+from service.errors import IcehouseError, NotFound, Overloaded
 from tests.sim.checks import check_agreement, check_ram, check_rest
 from tests.sim.house import House, Life, SimClock
 from tests.sim.ledger import Ledger, Promise
@@ -136,3 +136,49 @@ def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -
     assert len(blocks) == 4
     cache.drop(blocks[2])
     assert bench.ask(prompt, max_output_tokens=0).usage.cache.cached_token_count == 2 * BLOCK
+
+
+def test_a_pin_right_after_an_order_to_evict_finds_nothing(directory: Path) -> None:
+    """Both orders wait in one mailbox; the blocks are on SSD still, and doomed."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
+    prompt = b"aaaabbbbc"
+    bench.ask(prompt, max_output_tokens=0)
+    bench.restart()
+    answers: list[CacheAnswer | IcehouseError] = []
+    for order in (Evict(tuple(prompt)), Pin(tuple(prompt))):
+        bench.house.mailbox.post(Order(order, answers.append))
+    bench.house.come_to_rest()
+    assert isinstance(answers[0], NotFound), answers
+    assert isinstance(answers[1], EvictReport) and answers[1].ssd_block_count == 2, answers
+
+
+def test_a_refused_pin_pins_nothing(directory: Path) -> None:
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, task_queue_count=1)
+    prompt = b"aaaabbbbc"
+    bench.ask(prompt, max_output_tokens=0)
+    bench.restart()
+    answers: list[CacheAnswer | IcehouseError] = []
+    for order in (Verify(), Pin(tuple(prompt))):
+        bench.house.mailbox.post(Order(order, answers.append))
+    bench.house.come_to_rest()
+    assert isinstance(answers[0], Overloaded), answers
+    assert not any(entry.is_pinned for entry in bench.house.cache.index)
+
+
+def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(directory: Path) -> None:
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=130, spill_policy="on_evict")
+    bench.submit(b"aaaabbbbc", max_output_tokens=0)
+    for _ in range(10):
+        bench.house.step_engine()
+    bench.submit(b"ccccddddc", max_output_tokens=0)
+    bench.house.mailbox.post(Order(Pin(tuple(b"ccccdddd")), lambda _: None))
+    for _ in range(10):
+        bench.house.step_engine()
+    for prompt in (b"aaaabbbbc", b"ccccddddc"):
+        bench.house.mailbox.post(Order(Pin(tuple(prompt)), lambda _: None))
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            bench.house.step_engine()
+            check_ram(bench.house)
+    bench.house.come_to_rest()
+    check_ram(bench.house)

@@ -10,8 +10,9 @@ import pytest
 
 from service.domain.blocks import root_hash
 from service.domain.ids import DEFAULT_TENANT
-from service.engine import loop, prefix_cache, prefix_desk, prefix_orders, prefix_plan, scheduler
+from service.engine import loop, prefix_cache, prefix_desk, prefix_orders, scheduler
 from service.engine.delivery import Delivery
+from service.engine.sequence import Phase
 from service.kv import block_reader, commit, credit, index, ram_tier, space, spiller, store
 from tests.sim.scenario import SimulationFailed
 from tests.sim.stories import play
@@ -93,7 +94,8 @@ def trust_every_region(patch: pytest.MonkeyPatch) -> None:
         def __ne__(self, other):
             return False
 
-        __hash__ = None
+        def __hash__(self):
+            return 0
 
     class NoHash:
         xxh3_64 = NoDigest
@@ -215,19 +217,19 @@ def lose_the_place_of_a_cancelled_prompt(patch: pytest.MonkeyPatch) -> None:
     real = scheduler.Scheduler.remove
 
     def remove(self, sequence):
-        if sequence.phase is not scheduler.Phase.WAITING:
+        if sequence.phase is not Phase.WAITING:
             real(self, sequence)
 
     patch.setattr(scheduler.Scheduler, "remove", remove)
 
 
 def hit_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_plan.BlockIndex.match
+    real = index.BlockIndex.match
 
     def match(self, *, root, token_ids, token_limit, **kwargs):
         return real(self, root=root, token_ids=token_ids, token_limit=token_limit + 1, **kwargs)
 
-    patch.setattr(prefix_plan.BlockIndex, "match", match)
+    patch.setattr(index.BlockIndex, "match", match)
 
 
 BREAKS: list[Break] = [

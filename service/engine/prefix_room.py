@@ -1,0 +1,72 @@
+"""Room in RAM: who goes for whom, by way of the SSD or at once. Inference thread only.
+
+A block on its way to SSD still holds its arrays; its bytes count as room already, and the write
+queue bounds how many they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from service.domain.ids import BlockHash
+from service.engine.prefix_spill import Spills
+from service.kv.index import BlockIndex, Entry
+from service.kv.ram_tier import RamTier
+
+
+class Room:
+    """Keeps the RAM tier within its budget plus what is leaving."""
+
+    def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills) -> None:
+        self._ram = ram
+        self._index = index
+        self._spills = spills
+        self._leaving: set[BlockHash] = set()
+
+    @property
+    def leaving(self) -> Collection[BlockHash]:
+        """Blocks that leave RAM when they are written."""
+        return self._leaving
+
+    def make(self, size_bytes: int, *, spared: Collection[BlockHash]) -> bool:
+        """Let blocks go until `size_bytes` more fit; False, and nothing changed, when they cannot."""
+        victims = self._ram.victims(size_bytes - self._leaving_bytes(), spared={*spared, *self._leaving})
+        for victim in victims or ():
+            self._let_go(victim)
+        return victims is not None
+
+    def keep(self, entry: Entry) -> bool:
+        """Keep a block that was to leave, if others can go in its place; True when it stays."""
+        if entry.hash not in self._leaving:
+            return True
+        self._leaving.discard(entry.hash)
+        if not self.make(0, spared=(entry.hash,)):
+            self._leaving.add(entry.hash)
+            return False
+        return True
+
+    def spill_ended(self, entry: Entry) -> None:
+        """Let go of a block that was leaving; a pinned one that was not written stays if it can."""
+        if entry.hash in self._leaving and (entry.ssd or not entry.is_pinned or not self.keep(entry)):
+            self._drop(entry)
+
+    def lose_storage(self) -> None:
+        """Nothing is written any more: what was leaving goes at once."""
+        for entry in [entry for entry in self._ram if entry.hash in self._leaving]:
+            self.spill_ended(entry)
+        self._leaving.clear()
+
+    def _let_go(self, entry: Entry) -> None:
+        if entry.is_spilling or self._spills.send(entry):
+            self._leaving.add(entry.hash)
+        else:
+            self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        self._leaving.discard(entry.hash)
+        self._ram.drop(entry)
+        self._index.discard_if_empty(entry)
+
+    def _leaving_bytes(self) -> int:
+        found = (self._index.get(name) for name in self._leaving)
+        return sum(entry.ram_bytes for entry in found if entry is not None)
