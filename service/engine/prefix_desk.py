@@ -123,7 +123,8 @@ class PrefixDesk:
             return self._give_up(restore)
         if isinstance(outcome, Inventory):
             cache.take_inventory(outcome.records)
-        elif isinstance(outcome, Persisted):
+            return self._introductions.take_inventory()
+        if isinstance(outcome, Persisted):
             cache.note_persisted(outcome.record)
         elif isinstance(outcome, SpillDropped):
             cache.spill_ended(outcome.hash)

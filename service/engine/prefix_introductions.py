@@ -16,22 +16,28 @@ from service.kv.messages import HeadRequest, HeadsRead, LoadId
 
 
 class Introductions:
-    """Questions for headers that are under way."""
+    """Prompts that wait for the first inventory, and questions for headers that are under way."""
 
     def __init__(self, cache: PrefixCache, *, load_ids: Iterator[int]) -> None:
         self._cache = cache
         self._load_ids = load_ids
         self._waiting: dict[LoadId, Sequence] = {}
         self._asked: set[SequenceId] = set()
+        self._is_inventory_due = cache.storage is not None
+        self._early: list[Sequence] = []
 
     def ask(self, sequence: Sequence) -> bool:
-        """Ask for headers before a prompt is planned; False when there is no need, or it was done."""
+        """Let a prompt wait for what its plan needs to know; False when that is known, or was asked for."""
         cache = self._cache
         if sequence.sequence_id in self._asked:
             self._asked.discard(sequence.sequence_id)
             return False
         if cache.storage is None or not cache.may_read(sequence.request):
             return False
+        if self._is_inventory_due:
+            # The model was loaded before the directory was read: a moment now spares a whole prefill.
+            self._early.append(sequence)
+            return True
         prompt = sequence.request.prompt_token_ids
         root = cache.root(sequence.request.tenant)
         strangers = cache.index.strangers(root=root, token_ids=prompt, token_limit=len(prompt) - 1)
@@ -43,6 +49,12 @@ class Introductions:
         self._asked.add(sequence.sequence_id)
         self._waiting[load_id] = sequence
         return True
+
+    def take_inventory(self) -> list[Sequence]:
+        """Note that the blocks on SSD are known; return the sequences that waited for them."""
+        early, self._early = self._early, []
+        self._is_inventory_due = False
+        return early
 
     def met(self, outcome: HeadsRead) -> list[Sequence]:
         """Take headers in; return the sequence that can be planned now."""
@@ -57,7 +69,7 @@ class Introductions:
         """Return all that wait; no answer will come any more, and a late one finds nobody."""
         waiting = list(self._waiting.values())
         self._waiting.clear()
-        return waiting
+        return waiting + self.take_inventory()
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is gone; its answer will find it ended."""

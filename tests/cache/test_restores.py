@@ -172,3 +172,35 @@ def test_restored_or_recomputed_by_measured_rates(tmp_path: Path) -> None:
         fast_disk = house.ask("fast disk", TOKENS, cache_use=CacheUse.READ_ONLY)
         assert fast_disk.cache.ssd_token_count == 4 * BLOCK
         assert house.stats().promote.recompute_chosen_total == 1
+
+
+def test_a_prompt_that_comes_before_the_inventory_waits_for_it(tmp_path: Path) -> None:
+    fill(tmp_path)
+    house = StepHouse(tmp_path)
+    assert house.storage is not None
+    house.storage.lock()
+    house.submit("early", TOKENS)
+    house.submit("gone", TOKENS)
+    house.submit("cold", TOKENS, cache_use=CacheUse.OFF)
+    house.holds_storage = True
+    house.step_until_idle()
+    assert house.recorder.end_of("early") is None
+    assert house.answer("cold").cache.limit is ReuseLimit.SWITCHED_OFF, "it has nothing to wait for"
+    house.cancel("gone")
+    house.holds_storage = False
+    house.storage.open()
+    house.step_until_idle()
+    assert house.answer("early").cache.ssd_token_count == 4 * BLOCK
+    house.check()
+    house.stop()
+
+
+def test_a_prompt_that_waits_for_an_inventory_that_never_comes(tmp_path: Path) -> None:
+    house = StepHouse(tmp_path)
+    house.submit("early", TOKENS)
+    house.holds_storage = True
+    house.step_until_idle()
+    house.mailbox.post(StorageFailed("the test broke it"))
+    house.step_until_idle()
+    assert house.answer("early").cache.limit is ReuseLimit.NO_MATCH
+    assert house.ask("later", TOKENS).cache.ram_token_count == 4 * BLOCK
