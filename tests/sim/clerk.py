@@ -37,6 +37,13 @@ class Clerk:
         self._ledger = ledger
         self._say = say
         self._spill_number = 0
+        self._dooms: list[list[BlockHash]] = []
+        """What the orders to evict that are still open will remove."""
+
+    def begin_life(self) -> None:
+        """Nobody answers what a process that is gone was asked."""
+        self.open_count = 0
+        self._dooms.clear()
 
     def give(self, house: House, order: CacheOrder) -> None:
         """Send an order through the engine's door."""
@@ -51,12 +58,14 @@ class Clerk:
             nonlocal is_open
             assert is_open, f"{order} was answered twice"
             is_open = False
+            self._dooms = [other for other in self._dooms if other is not doomed]
             self.open_count -= 1
             self._say(f"  answered {answer!r:.200}")
             self._ledger.seen[type(answer).__name__] += 1
             self._check(house, order, answer, doomed)
 
         if isinstance(order, Evict):
+            self._dooms.append(doomed)
             # Answered at once, right before the order is carried out.
             house.mailbox.post(Order(Explain((1, 2)), lambda _: doomed.extend(self._doomed(house, order))))
         house.mailbox.post(Order(order, reply))
@@ -104,6 +113,7 @@ class Clerk:
             return
         numbers = self._ledger.spill_numbers
         left = {record.hash for record in house.store.index} & set(doomed)
+        left.difference_update(*self._dooms)
         old = [name.hex()[:8] for name in left if numbers.get(name, 0) <= self._spill_number]
         assert not old, f"evicted by order and still there: {old}"
 

@@ -298,7 +298,7 @@ class Scenario:
     def _begin_life(self, directory: Path) -> None:
         self.ledger.io_error_count += self._house.disk.failed_count
         self._live.clear()
-        self._clerk.open_count = 0
+        self._clerk.begin_life()
         self._pins.begin_life()
         model = self._life.model if self.dice.random() < 0.8 else 1 - self._life.model
         self._life = Life(self._life.number + 1, model, directory, self._house.disk.mtime_ns)
