@@ -23,6 +23,9 @@ from service.engine.prefix_cache import PrefixCache
 from service.kv.block_head import Damage
 from service.kv.messages import StorageStats
 
+_OTHER_THAN_EXPECTED = (Damage.MISMATCH, Damage.HEADER, Damage.LAYOUT, Damage.OTHER_ABI)
+_NOT_ALL_THERE = (Damage.MISSING, Damage.TRUNCATED, Damage.IO)
+
 
 def cache_stats(cache: PrefixCache, storage: StorageStats | None, *, now: float) -> CacheStats:
     """Return all counters; `storage` is None when there is no SSD tier or it did not answer."""
@@ -140,8 +143,8 @@ def _integrity(storage: StorageStats | None) -> IntegrityStats:
     return IntegrityStats(
         verified_block_total=storage.verified_block_total,
         checksum_failure_total=failures.get(Damage.CHECKSUM, 0),
-        header_mismatch_total=failures.get(Damage.MISMATCH, 0) + failures.get(Damage.HEADER, 0),
-        missing_file_total=failures.get(Damage.MISSING, 0),
+        header_mismatch_total=sum(failures.get(damage, 0) for damage in _OTHER_THAN_EXPECTED),
+        missing_file_total=sum(failures.get(damage, 0) for damage in _NOT_ALL_THERE),
         quarantined_file_count=storage.quarantined_count,
         quarantined_bytes=storage.quarantined_bytes,
     )

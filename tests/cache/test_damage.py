@@ -53,11 +53,9 @@ def test_every_damage_is_a_miss(models, filled, tmp_path: Path, damage: str) -> 
     assert second.cache.ram_token_count == len(TOKENS) - 1
     integrity = stats.integrity
     found = integrity.checksum_failure_total + integrity.header_mismatch_total + integrity.missing_file_total
-    if "replaced" not in damage and "truncated" not in damage:
-        assert found > 0
+    assert found >= stats.promote.failed_load_total > 0
     if damage != "deleted":
         assert integrity.quarantined_file_count > 0
-    assert stats.promote.failed_load_total > 0
 
 
 @pytest.mark.parametrize("tensor", [0, -1], ids=["kv", "checkpoint"])
