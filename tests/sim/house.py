@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -186,6 +187,9 @@ class House:
 
     def die(self, copy: Path) -> None:
         """The process is gone; `copy` is what it leaves on the disk."""
+        if self.storage is not None and self.store._manifest is None:
+            # A connection that a crash left half open must not fold its log in while it is copied.
+            gc.collect()
         self.disk.crash(copy)
         if self.storage is not None and self.store._manifest is not None:
             self.store._manifest._database.conn.close()
