@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -50,14 +51,17 @@ def swap(path: Path, other: Path) -> None:
 def _each(action: Callable[[Path], object]) -> Callable[[list[Path]], None]:
     def spoil(paths: list[Path]) -> None:
         for path in paths:
-            action(path)
+            # The server may find older damage meanwhile and put the file aside first.
+            with contextlib.suppress(FileNotFoundError):
+                action(path)
 
     return spoil
 
 
 def _swap_pairs(paths: list[Path]) -> None:
     for path, other in zip(paths[::2], paths[1::2], strict=False):
-        swap(path, other)
+        with contextlib.suppress(FileNotFoundError):
+            swap(path, other)
 
 
 DAMAGES: dict[str, Callable[[list[Path]], None]] = {
