@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from service.cli.cache_room import build_cache_room, fingerprint_of
+from service.cli.machine import default_memory_limit_bytes
 from service.cli.model_source import LocalModel
 from service.cli.preload import openblas_loaded, runs_on_cpu
 from service.clock import Clock
@@ -20,6 +21,7 @@ from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from service.engine.model_loader import ModelSource, load_tokenizer
 from service.engine.scheduler import SchedulerLimits
 from service.engine.tokenizer import Tokenizer
+from service.engine.waiting import WaitingLimits
 from service.errors import IcehouseError
 from service.kv.messages import Outcome
 from service.kv.storage import Storage
@@ -87,13 +89,26 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         make_prefix=lambda: room.open_desk(runner, clock),
         flush_timeout_s=config.cache.flush_timeout_s,
         limits=limits,
+        waiting=WaitingLimits(
+            request_limit=config.engine.waiting_limit,
+            token_limit=config.engine.waiting_token_limit,
+            tenant_running_limit=config.engine.tenant_running_limit,
+            aging_s=config.engine.aging_s,
+        ),
+        memory_limit_bytes=config.engine.memory_limit_bytes or default_memory_limit_bytes(),
         mailbox_limit=config.engine.mailbox_limit,
         listener=announcer,
         clock=clock,
         decode=tokenizer.decode,
     )
     announcer.engine = engine
-    server = RpcServer(config=config.server, engine=_EngineDoor(engine), router=router, clock=clock)
+    server = RpcServer(
+        config=config.server,
+        engine=_EngineDoor(engine),
+        router=router,
+        clock=clock,
+        heartbeat_timeout_s=config.server.stuck_timeout_s,
+    )
     return House(engine=engine, server=server, router=router, clock=clock, storage=room.storage)
 
 
@@ -112,7 +127,6 @@ def engine_limits(whole: Config) -> tuple[SchedulerLimits, int]:
     config = whole.engine
     defaults = CPU_DEFAULTS if runs_on_cpu() else GPU_DEFAULTS
     limits = SchedulerLimits(
-        waiting_limit=config.waiting_limit,
         running_limit=config.decode_batch_limit or defaults.decode_batch_limit,
         prefilling_limit=config.prefilling_limit,
         prefill_chunk_token_count=config.prefill_chunk_token_count or defaults.prefill_chunk_token_count,
@@ -153,6 +167,10 @@ class _EngineDoor:
     @property
     def heartbeat_time(self) -> float:
         return self._engine.heartbeat_time
+
+    @property
+    def step_allowance_s(self) -> float:
+        return self._engine.step_allowance_s
 
     def submit(self, request: GenerationRequest) -> None:
         self._engine.submit(request)

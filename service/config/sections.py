@@ -44,6 +44,12 @@ class ServerConfig:
         "How long a reader with a full outbox may take nothing before the call is ended.",
         minimum=0.1,
     )
+    stuck_timeout_s: float = setting(
+        1.5,
+        Kind.SECONDS,
+        "A step longer than this, and than a few usual ones, turns health NOT_SERVING until it ends.",
+        minimum=0.1,
+    )
     drain_grace_s: float = setting(
         30.0, Kind.SECONDS, "How long running calls may go on after the order to stop.", minimum=0
     )
@@ -109,6 +115,18 @@ class EngineConfig:
         "Requests that may wait for a slot; more are refused with RESOURCE_EXHAUSTED.",
         minimum=1,
     )
+    waiting_token_limit: int = setting(
+        0, Kind.COUNT, "Prompt tokens that may wait for a slot together; 0 is unlimited.", minimum=0
+    )
+    tenant_running_limit: int = setting(
+        0, Kind.COUNT, "Requests of one tenant that run at once; 0 is unlimited.", minimum=0
+    )
+    aging_s: float = setting(
+        5.0,
+        Kind.SECONDS,
+        "A waiting request gains one step of priority each time it has waited this long.",
+        minimum=0.1,
+    )
     mailbox_limit: int = setting(2048, Kind.COUNT, "Messages in the engine's mailbox.", minimum=16)
     prefill_chunk_token_count: int = setting(
         0,
@@ -123,7 +141,10 @@ class EngineConfig:
         minimum=0,
     )
     memory_limit_bytes: int = setting(
-        0, Kind.BYTES, "Memory that model, KV and cache may take together; 0 asks the device.", minimum=0
+        0,
+        Kind.BYTES,
+        "Memory that model, KV and cache may take together; 0 takes most of the device's.",
+        minimum=0,
     )
     preload_enabled: bool = setting(
         True,

@@ -34,3 +34,5 @@ class EngineStats:
     active_memory_bytes: int = 0
     peak_memory_bytes: int = 0
     memory_limit_bytes: int = 0
+    parked_total: int = 0
+    """Times a sequence gave way to memory pressure and went on later."""

@@ -23,7 +23,10 @@ class Counters:
     prefilled_token_total: int = 0
     output_token_total: int = 0
     step_total: int = 0
+    parked_total: int = 0
     prefill_tokens_per_s: float = 0.0
+    service_s: float = 0.0
+    """How long a request holds a slot, moving average."""
     decode_steps_s: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_KEPT_STEP_COUNT)
     )
@@ -41,6 +44,12 @@ class Counters:
         self.step_total += 1
         self.output_token_total += token_count
         self.decode_steps_s.append(elapsed_s)
+
+    def note_finished(self, service_s: float) -> None:
+        """Account for a request that ran to its end."""
+        self.finished_total += 1
+        old = self.service_s
+        self.service_s = service_s if old == 0.0 else old + _SMOOTHING * (service_s - old)
 
     def decode_step_quantile_s(self, quantile: float) -> float:
         """Return the `quantile` (0..1) of the last decode steps; 0 before the first one."""

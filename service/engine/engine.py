@@ -19,16 +19,22 @@ from service.domain.ids import RequestId
 from service.domain.model import EngineState, ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
-from service.engine.loop import EngineLoop, cancelled_by_client
+from service.engine.endings import cancelled_by_client, shutting_down
+from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
+from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
 from service.engine.ports import Listener, Runner
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.scheduler import Scheduler, SchedulerLimits
+from service.engine.waiting import WaitingLimits, WaitingRoom
 from service.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
 from service.kv.messages import Outcome
 
 _log = logging.getLogger("icehouse.engine")
+
+_STUCK_FACTOR = 4.0
+_FADING = 0.99
 
 
 class Engine:
@@ -39,13 +45,17 @@ class Engine:
         *,
         runner: Runner,
         limits: SchedulerLimits,
+        waiting: WaitingLimits,
         mailbox_limit: int,
         listener: Listener,
         clock: Clock,
         decode: Callable[[Sequence[int]], str],
         make_prefix: Callable[[], PrefixDesk],
+        memory_limit_bytes: int = 0,
         flush_timeout_s: float = 0.0,
     ) -> None:
+        self._waiting = waiting
+        self._memory_limit_bytes = memory_limit_bytes
         self._runner = runner
         self._make_prefix = make_prefix
         self._flush_timeout_s = flush_timeout_s
@@ -57,6 +67,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._state = EngineState.LOADING
         self._heartbeat_time = clock.monotonic()
+        self._step_allowance_s = 0.0
         self._model: ModelInfo | None = None
         self._error: IcehouseError | None = None
 
@@ -68,6 +79,11 @@ class Engine:
     def heartbeat_time(self) -> float:
         """`Clock.monotonic` of the last step's start; stale means stuck or dead."""
         return self._heartbeat_time
+
+    @property
+    def step_allowance_s(self) -> float:
+        """How long a step may take before it looks stuck: a few times the longest of late."""
+        return self._step_allowance_s
 
     @property
     def model(self) -> ModelInfo:
@@ -134,9 +150,18 @@ class Engine:
             limits = dataclasses.replace(
                 self._limits, chunk_ends_at_last_block=prefix.checkpoint_block_token_count
             )
+            room = WaitingRoom(self._waiting)
+            guard = MemoryGuard(
+                self._runner.memory_model(),
+                limit_bytes=self._memory_limit_bytes,
+                weight_bytes=self._model.weight_bytes,
+                chunk_token_count=limits.prefill_chunk_token_count,
+            )
             loop = EngineLoop(
                 runner=self._runner,
-                scheduler=Scheduler(limits),
+                scheduler=Scheduler(limits, room),
+                guard=guard,
+                room=room,
                 mailbox=self._mailbox,
                 listener=self._listener,
                 clock=self._clock,
@@ -148,14 +173,19 @@ class Engine:
             while not loop.is_done:
                 self._heartbeat_time = self._clock.monotonic()
                 loop.step()
+                self._note_step(self._clock.monotonic() - self._heartbeat_time)
                 if loop.is_draining and self._state is EngineState.READY:
                     self._change_state(EngineState.DRAINING)
             loop.flush(deadline_time=self._clock.monotonic() + self._flush_timeout_s)
-            loop.fail_all(Unavailable(Reason.DRAINING, "the server is shutting down"))
+            loop.fail_all(shutting_down())
             self._runner.close()
             self._change_state(EngineState.STOPPED)
         except Exception as error:  # the thread's top: nothing above would see it
             self._fail(error, loop)
+
+    def _note_step(self, elapsed_s: float) -> None:
+        # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.
+        self._step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self._step_allowance_s * _FADING)
 
     def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
         if isinstance(error, IcehouseError):
@@ -184,4 +214,4 @@ class Engine:
             return Unavailable(Reason.LOADING, "the model is loading; try again shortly", retry_after_s=1.0)
         if self._state is EngineState.FAILED:
             return EngineFailed(Reason.ENGINE_FAILED, "the inference loop failed; the server is ending")
-        return Unavailable(Reason.DRAINING, "the server is shutting down; try another replica")
+        return shutting_down()

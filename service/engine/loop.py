@@ -6,26 +6,30 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ReadSequence
-
 from service.clock import Clock
 from service.domain.events import Event, Failed, Finished, PrefillProgress, Started
 from service.domain.ids import RequestId
 from service.domain.model import ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
+from service.engine.admission import Admission
 from service.engine.counters import Counters
 from service.engine.delivery import Delivery
+from service.engine.endings import past_deadline, shutting_down, stopped_before_done
+from service.engine.flush import flush
 from service.engine.ids import SequenceId
 from service.engine.mailbox import Mailbox
+from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
 from service.engine.ports import Listener, Runner
 from service.engine.prefix_desk import PrefixDesk
+from service.engine.pressure import Pressure
 from service.engine.scheduler import DecodeStep, Idle, PrefillChunk, RestoreSlice, Scheduler
 from service.engine.sequence import Phase, Sequence
 from service.engine.stats import engine_stats
-from service.engine.text import Decode, TextStream
-from service.errors import Cancelled, DeadlineExceeded, IcehouseError, Overloaded, Reason, Unavailable
+from service.engine.text import Decode
+from service.engine.waiting import WaitingRoom
+from service.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
@@ -45,6 +49,8 @@ class EngineLoop:
         decode: Decode,
         model: ModelInfo,
         prefix: PrefixDesk,
+        guard: MemoryGuard,
+        room: WaitingRoom,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -53,12 +59,17 @@ class EngineLoop:
         self._decode = decode
         self._model = model
         self._prefix = prefix
+        self._room = room
         self._delivery = Delivery(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._sequences: dict[RequestId, Sequence] = {}
         self._by_id: dict[SequenceId, Sequence] = {}
         self._next_id = 0
         self._start_time = clock.monotonic()
-        self._counters = Counters()
+        self.counters = Counters()
+        self._admission = Admission(room=room, scheduler=scheduler, counters=self.counters, guard=guard)
+        self._pressure = Pressure(
+            guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
+        )
         self._drain_deadline: float | None = None
 
     @property
@@ -73,12 +84,14 @@ class EngineLoop:
     def step(self) -> None:
         """Do one unit of work, or wait a moment for a message when there is none."""
         wait_s = _IDLE_WAIT_S if self._scheduler.is_blocked else 0.0
-        for message in self._mailbox.take_all(timeout_s=wait_s):
-            self._receive(message)
+        self._take_in(wait_s)
         self._expire()
         self._admit()
         work = self._scheduler.next_work()
-        if isinstance(work, PrefillChunk):
+        overrun = self._pressure.relieve(work)
+        if isinstance(work, PrefillChunk) and overrun is not None:
+            self._cancel(work.sequence, overrun)
+        elif isinstance(work, PrefillChunk):
             self._prefill(work)
         elif isinstance(work, RestoreSlice):
             self._restore(work.sequence)
@@ -94,7 +107,7 @@ class EngineLoop:
             if isinstance(message, Submit):
                 self._delivery.tell(message.request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
-                message.reply(self._stats(), self._prefix.stats())
+                message.reply(self.stats(), self._prefix.stats())
             elif isinstance(message, Order):
                 message.reply(error)
         for request_id in self._sequences:
@@ -106,11 +119,12 @@ class EngineLoop:
     def flush(self, *, deadline_time: float) -> None:
         """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
         assert self.is_done
-        self._prefix.begin_flush()
-        while self._prefix.continue_flush() and self._clock.monotonic() < deadline_time:
-            for message in self._mailbox.take_all(timeout_s=deadline_time - self._clock.monotonic()):
-                self._receive(message)
-            self._delivery.publish()
+        flush(self._prefix.cache, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
+
+    def _take_in(self, timeout_s: float) -> None:
+        for message in self._mailbox.take_all(timeout_s=timeout_s):
+            self._receive(message)
+        self._delivery.publish()
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit):
@@ -120,47 +134,40 @@ class EngineLoop:
             if sequence is not None:
                 self._cancel(sequence, message.error)
         elif isinstance(message, QueryStats):
-            self._prefix.query(lambda cache: message.reply(self._stats(), cache))
+            self._prefix.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Order):
             self._prefix.order(message)
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:
-            self._begin_restores(self._prefix.receive(message))
+            for sequence in self._prefix.receive(message):
+                if sequence.phase is Phase.LOADING:
+                    self._scheduler.start_restoring(sequence)
 
     def _accept(self, request: GenerationRequest) -> None:
         if self.is_draining:
-            self._refuse(request, Unavailable(Reason.DRAINING, "the server is shutting down"))
+            self._refuse(request, shutting_down())
             return
-        room = self._model.context_token_limit - len(request.prompt_token_ids)
-        sequence = Sequence(
+        sequence = Sequence.of(
+            request,
             sequence_id=SequenceId(self._next_id),
-            request=request,
-            text=TextStream(
-                decode=self._decode, prompt_token_ids=request.prompt_token_ids, stops=request.stop
-            ),
-            output_token_limit=min(request.max_output_tokens, room),
+            decode=self._decode,
+            context_token_limit=self._model.context_token_limit,
         )
-        if not self._scheduler.enqueue(sequence):
-            limit = self._scheduler.limits.waiting_limit
-            self._refuse(
-                request,
-                Overloaded(
-                    Reason.QUEUE_FULL,
-                    f"{limit} requests wait already, which is the limit; try again later",
-                    retry_after_s=1.0,
-                    metadata={"waiting_count": limit, "waiting_limit": limit},
-                ),
-            )
+        now = self._clock.monotonic()
+        refusal = self._admission.refusal(request, output_token_limit=sequence.output_token_limit, now=now)
+        if refusal is not None:
+            self._refuse(request, refusal)
             return
+        self._room.add(sequence)
         self._next_id += 1
-        self._counters.accepted_total += 1
-        self._counters.prompt_token_total += len(request.prompt_token_ids)
+        self.counters.accepted_total += 1
+        self.counters.prompt_token_total += len(request.prompt_token_ids)
         self._sequences[request.request_id] = sequence
         self._by_id[sequence.sequence_id] = sequence
 
     def _refuse(self, request: GenerationRequest, error: IcehouseError) -> None:
-        self._counters.rejected_total += 1
+        self.counters.rejected_total += 1
         self._delivery.tell(request.request_id, Failed(error))
 
     def _expire(self) -> None:
@@ -170,31 +177,37 @@ class EngineLoop:
         for sequence in list(self._sequences.values()):
             deadline = sequence.request.deadline_time
             if deadline is not None and now >= deadline:
-                self._cancel(sequence, _past_deadline(sequence, now))
+                self._cancel(sequence, past_deadline(sequence, now))
             elif drained:
-                message = "the server stopped before this request was done"
-                self._cancel(sequence, Unavailable(Reason.DRAINING, message))
+                self._cancel(sequence, stopped_before_done())
 
     def _admit(self) -> None:
-        for sequence in self._scheduler.admit():
-            sequence.admitted_time = self._clock.monotonic()
+        for ready in self._prefix.take_ready():
+            self._begin(ready)
+        while (sequence := self._scheduler.candidate(self._clock.monotonic())) is not None:
+            if not self._pressure.may_start(sequence):
+                error = self._pressure.hopeless(sequence)
+                if error is None:
+                    return
+                self._cancel(sequence, error)
+                continue
+            self._scheduler.admit(sequence)
+            if not sequence.park_count:
+                sequence.admitted_time = self._clock.monotonic()
             self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
         """Look the prompt up; load its blocks, rebuild its caches, or open empty ones."""
         phase = self._prefix.begin(sequence)
-        if phase is Phase.LOADING:
+        if phase is Phase.FOLLOWING:
+            self._scheduler.start_following(sequence)
+        elif phase is Phase.LOADING:
             self._scheduler.start_loading(sequence)
         elif phase is Phase.RESTORING:
             self._scheduler.start_restoring(sequence)
         else:
             self._runner.open(sequence.sequence_id)
             self._start_prefilling(sequence)
-
-    def _begin_restores(self, sequences: ReadSequence[Sequence]) -> None:
-        for sequence in sequences:
-            if sequence.phase is Phase.LOADING:
-                self._scheduler.start_restoring(sequence)
 
     def _restore(self, sequence: Sequence) -> None:
         began = self._clock.monotonic()
@@ -207,30 +220,34 @@ class EngineLoop:
 
     def _start_prefilling(self, sequence: Sequence) -> None:
         self._scheduler.start_prefilling(sequence)
-        self._prefix.settle(sequence)
-        self._counters.cached_token_total += sequence.cache.cached_token_count
-        self._tell(
-            sequence,
-            Started(
-                prompt_token_count=len(sequence.request.prompt_token_ids),
-                cache=sequence.cache,
-                queue_s=sequence.admitted_time - sequence.request.arrival_time,
-            ),
-        )
+        self._prefix.lead(sequence)
+        if not sequence.has_started:
+            sequence.has_started = True
+            self._prefix.settle(sequence)
+            self.counters.cached_token_total += sequence.cache.cached_token_count
+            self._tell(
+                sequence,
+                Started(
+                    prompt_token_count=len(sequence.request.prompt_token_ids),
+                    cache=sequence.cache,
+                    queue_s=sequence.admitted_time - sequence.request.arrival_time,
+                ),
+            )
         self._join_if_prefilled(sequence)
 
     def _prefill(self, chunk: PrefillChunk) -> None:
         sequence = chunk.sequence
-        tokens = sequence.request.prompt_token_ids
+        tokens = sequence.input_token_ids
         began = self._clock.monotonic()
         self._runner.prefill(sequence.sequence_id, tokens[chunk.start : chunk.stop])
         elapsed_s = self._clock.monotonic() - began
-        self._counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
-        self._prefix.note_prefill_rate(self._counters.prefill_tokens_per_s)
+        self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
+        self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
         sequence.processed_token_count = chunk.stop
         self._prefix.capture(sequence, is_end=sequence.is_prefilled)
         self._scheduler.note_prefill(self._clock.monotonic() - began)
-        self._tell(sequence, PrefillProgress(chunk.stop, len(tokens)))
+        if not sequence.park_count:
+            self._tell(sequence, PrefillProgress(chunk.stop, len(tokens)))
         self._join_if_prefilled(sequence)
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
@@ -242,8 +259,9 @@ class EngineLoop:
             return
         self._runner.join(
             sequence.sequence_id,
-            last_token_id=sequence.request.prompt_token_ids[-1],
+            last_token_id=sequence.input_token_ids[-1],
             sampling=sequence.request.sampling,
+            drawn_count=len(sequence.output_token_ids),
         )
         self._scheduler.start_decoding(sequence)
 
@@ -251,25 +269,35 @@ class EngineLoop:
         began = self._clock.monotonic()
         drawn = self._runner.decode()
         now = self._clock.monotonic()
-        self._counters.note_decode(len(drawn), now - began)
+        self.counters.note_decode(len(drawn), now - began)
         for sequence_id, token_id in drawn:
             sequence = self._by_id[sequence_id]
             end = self._delivery.take_token(sequence, token_id, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
                 self._finish(sequence, end)
+        self._pressure.watch_growth()
         self._scheduler.note_decode(self._clock.monotonic() - began)
 
+    def _park(self, sequence: Sequence) -> None:
+        """Take a sequence's place: its blocks stay in the tiers, and it goes on from them later."""
+        self._prefix.forget(sequence)
+        self._prefix.end(sequence)
+        self._runner.release([sequence.sequence_id])
+        self._scheduler.park(sequence)
+        self.counters.parked_total += 1
+
     def _finish(self, sequence: Sequence, end: Finished) -> None:
-        self._counters.finished_total += 1
+        self.counters.note_finished(self._clock.monotonic() - sequence.admitted_time)
         self._end(sequence, end)
 
     def _cancel(self, sequence: Sequence, error: IcehouseError) -> None:
-        self._counters.cancelled_total += 1
+        self.counters.cancelled_total += 1
         self._prefix.forget(sequence)
         self._end(sequence, Failed(error))
 
     def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
+        self._prefix.end(sequence)
         self._scheduler.remove(sequence)
         self._runner.release([sequence.sequence_id])
         del self._sequences[sequence.request.request_id]
@@ -279,26 +307,14 @@ class EngineLoop:
     def _tell(self, sequence: Sequence, event: Event) -> None:
         self._delivery.tell(sequence.request.request_id, event)
 
-    def _stats(self) -> EngineStats:
+    def stats(self) -> EngineStats:
+        """Return the engine's counters as of now."""
         return engine_stats(
-            counters=self._counters,
+            counters=self.counters,
             scheduler=self._scheduler,
-            memory=self._runner.memory(),
+            memory=self._runner.memory()._replace(limit_bytes=self._pressure.guard.limit_bytes),
             mailbox_count=len(self._mailbox),
             mailbox_limit=self._mailbox.limit,
+            waiting_limit=self._room.limits.request_limit,
             uptime_s=self._clock.monotonic() - self._start_time,
         )
-
-
-def _past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
-    waited_s = now - sequence.request.arrival_time
-    return DeadlineExceeded(
-        Reason.DEADLINE_EXCEEDED,
-        f"the deadline passed after {waited_s:.3f} s in phase {sequence.phase.name}",
-        metadata={"waited_s": f"{waited_s:.3f}", "phase": sequence.phase.name},
-    )
-
-
-def cancelled_by_client() -> Cancelled:
-    """The error a caller that went away would be told."""
-    return Cancelled(Reason.CANCELLED, "the client cancelled the call or went away")

@@ -21,6 +21,7 @@ from service.domain.request import SamplingParams
 from service.engine import model_loader, upstream
 from service.engine.decode_batch import DecodeBatch, JoiningRow
 from service.engine.ids import SequenceId
+from service.engine.memory_guard import MemoryModel
 from service.engine.ports import Drawn, MemoryUse
 from service.engine.prefix_ports import CacheFacts, RestoreInput
 from service.engine.sampler import SamplingRow
@@ -63,6 +64,7 @@ class MlxRunner:
         self._clock = clock
         self._fingerprint_hex = fingerprint_hex
         self._layout: CacheLayout | None = None
+        self._memory_model: MemoryModel | None = None
         self._facts = CacheFacts(unsupported_detail="no model is loaded")
         self._restoring: dict[SequenceId, Restoring] = {}
         self._owner: int | None = None
@@ -77,7 +79,8 @@ class MlxRunner:
         self._model = loaded.model
         upstream.wire_memory()
         self._read_layout()
-        kv_bytes_per_token = self._warm_up()
+        kv_bytes_per_token, fixed_bytes = self._warm_up()
+        self._memory_model = MemoryModel(model_loader.shape_of(loaded), kv_bytes_per_token, fixed_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         return dataclasses.replace(info, kv_bytes_per_token=kv_bytes_per_token)
 
@@ -97,10 +100,13 @@ class MlxRunner:
         self._model(mx.array(list(token_ids))[None], cache=caches)
         mx.eval(upstream.cache_states(caches))
 
-    def join(self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams) -> None:
+    def join(
+        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
+    ) -> None:
         self._check_thread()
         caches = self._open.pop(sequence_id)
-        self._joining.append(JoiningRow(sequence_id, caches, last_token_id, SamplingRow(sampling)))
+        row = SamplingRow(sampling, drawn_count)
+        self._joining.append(JoiningRow(sequence_id, caches, last_token_id, row))
 
     def decode(self) -> list[Drawn]:
         self._check_thread()
@@ -121,6 +127,10 @@ class MlxRunner:
         self._lanes = [lane for lane in self._lanes if len(lane)]
         if not self._lanes and not self._open:
             mx.clear_cache()
+
+    def memory_model(self) -> MemoryModel:
+        assert self._memory_model is not None, "the model is not loaded yet"
+        return self._memory_model
 
     def memory(self) -> MemoryUse:
         info = mx.device_info()
@@ -234,10 +244,11 @@ class MlxRunner:
             lane.join([row])
             self._lanes.append(lane)
 
-    def _warm_up(self) -> int:
+    def _warm_up(self) -> tuple[int, int]:
         """Run one prefill and one decode, so that kernels are compiled before anyone waits for them.
 
-        Returns the bytes of kv one token takes. Raises ConfigError when the KV cannot be quantized so.
+        Returns the bytes of kv a token takes and the bytes a sequence takes whatever its length.
+        Raises ConfigError when the KV cannot be quantized so.
         """
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
@@ -251,13 +262,21 @@ class MlxRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
-        layout, caches = self._layout, self._open[sequence_id]
-        kv_bytes_per_token = layout.kv_bytes_per_token(caches) if layout is not None else 0
-        self.join(sequence_id, last_token_id=0, sampling=SamplingParams())
+        footprint = self._measure(self._open[sequence_id], token_count=2)
+        self.join(sequence_id, last_token_id=0, sampling=SamplingParams(), drawn_count=0)
         self.decode()
         self.release([sequence_id])
         mx.reset_peak_memory()
-        return kv_bytes_per_token
+        return footprint
+
+    def _measure(self, caches: list[upstream.Cache], *, token_count: int) -> tuple[int, int]:
+        """Return what sequences take, from caches that hold `token_count` tokens."""
+        layout = self._layout
+        if layout is None:
+            return sum(cache.nbytes for cache in caches) // token_count, 0
+        window = layout.cut_window(caches, start=0, stop=token_count).size_bytes // token_count
+        fixed = window * layout.window_token_count + layout.cut_checkpoint(caches).size_bytes
+        return layout.kv_bytes_per_token(caches), fixed
 
     def _check_thread(self) -> None:
         caller = threading.get_ident()

@@ -16,12 +16,12 @@ from mlx.utils import tree_flatten, tree_map
 
 from service.domain.model import ModelInfo
 from service.engine import upstream
+from service.engine.memory_guard import ModelShape, find_int
 from service.engine.tokenizer import Tokenizer
 from service.errors import ModelError, Reason
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
-_NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx", "max_seq_len")
 
 
@@ -112,11 +112,11 @@ def describe(
     weights = [array for _, array in _parameters(loaded.model)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
     caches = upstream.make_caches(loaded.model)
-    context = source.context_token_limit or _find(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
+    context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
     return ModelInfo(
         model_id=source.model_id,
         architecture=str(loaded.config["model_type"]),
-        vocabulary_size=_find(loaded.config, ("vocab_size",)) or tokenizer.vocabulary_size,
+        vocabulary_size=find_int(loaded.config, ("vocab_size",)) or tokenizer.vocabulary_size,
         context_token_limit=int(context),
         dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
         quantization=_quantization(loaded.config),
@@ -148,15 +148,6 @@ def _convert(model: Any, dtype: mx.Dtype) -> None:
     )
 
 
-def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """Return the first of `names` that the config or one of its nested text configs has."""
-    for scope in (config, *(config[key] for key in _NESTED_CONFIGS if isinstance(config.get(key), dict))):
-        for name in names:
-            if isinstance(scope.get(name), int):
-                return int(scope[name])
-    return None
-
-
 def _generation_config(path: Path) -> dict[str, Any]:
     file = path / "generation_config.json"
     try:
@@ -173,6 +164,14 @@ def _quantization(config: Mapping[str, Any]) -> str:
     if not isinstance(found, dict) or "bits" not in found:
         return "none"
     return f"{found['bits']}-bit, group {found.get('group_size', '?')}"
+
+
+def shape_of(loaded: LoadedModel) -> ModelShape:
+    """Return what this model's temporary arrays are made of."""
+    floating = [a.dtype for _, a in _parameters(loaded.model) if mx.issubdtype(a.dtype, mx.floating)]
+    compute_bytes = floating[0].size if floating else 4
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=on_cpu)
 
 
 def device_memory_bytes() -> int:

@@ -10,6 +10,7 @@ from service.domain.ids import RequestId
 from service.domain.model import EngineState, ModelInfo
 from service.domain.request import SamplingParams
 from service.engine.ids import SequenceId
+from service.engine.memory_guard import MemoryModel
 from service.errors import IcehouseError
 
 
@@ -43,8 +44,13 @@ class Runner(Protocol):
         """Run the next tokens of an open sequence through the model, to completion."""
         ...
 
-    def join(self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams) -> None:
-        """Move a prefilled sequence into decoding; its first token comes with the next decode."""
+    def join(
+        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
+    ) -> None:
+        """Move a prefilled sequence into decoding; its next token comes with the next decode.
+
+        `drawn_count` tokens of it were drawn before (it was parked): the draws go on from there.
+        """
         ...
 
     def decode(self) -> list[Drawn]:
@@ -53,6 +59,10 @@ class Runner(Protocol):
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Forget sequences, in whatever phase they are. Unknown ids are ignored."""
+        ...
+
+    def memory_model(self) -> MemoryModel:
+        """Return what sequences of this model take; after `load`."""
         ...
 
     def memory(self) -> MemoryUse:

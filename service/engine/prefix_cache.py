@@ -103,15 +103,16 @@ class PrefixCache:
         """Whether this request may reuse what is cached."""
         return self.is_supported and request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
 
-    def plan(self, request: GenerationRequest) -> PrefixPlan:
+    def plan(self, sequence: Sequence) -> PrefixPlan:
         """Say what of a prompt is reused and from where, and count the lookup."""
+        request = sequence.request
         if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
         if not self.is_supported:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.UNSUPPORTED))
         plan = self.planner.plan(
             root=self.root(request.tenant),
-            token_ids=request.prompt_token_ids,
+            token_ids=sequence.input_token_ids,
             with_ssd=self.storage is not None,
         )
         self._note_use(plan.entries)
@@ -123,19 +124,22 @@ class PrefixCache:
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the blocks that are complete at the sequence's position; with `is_end` the tail too."""
-        if not self._may_write(sequence):
+        if not self.may_write(sequence):
             return
         size = self.settings.block_token_count
         if sequence.unkept and sequence.phase is Phase.DECODING:
             self._keep_promoted(sequence, sequence.unkept.pop(0))
         position = sequence.kv_token_count
-        for start in range(len(sequence.chain) * size, position - size + 1, size):
+        known_count = len(sequence.chain)
+        for start in range(known_count * size, position - size + 1, size):
             name = self._keep(sequence, start, start + size)
             sequence.chain.append(name)
         start = len(sequence.chain) * size
         names = list(sequence.chain)
         if is_end and start < position:
             names.append(self._keep(sequence, start, position))
+        if len(names) == known_count:
+            return
         found = (self.index.get(name) for name in names)
         self.ram.touch([entry for entry in found if entry is not None], self._clock.monotonic())
 
@@ -169,13 +173,18 @@ class PrefixCache:
             self.forget_stored(entry.hash)
         self.room.lose_storage()
 
+    @property
+    def can_share(self) -> bool:
+        """Whether a block that one sequence just computed lets another one start there."""
+        return self.is_supported and self.facts.has_kv and not self.facts.needs_checkpoint
+
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
         size = self.settings.block_token_count
         parent = self.root(sequence.request.tenant)
         sequence.chain.clear()
         for start in range(0, token_count - size + 1, size):
-            tokens = sequence.request.prompt_token_ids[start : start + size]
+            tokens = sequence.input_token_ids[start : start + size]
             parent = block_hash(parent=parent, token_ids=tokens)
             sequence.chain.append(parent)
 
@@ -287,5 +296,6 @@ class PrefixCache:
             if is_early and self.spills.wants(entry) and self.spills.has_credit(entry):
                 self.spills.send(entry)
 
-    def _may_write(self, sequence: Sequence) -> bool:
+    def may_write(self, sequence: Sequence) -> bool:
+        """Whether this request's blocks are kept for others."""
         return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)

@@ -11,20 +11,18 @@ from collections.abc import Callable
 from itertools import count
 
 from service.clock import Clock
-from service.domain.blocks import RegionKind
 from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, ReuseLimit
-from service.domain.ids import BlockHash
 from service.engine.ids import SequenceId
 from service.engine.messages import Order
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_introductions import Introductions
 from service.engine.prefix_orders import PrefixOrders
-from service.engine.prefix_plan import PrefixPlan
-from service.engine.prefix_ports import CacheRunner, PlacedBlock, RestoreInput
+from service.engine.prefix_ports import CacheRunner
+from service.engine.prefix_promises import Promises
+from service.engine.prefix_restore import Restore
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
 from service.errors import StorageError
-from service.kv.index import Entry, Region
 from service.kv.messages import (
     Evicted,
     HeadsRead,
@@ -43,23 +41,6 @@ from service.kv.messages import (
 _ATTEMPT_LIMIT = 3
 """Plans tried for one prompt before it is prefilled whatever the index says."""
 _SMOOTHING = 0.3
-_GROWTH_TOKEN_COUNT = 256
-"""mlx-lm's caches grow by this many tokens; restored ones get room in the same unit."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Restore:
-    """One prompt's way from plan to caches."""
-
-    sequence: Sequence
-    began_time: float
-    plan: PrefixPlan
-    attempt_count: int = 1
-    has_failed: bool = False
-    loaded: Loaded | None = None
-    read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
-    """Window and checkpoint regions that came from SSD and are on the device now."""
-    is_begun: bool = False
 
 
 class PrefixDesk:
@@ -73,11 +54,11 @@ class PrefixDesk:
         self._clock = clock
         self._adopt_budget_s = adopt_budget_s
         self._orders = PrefixOrders(cache, clock)
-        self._restores: dict[SequenceId, _Restore] = {}
-        self._loads: dict[LoadId, _Restore] = {}
+        self._restores: dict[SequenceId, Restore] = {}
+        self._loads: dict[LoadId, Restore] = {}
         self._load_ids = count(1)
         self._introductions = Introductions(cache, load_ids=self._load_ids)
-        self._to_flush: list[Entry] = []
+        self._promises = Promises(block_token_count=cache.settings.block_token_count)
 
     @property
     def checkpoint_block_token_count(self) -> int:
@@ -87,21 +68,26 @@ class PrefixDesk:
         return cache.settings.block_token_count if needs_one else 0
 
     def begin(self, sequence: Sequence) -> Phase:
-        """Plan a prompt. LOADING or RESTORING when something is reused, PREFILLING when nothing is."""
+        """Plan a prompt. FOLLOWING when another sequence computes what it shares, LOADING or RESTORING
+        when something is reused, PREFILLING when nothing is."""
+        if self._follows(sequence):
+            return Phase.FOLLOWING
         if sequence.sequence_id not in self._restores and self._introductions.ask(sequence):
             return Phase.LOADING
-        plan = self._cache.plan(sequence.request)
+        plan = self._cache.plan(sequence)
         restore = self._restores.get(sequence.sequence_id)
         if restore is None:
-            restore = _Restore(sequence, self._clock.monotonic(), plan)
+            restore = Restore(sequence, self._clock.monotonic(), plan)
         else:
             restore.attempt_count += 1
             restore.plan, restore.loaded, restore.is_begun = plan, None, False
         if not plan.is_hit or restore.attempt_count > _ATTEMPT_LIMIT:
             self._restores.pop(sequence.sequence_id, None)
-            sequence.cache = CacheReport(
-                restore_s=self._clock.monotonic() - restore.began_time if restore.has_failed else 0.0,
-                limit=ReuseLimit.LOAD_FAILED if restore.has_failed else plan.report.limit,
+            sequence.note_cache(
+                CacheReport(
+                    restore_s=self._clock.monotonic() - restore.began_time if restore.has_failed else 0.0,
+                    limit=ReuseLimit.LOAD_FAILED if restore.has_failed else plan.report.limit,
+                )
             )
             self._cache.start_chain(sequence, 0)
             return Phase.PREFILLING
@@ -148,7 +134,7 @@ class PrefixDesk:
         try:
             if not restore.is_begun:
                 restore.is_begun = True
-                self._runner.begin_restore(sequence.sequence_id, self._input_of(restore))
+                self._runner.begin_restore(sequence.sequence_id, restore.make_input(self._runner))
             if not self._runner.continue_restore(sequence.sequence_id, budget_s=self._adopt_budget_s):
                 return Phase.RESTORING
         except StorageError:
@@ -160,9 +146,33 @@ class PrefixDesk:
         self._adopted(restore)
         return Phase.PREFILLING
 
+    def lead(self, sequence: Sequence) -> None:
+        """Note that a sequence computes the rest of its input now, so that others may wait for it."""
+        if self._cache.can_share and self._cache.may_write(sequence):
+            self._promises.make(sequence, self._cache.root(sequence.request.tenant))
+
+    def take_ready(self) -> list[Sequence]:
+        """Return sequences that waited for another one's blocks and need wait no longer."""
+        return self._promises.take_ready()
+
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the blocks that are complete now; with `is_end` the tail too."""
+        before = len(sequence.chain)
         self._cache.capture(sequence, is_end=is_end)
+        self._promises.keep(sequence.chain[before:])
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
+        self._promises.forget(sequence)
+
+    @property
+    def cache(self) -> PrefixCache:
+        """What the desk stands before."""
+        return self._cache
+
+    def yield_ram(self, size_bytes: int) -> int:
+        """Let go of blocks in RAM so that running requests have memory; return the bytes let go."""
+        return self._cache.room.yield_bytes(size_bytes)
 
     def settle(self, sequence: Sequence) -> None:
         """Count a lookup whose restore, if any, is over."""
@@ -193,34 +203,26 @@ class PrefixDesk:
         """Carry out an order to the cache."""
         self._orders.carry_out(message)
 
-    def begin_flush(self) -> None:
-        """Choose what goes to SSD before the process ends: everything in RAM, most recently used first."""
-        self._to_flush = [entry for entry in self._cache.ram if self._cache.spills.wants(entry)]
-
-    def continue_flush(self) -> bool:
-        """Send on as much as the write queue takes; False when all of it is written or dropped."""
-        spills = self._cache.spills
-        while self._to_flush:
-            # With nothing under way the queue will not be emptier than it is: what does not fit never will.
-            if spills.under_way_count and not spills.has_credit(self._to_flush[-1]):
-                break
-            spills.send(self._to_flush.pop())
-        return bool(self._to_flush) or spills.under_way_count > 0
-
     def _abandon_loads(self) -> list[Sequence]:
         """Nothing more comes from SSD: whoever waits for it plans again without it."""
         waiting = [sequence for restore in self._loads.values() for sequence in self._give_up(restore)]
         self._loads.clear()
         return waiting + self._introductions.abandon()
 
-    def _load(self, restore: _Restore) -> Phase:
+    def _follows(self, sequence: Sequence) -> bool:
+        cache = self._cache
+        if not cache.can_share or not cache.may_read(sequence.request):
+            return False
+        return self._promises.follow(sequence, cache.root(sequence.request.tenant))
+
+    def _load(self, restore: Restore) -> Phase:
         assert self._cache.storage is not None
         load_id = LoadId(next(self._load_ids))
         request = LoadRequest(
             load_id=load_id,
             blocks=restore.plan.to_load,
             origin_token_index=restore.plan.origin_token_index,
-            capacity_token_count=self._capacity(restore) - restore.plan.origin_token_index,
+            capacity_token_count=restore.capacity_token_count - restore.plan.origin_token_index,
         )
         if not self._cache.storage.load(request):
             return self._without_ssd(restore)
@@ -228,16 +230,18 @@ class PrefixDesk:
         self._loads[load_id] = restore
         return Phase.LOADING
 
-    def _without_ssd(self, restore: _Restore) -> Phase:
+    def _without_ssd(self, restore: Restore) -> Phase:
         """The read queue is full: take what RAM has."""
         request = restore.sequence.request
         restore.plan = self._cache.planner.plan(
-            root=self._cache.root(request.tenant), token_ids=request.prompt_token_ids, with_ssd=False
+            root=self._cache.root(request.tenant),
+            token_ids=restore.sequence.input_token_ids,
+            with_ssd=False,
         )
         if restore.plan.is_hit:
             return Phase.RESTORING
         self._restores.pop(restore.sequence.sequence_id)
-        restore.sequence.cache = restore.plan.report
+        restore.sequence.note_cache(restore.plan.report)
         self._cache.start_chain(restore.sequence, 0)
         return Phase.PREFILLING
 
@@ -252,50 +256,21 @@ class PrefixDesk:
         restore.loaded = outcome
         return [restore.sequence]
 
-    def _give_up(self, restore: _Restore | None) -> list[Sequence]:
+    def _give_up(self, restore: Restore | None) -> list[Sequence]:
         self._cache.counters.load_failed_total += 1
         if restore is None or restore.sequence.sequence_id not in self._restores:
             return []
         restore.has_failed = True
         return [restore.sequence]
 
-    def _input_of(self, restore: _Restore) -> RestoreInput:
-        plan = restore.plan
-        placed = plan.placed
-        if restore.loaded is not None:
-            placed = self._place_loaded(restore)
-        return RestoreInput(
-            blocks=placed,
-            loaded=restore.loaded,
-            origin_token_index=plan.origin_token_index,
-            token_count=plan.token_count,
-            capacity_token_count=self._capacity(restore),
-        )
-
-    def _place_loaded(self, restore: _Restore) -> tuple[PlacedBlock, ...]:
-        """Put the window and checkpoint regions that were read onto the device, beside those in RAM."""
-        assert restore.loaded is not None
-        plan = restore.plan
-        restore.read = read = {
-            block.header.hash: {region.kind: self._runner.from_host(region) for region in block.regions}
-            for block in restore.loaded.blocks
-        }
-        return tuple(
-            PlacedBlock(
-                block.start_token_index, block.token_count, {**block.regions, **read.get(entry.hash, {})}
-            )
-            for block, entry in zip(plan.placed, plan.entries, strict=True)
-        )
-
-    def _adopted(self, restore: _Restore) -> None:
+    def _adopted(self, restore: Restore) -> None:
         sequence, plan = restore.sequence, restore.plan
         del self._restores[sequence.sequence_id]
         restore_s = self._clock.monotonic() - restore.began_time
         read_s = restore.loaded.read_s if restore.loaded is not None else 0.0
         self._note_adopt_rate(plan.token_count / max(restore_s - read_s, 1e-9))
-        sequence.cache = dataclasses.replace(plan.report, restore_s=restore_s)
-        if restore.has_failed:
-            sequence.cache = dataclasses.replace(sequence.cache, limit=ReuseLimit.LOAD_FAILED)
+        limit = ReuseLimit.LOAD_FAILED if restore.has_failed else plan.report.limit
+        sequence.note_cache(dataclasses.replace(plan.report, restore_s=restore_s, limit=limit))
         sequence.processed_token_count = plan.token_count
         self._cache.start_chain(sequence, plan.token_count)
         if restore.loaded is not None:
@@ -311,9 +286,3 @@ class PrefixDesk:
         rates = self._cache.rates
         old = rates.adopt_tokens_per_s
         rates.adopt_tokens_per_s = tokens_per_s if old == 0.0 else old + _SMOOTHING * (tokens_per_s - old)
-
-    def _capacity(self, restore: _Restore) -> int:
-        """Room for the prompt and the first of the output, so that the next tokens copy nothing."""
-        request = restore.sequence.request
-        room = len(request.prompt_token_ids) + min(request.max_output_tokens, _GROWTH_TOKEN_COUNT)
-        return -(-room // _GROWTH_TOKEN_COUNT) * _GROWTH_TOKEN_COUNT

@@ -38,7 +38,7 @@ class Introductions:
             # The model was loaded before the directory was read: a moment now spares a whole prefill.
             self._early.append(sequence)
             return True
-        prompt = sequence.request.prompt_token_ids
+        prompt = sequence.input_token_ids
         root = cache.root(sequence.request.tenant)
         strangers = cache.index.strangers(root=root, token_ids=prompt, token_limit=len(prompt) - 1)
         if not strangers:

@@ -35,6 +35,20 @@ class Room:
             self._let_go(victim)
         return victims is not None
 
+    def yield_bytes(self, size_bytes: int) -> int:
+        """Drop least recently used blocks of at least this size from RAM; return the bytes let go.
+
+        They are not spilled: host views would hold the memory that is wanted until they are written.
+        """
+        freed_bytes = 0
+        for entry in list(self._ram):
+            if freed_bytes >= size_bytes:
+                break
+            if not entry.is_pinned and not entry.is_spilling:
+                freed_bytes += entry.ram_bytes
+                self._drop(entry)
+        return freed_bytes
+
     def keep(self, entry: Entry) -> bool:
         """Keep a block that was to leave, if others can go in its place; True when it stays."""
         if entry.hash not in self._leaving:

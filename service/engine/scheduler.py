@@ -9,17 +9,16 @@ sequences keep their inter-token latency and waiting prompts keep moving.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 
 from service.engine.ids import SequenceId
 from service.engine.sequence import Phase, Sequence
+from service.engine.waiting import WaitingRoom
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Bounds on what runs at once. `prefill_slice_s` 0 follows the measured decode step."""
 
-    waiting_limit: int
     running_limit: int
     prefilling_limit: int
     prefill_chunk_token_count: int
@@ -62,11 +61,12 @@ _OLDEST_EVERY = 4
 
 
 class Scheduler:
-    """Holds the waiting, prefilling and decoding sequences and picks the next unit of work."""
+    """Holds the waiting, preparing and decoding sequences and picks the next unit of work."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, room: WaitingRoom) -> None:
         self.limits = limits
-        self._waiting: list[tuple[int, int, Sequence]] = []
+        self._room = room
+        self._following: dict[SequenceId, Sequence] = {}
         self._loading: dict[SequenceId, Sequence] = {}
         self._restoring: dict[SequenceId, Sequence] = {}
         self._prefilling: dict[SequenceId, Sequence] = {}
@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def waiting_count(self) -> int:
-        return len(self._waiting)
+        return len(self._room)
 
     @property
     def prefilling_count(self) -> int:
@@ -89,12 +89,31 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        return not (self._waiting or self._preparing_count or self._decoding)
+        return not (len(self._room) or self._following or self._preparing_count or self._decoding)
 
     @property
     def is_blocked(self) -> bool:
         """Nothing can run until a message comes: only loads are under way, if anything."""
-        return not (self._waiting or self._restoring or self._prefilling or self._decoding)
+        return not (len(self._room) or self._restoring or self._prefilling or self._decoding)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Everything that has a slot, oldest first."""
+        places = (self._following, self._loading, self._restoring, self._prefilling, self._decoding)
+        found = [sequence for place in places for sequence in place.values()]
+        return sorted(found, key=lambda sequence: sequence.sequence_id)
+
+    @property
+    def free_slot_count(self) -> int:
+        """Sequences that could be let in now, as far as slots go."""
+        taken = len(self._following) + self._preparing_count + len(self._decoding)
+        return max(0, self.limits.running_limit - taken)
+
+    @property
+    def prefill_backlog_tokens(self) -> int:
+        """Input tokens of running sequences that are still to be computed."""
+        preparing = (*self._loading.values(), *self._restoring.values(), *self._prefilling.values())
+        return sum(max(0, s.prefill_target - s.processed_token_count) for s in preparing)
 
     @property
     def loading_count(self) -> int:
@@ -104,25 +123,28 @@ class Scheduler:
     def _preparing_count(self) -> int:
         return len(self._loading) + len(self._restoring) + len(self._prefilling)
 
-    def enqueue(self, sequence: Sequence) -> bool:
-        """Let a sequence wait; False when `waiting_limit` of them do already."""
-        if len(self._waiting) >= self.limits.waiting_limit:
-            return False
-        heapq.heappush(self._waiting, (-sequence.request.priority, sequence.sequence_id, sequence))
-        return True
+    def candidate(self, now: float) -> Sequence | None:
+        """Return who would be let in next, or None when nobody waits or no slot is free."""
+        if self._preparing_count >= self.limits.prefilling_limit or not self.free_slot_count:
+            return None
+        return self._room.best(now)
 
-    def admit(self) -> list[Sequence]:
-        """Move waiting sequences into prefill as far as the limits allow, best first."""
-        admitted = []
-        while (
-            self._waiting
-            and self._preparing_count < self.limits.prefilling_limit
-            and self._preparing_count + len(self._decoding) < self.limits.running_limit
-        ):
-            _, _, sequence = heapq.heappop(self._waiting)
-            self._place(sequence, Phase.PREFILLING)
-            admitted.append(sequence)
-        return admitted
+    def admit(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot."""
+        self._room.discard(sequence)
+        self._room.note_running(sequence)
+        self._place(sequence, Phase.PREFILLING)
+
+    def start_following(self, sequence: Sequence) -> None:
+        """Note that a sequence waits for blocks that another one is computing."""
+        self._place(sequence, Phase.FOLLOWING)
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a running sequence's slot away and let it wait again."""
+        self._place(sequence, Phase.WAITING)
+        self._room.note_ended(sequence)
+        sequence.park()
+        self._room.add(sequence)
 
     def start_loading(self, sequence: Sequence) -> None:
         """Note that a sequence waits for its blocks from SSD."""
@@ -143,12 +165,14 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
         if sequence.phase is Phase.WAITING:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
-            heapq.heapify(self._waiting)
+            self._room.discard(sequence)
+        else:
+            self._room.note_ended(sequence)
         self._place(sequence, Phase.ENDED)
 
     def _place(self, sequence: Sequence, phase: Phase) -> None:
         places = {
+            Phase.FOLLOWING: self._following,
             Phase.LOADING: self._loading,
             Phase.RESTORING: self._restoring,
             Phase.PREFILLING: self._prefilling,

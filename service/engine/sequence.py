@@ -11,14 +11,16 @@ from service.domain.events import CacheReport, FinishReason, Usage
 from service.domain.ids import BlockHash
 from service.domain.request import GenerationRequest
 from service.engine.ids import SequenceId
-from service.engine.text import TextStream
+from service.engine.text import Decode, TextStream
 from service.kv.index import Region
 
 
 class Phase(enum.Enum):
-    """Where a sequence is; it only moves down this list."""
+    """Where a sequence is; it moves down this list, and back to WAITING when it is parked."""
 
     WAITING = enum.auto()
+    FOLLOWING = enum.auto()
+    """Another sequence is computing blocks that it shares; nothing to run."""
     LOADING = enum.auto()
     """Its blocks are being read from SSD; nothing to run."""
     RESTORING = enum.auto()
@@ -45,6 +47,11 @@ class Sequence:
     text: TextStream
     output_token_limit: int
     """`max_output_tokens`, or less when the context ends first."""
+    input_token_ids: tuple[int, ...] = ()
+    """What is prefilled: the prompt, and after being parked the output so far behind it."""
+    has_started: bool = False
+    """`Started` was told; a parked sequence does not start twice."""
+    park_count: int = 0
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
     """Prompt tokens whose KV exists, reused ones included."""
@@ -58,10 +65,32 @@ class Sequence:
     admitted_time: float = 0.0
     first_token_time: float | None = None
 
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        *,
+        sequence_id: SequenceId,
+        decode: Decode,
+        context_token_limit: int,
+    ) -> Sequence:
+        """Return a sequence that waits, its output bounded by what is left of the context."""
+        prompt = request.prompt_token_ids
+        return cls(
+            sequence_id=sequence_id,
+            request=request,
+            text=TextStream(decode=decode, prompt_token_ids=prompt, stops=request.stop),
+            output_token_limit=min(request.max_output_tokens, context_token_limit - len(prompt)),
+        )
+
+    def __post_init__(self) -> None:
+        if not self.input_token_ids:
+            self.input_token_ids = self.request.prompt_token_ids
+
     @property
     def prefill_target(self) -> int:
-        """Prompt tokens to process before decoding; the last one runs with the first decode step."""
-        return len(self.request.prompt_token_ids) - 1
+        """Input tokens to process before decoding; the last one runs with the first decode step."""
+        return len(self.input_token_ids) - 1
 
     @property
     def is_prefilled(self) -> bool:
@@ -79,6 +108,19 @@ class Sequence:
         if self.phase is Phase.DECODING:
             return len(self.request.prompt_token_ids) + len(self.output_token_ids)
         return self.processed_token_count
+
+    def note_cache(self, report: CacheReport) -> None:
+        """Remember what was reused of the prompt; what a parked sequence resumes from is not that."""
+        if not self.has_started:
+            self.cache = report
+
+    def park(self) -> None:
+        """Make everything so far the input of a later start. Its blocks were kept, its caches go."""
+        self.input_token_ids = (*self.request.prompt_token_ids, *self.output_token_ids)
+        self.processed_token_count = 0
+        self.chain.clear()
+        self.unkept.clear()
+        self.park_count += 1
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Return tokens [start, stop) of prompt and output together."""

@@ -15,6 +15,7 @@ def engine_stats(
     memory: MemoryUse,
     mailbox_count: int,
     mailbox_limit: int,
+    waiting_limit: int,
     uptime_s: float,
 ) -> EngineStats:
     """Return the counters as of now."""
@@ -23,7 +24,7 @@ def engine_stats(
         mailbox_count=mailbox_count,
         mailbox_limit=mailbox_limit,
         waiting_count=scheduler.waiting_count,
-        waiting_limit=scheduler.limits.waiting_limit,
+        waiting_limit=waiting_limit,
         loading_count=scheduler.loading_count,
         prefilling_count=scheduler.prefilling_count,
         decoding_count=scheduler.decoding_count,
@@ -37,6 +38,7 @@ def engine_stats(
         finished_total=counters.finished_total,
         cancelled_total=counters.cancelled_total,
         failed_total=counters.failed_total,
+        parked_total=counters.parked_total,
         prompt_token_total=counters.prompt_token_total,
         cached_token_total=counters.cached_token_total,
         prefilled_token_total=counters.prefilled_token_total,

@@ -68,6 +68,7 @@ def engine_stats_proto(stats: EngineStats) -> engine_stats_pb2.EngineStats:
         rejected_total=stats.rejected_total,
         finished_total=stats.finished_total,
         cancelled_total=stats.cancelled_total,
+        parked_total=stats.parked_total,
         failed_total=stats.failed_total,
         prompt_token_total=stats.prompt_token_total,
         cached_token_total=stats.cached_token_total,

@@ -14,7 +14,7 @@ from service.domain.model import EngineState
 from service.rpc.ports import EnginePort
 from service.rpc.router import Router
 
-REFRESH_INTERVAL_S = 1.0
+REFRESH_INTERVAL_S = 0.5
 """How often the heartbeat is looked at. Changes of state do not wait for it."""
 
 
@@ -44,7 +44,8 @@ class Health:
         """The model is warm, nobody ordered a stop, and the inference loop turns."""
         if self._router.state is not EngineState.READY:
             return False
-        return self._clock.monotonic() - self._engine.heartbeat_time <= self._heartbeat_timeout_s
+        allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
+        return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
 
     async def refresh(self) -> None:
         """Tell checkers and watchers how things stand."""

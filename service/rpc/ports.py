@@ -30,6 +30,11 @@ class EnginePort(Protocol):
         """`Clock.monotonic` at the inference loop's last turn."""
         ...
 
+    @property
+    def step_allowance_s(self) -> float:
+        """How long a step may take here before it looks stuck, from the steps measured so far."""
+        ...
+
     def submit(self, request: GenerationRequest) -> None:
         """Take the request in; raises Overloaded, Unavailable, CannotFit or AlreadyExists if it does not."""
         ...

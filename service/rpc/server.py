@@ -29,7 +29,7 @@ from service.rpc.stats import StatsReader
 
 SERVICE_NAMES = ("icehouse.v1.InferenceService", "icehouse.v1.ModelService", "icehouse.v1.CacheService")
 
-HEARTBEAT_TIMEOUT_S = 120.0
+HEARTBEAT_TIMEOUT_S = 1.5
 """A prefill chunk on a slow CPU takes tens of seconds; an inference loop silent for longer is stuck."""
 
 _FLUSH_S = 0.5

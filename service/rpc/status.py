@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
@@ -51,7 +54,21 @@ def status_of(error: IcehouseError) -> grpc.Status:
         packed = AnyMessage()
         packed.Pack(detail)
         proto.details.append(packed)
-    return rpc_status.to_status(proto)
+    status = rpc_status.to_status(proto)
+    if error.retry_after_s is None:
+        return status
+    pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
+    metadata = (*status.trailing_metadata, pushback)
+    return _Status(code=status.code, details=status.details, trailing_metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Status(grpc.Status):
+    """A status whose trailers say how long to wait before a retry (gRPC proposal A6)."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: Any
 
 
 def internal_error() -> IcehouseError:

@@ -22,6 +22,7 @@ from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.scheduler import SchedulerLimits
+from service.engine.waiting import WaitingLimits
 from service.errors import IcehouseError
 from service.kv.files import Files, SystemFiles
 from service.kv.messages import Inventory, Outcome, StorageSettings
@@ -139,9 +140,8 @@ class House:
 
         self.engine = Engine(
             runner=runner,
-            limits=SchedulerLimits(
-                waiting_limit=100, running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk
-            ),
+            limits=SchedulerLimits(running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk),
+            waiting=WaitingLimits(request_limit=100),
             mailbox_limit=100,
             listener=self.recorder,
             clock=clock,

@@ -15,19 +15,23 @@ from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, Failed, Finished, Started
 from service.domain.ids import DEFAULT_TENANT, Fingerprint, RequestId, Tenant
 from service.domain.request import CacheUse, GenerationRequest, SamplingParams
-from service.engine.loop import EngineLoop, cancelled_by_client
+from service.engine.endings import cancelled_by_client
+from service.engine.flush import Flush
+from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
+from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
 from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.prefix_ports import CacheFacts
 from service.engine.scheduler import Scheduler, SchedulerLimits
+from service.engine.waiting import WaitingLimits, WaitingRoom
 from service.errors import IcehouseError
 from service.kv.files import SystemFiles
 from service.kv.messages import StorageClosed, StorageSettings
 from service.kv.storage import Storage
 from tests.cache.token_runner import TOKEN_BYTES, TokenRunner
-from tests.engine.fakes import FakeClock, Recorder, model_info
+from tests.engine.fakes import FakeClock, Recorder, memory_model, model_info
 
 BLOCK = 4
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
@@ -114,14 +118,15 @@ class StepHouse:
             clock=self.clock,
         )
         self.desk = PrefixDesk(cache=self.cache, runner=self.runner, clock=self.clock, adopt_budget_s=1.0)
+        self.room = WaitingRoom(WaitingLimits(request_limit=100))
         self.scheduler = Scheduler(
             SchedulerLimits(
-                waiting_limit=100,
                 running_limit=8,
                 prefilling_limit=4,
                 prefill_chunk_token_count=chunk,
                 chunk_ends_at_last_block=self.desk.checkpoint_block_token_count,
-            )
+            ),
+            self.room,
         )
         self.loop = EngineLoop(
             runner=self.runner,
@@ -132,6 +137,8 @@ class StepHouse:
             decode=lambda ids: "".join(chr(i % 26 + 97) for i in ids),
             model=model_info(),
             prefix=self.desk,
+            room=self.room,
+            guard=MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
         )
 
     def __enter__(self) -> StepHouse:
@@ -150,8 +157,8 @@ class StepHouse:
         self.mailbox.post(Drain(self.clock.now))
         self.holds_storage = False
         self.step_until_idle()
-        self.desk.begin_flush()
-        while self.desk.continue_flush():
+        flush = Flush(self.desk.cache)
+        while flush.proceed():
             self.settle_storage()
             for message in self.mailbox.take_all(timeout_s=0):
                 self.loop._receive(message)

@@ -10,6 +10,7 @@ from service.domain.ids import Fingerprint, RequestId
 from service.domain.model import EngineState, ModelInfo
 from service.domain.request import GenerationRequest, SamplingParams
 from service.engine.ids import SequenceId
+from service.engine.memory_guard import MemoryModel, ModelShape
 from service.engine.ports import Drawn, MemoryUse
 from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
@@ -53,6 +54,20 @@ def model_info(*, context_token_limit: int = 4096) -> ModelInfo:
     )
 
 
+def memory_model() -> MemoryModel:
+    """Ten bytes of KV a token, transients of two bytes per chunk token and layer width."""
+    shape = ModelShape(
+        hidden_size=0,
+        layer_count=1,
+        head_count=1,
+        feed_forward_size=0,
+        vocabulary_size=0,
+        compute_bytes=1,
+        keeps_scores=False,
+    )
+    return MemoryModel(shape, kv_bytes_per_token=10, fixed_bytes_per_sequence=0)
+
+
 class FakeRunner:
     """Draws `(sum of everything so far) % 26 + 'a'`, so that each token depends on the whole past."""
 
@@ -63,6 +78,7 @@ class FakeRunner:
         self.released: list[SequenceId] = []
         self.closed = False
         self.on_decode: Callable[[], None] = lambda: None
+        self.active_bytes: Callable[[], int] = lambda: 1
         self.next_token: Callable[[list[int]], int] = lambda history: 97 + sum(history) % 26
         self._context_token_limit = context_token_limit
 
@@ -76,7 +92,9 @@ class FakeRunner:
         self.chunks.append((sequence_id, len(token_ids)))
         self.history[sequence_id] += token_ids
 
-    def join(self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams) -> None:
+    def join(
+        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
+    ) -> None:
         self.history[sequence_id].append(last_token_id)
         self.decoding.append(sequence_id)
 
@@ -94,8 +112,11 @@ class FakeRunner:
             if sequence_id in self.decoding:
                 self.decoding.remove(sequence_id)
 
+    def memory_model(self) -> MemoryModel:
+        return memory_model()
+
     def memory(self) -> MemoryUse:
-        return MemoryUse(1, 2, 3)
+        return MemoryUse(self.active_bytes(), 2, 3)
 
     def close(self) -> None:
         self.closed = True

@@ -12,10 +12,11 @@ from service.domain.ids import RequestId
 from service.domain.model import EngineState, ModelInfo
 from service.engine.engine import Engine
 from service.engine.scheduler import SchedulerLimits
+from service.engine.waiting import WaitingLimits
 from service.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
 from tests.engine.fakes import BOUND_S, FakeRunner, Recorder, decode_ascii, no_prefix, request
 
-LIMITS = SchedulerLimits(waiting_limit=100, running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
+LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
 
 
 def make(runner: FakeRunner, *, mailbox_limit: int = 100) -> tuple[Engine, Recorder]:
@@ -23,6 +24,7 @@ def make(runner: FakeRunner, *, mailbox_limit: int = 100) -> tuple[Engine, Recor
     engine = Engine(
         runner=runner,
         limits=LIMITS,
+        waiting=WaitingLimits(request_limit=100),
         mailbox_limit=mailbox_limit,
         listener=recorder,
         clock=SystemClock(),

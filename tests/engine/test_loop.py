@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from service.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
 from service.domain.ids import RequestId
-from service.engine.loop import EngineLoop, cancelled_by_client
+from service.engine.endings import cancelled_by_client
+from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
+from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Cancel, Drain, Message, QueryStats, Submit
 from service.engine.scheduler import Scheduler, SchedulerLimits
+from service.engine.waiting import WaitingLimits, WaitingRoom
 from service.errors import Reason
 from tests.engine.fakes import (
     EOS,
@@ -15,6 +18,7 @@ from tests.engine.fakes import (
     FakeRunner,
     Recorder,
     decode_ascii,
+    memory_model,
     model_info,
     no_prefix,
     request,
@@ -25,19 +29,26 @@ class House:
     """A loop and everything around it."""
 
     def __init__(
-        self, *, waiting_limit: int = 8, running_limit: int = 4, context_token_limit: int = 64
+        self,
+        *,
+        waiting_limit: int = 8,
+        running_limit: int = 4,
+        context_token_limit: int = 64,
+        memory_limit_bytes: int = 0,
+        waiting: WaitingLimits | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.runner = FakeRunner()
         self.recorder = Recorder()
         self.mailbox: Mailbox[Message] = Mailbox(limit=100)
+        self.room = WaitingRoom(waiting or WaitingLimits(request_limit=waiting_limit))
         self.scheduler = Scheduler(
-            SchedulerLimits(
-                waiting_limit=waiting_limit,
-                running_limit=running_limit,
-                prefilling_limit=2,
-                prefill_chunk_token_count=4,
-            )
+            SchedulerLimits(running_limit=running_limit, prefilling_limit=2, prefill_chunk_token_count=4),
+            self.room,
+        )
+        self.prefix = no_prefix(self.clock)
+        self.guard = MemoryGuard(
+            memory_model(), limit_bytes=memory_limit_bytes, weight_bytes=100, chunk_token_count=4
         )
         self.loop = EngineLoop(
             runner=self.runner,
@@ -47,11 +58,17 @@ class House:
             clock=self.clock,
             decode=decode_ascii,
             model=model_info(context_token_limit=context_token_limit),
-            prefix=no_prefix(self.clock),
+            prefix=self.prefix,
+            room=self.room,
+            guard=self.guard,
         )
 
     def submit(self, request_id: str, *args, **kwargs) -> None:
         assert self.mailbox.offer(Submit(request(request_id, *args, **kwargs)))
+
+    def pressure_limit(self, limit_bytes: int) -> None:
+        """Somebody else took memory, or gave it back."""
+        self.guard.limit_bytes = limit_bytes
 
     def run(self, bound: int = 200) -> None:
         self.loop.step()

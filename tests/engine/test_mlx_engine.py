@@ -19,6 +19,7 @@ from service.engine import model_loader
 from service.engine.engine import Engine
 from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from service.engine.scheduler import SchedulerLimits
+from service.engine.waiting import WaitingLimits
 from service.errors import ModelError
 from tests.engine.fakes import BOUND_S, Recorder, no_prefix
 from tests.models import build, tiny_model_dir
@@ -60,9 +61,8 @@ def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16) -> Running:
             clock=SystemClock(),
         ),
         make_prefix=lambda: no_prefix(SystemClock()),
-        limits=SchedulerLimits(
-            waiting_limit=100, running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk
-        ),
+        limits=SchedulerLimits(running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk),
+        waiting=WaitingLimits(request_limit=100),
         mailbox_limit=100,
         listener=recorder,
         clock=SystemClock(),

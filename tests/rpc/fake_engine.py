@@ -114,6 +114,7 @@ class FakeEngine:
         self.script = script
         self.refusal: IcehouseError | None = None
         self.heartbeat_time = 0.0
+        self.step_allowance_s = 0.0
         self.stats = EngineStats(step_total=7)
         self.cache_stats: CacheStats | None = None
         self.order_answer: CacheAnswer | IcehouseError = CannotFit(Reason.CACHE_UNSUPPORTED, "no cache here")

@@ -13,10 +13,12 @@ from service.domain.blocks import HostBlock
 from service.domain.ids import BlockHash
 from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
+from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Drain, Message
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.scheduler import Scheduler
+from service.engine.waiting import WaitingRoom
 from service.errors import Reason, Unavailable
 from service.kv.messages import Outcome, StorageClosed, StorageFailed
 from service.kv.storage import Storage
@@ -112,8 +114,18 @@ class House:
             clock=clock,
         )
         self.desk = PrefixDesk(cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001)
+        self.guard = MemoryGuard(
+            self.runner.memory_model(),
+            limit_bytes=setup.memory_limit_bytes,
+            weight_bytes=0,
+            chunk_token_count=setup.limits.prefill_chunk_token_count,
+        )
+        self.room = WaitingRoom(setup.waiting)
         self.scheduler = Scheduler(
-            dataclasses.replace(setup.limits, chunk_ends_at_last_block=self.desk.checkpoint_block_token_count)
+            dataclasses.replace(
+                setup.limits, chunk_ends_at_last_block=self.desk.checkpoint_block_token_count
+            ),
+            self.room,
         )
         self.loop = EngineLoop(
             runner=self.runner,
@@ -124,6 +136,8 @@ class House:
             decode=decode_ascii,
             model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
             prefix=self.desk,
+            room=self.room,
+            guard=self.guard,
         )
 
     @property

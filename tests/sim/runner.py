@@ -11,11 +11,12 @@ from service.domain.blocks import HostRegion, HostTensor, RegionKind
 from service.domain.model import ModelInfo
 from service.domain.request import SamplingParams
 from service.engine.ids import SequenceId
+from service.engine.memory_guard import MemoryModel
 from service.engine.ports import Drawn, MemoryUse
 from service.engine.prefix_ports import CacheFacts, RestoreInput
 from service.errors import Reason, StorageError
 from service.kv.index import Region
-from tests.engine.fakes import model_info
+from tests.engine.fakes import memory_model, model_info
 from tests.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
 
 _NAMES = {
@@ -87,7 +88,9 @@ class SimRunner:
         assert token_ids, "a prefill of nothing"
         self.open_caches[sequence_id].prefill(token_ids)
 
-    def join(self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams) -> None:
+    def join(
+        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
+    ) -> None:
         self.joining[sequence_id] = (self.open_caches.pop(sequence_id), last_token_id, sampling.seed)
 
     def decode(self) -> list[Drawn]:
@@ -106,8 +109,14 @@ class SimRunner:
             for sequence_id in sequence_ids:
                 place.pop(sequence_id, None)
 
+    def memory_model(self) -> MemoryModel:
+        return memory_model()
+
     def memory(self) -> MemoryUse:
-        return MemoryUse(1, 2, 3)
+        """Ten bytes for each token of each live sequence, as the model of `memory_model` says."""
+        live = [*self.open_caches.values(), *(caches for caches, _, _ in self.joining.values())]
+        live += [row.caches for row in self.decoding.values()]
+        return MemoryUse(10 * sum(caches.position for caches in live), 2, 3)
 
     def close(self) -> None:
         assert self.is_empty, "sequences were left behind"

@@ -12,7 +12,7 @@ from service.domain.cache_stats import CacheStats
 from service.domain.ids import RequestId, Tenant
 from service.domain.request import CacheUse, GenerationRequest, SamplingParams
 from service.domain.stats import EngineStats
-from service.engine.loop import cancelled_by_client
+from service.engine.endings import cancelled_by_client
 from service.engine.messages import Cancel, QueryStats, Submit
 from service.kv.store_paths import StorePaths
 from tests.sim.checks import (
@@ -112,6 +112,7 @@ class Scenario:
             (self._rest, 2),
             (self._power_cut, 2),
             (self._restart, 2),
+            (self._squeeze, 5 if self.setup.memory_limit_bytes else 0),
             (self._break_storage, 1 if self.seed % 8 == 0 else 0),
         ]
 
@@ -202,6 +203,7 @@ class Scenario:
         self._say("rest")
         house = self._house
         house.disk.room_bytes = house.disk.fail_in = None
+        house.guard.limit_bytes = self.setup.memory_limit_bytes
         for _ in range(3):
             house.come_to_rest()
             self.clock.now += _RECOVERY_S
@@ -228,6 +230,7 @@ class Scenario:
         storage = self.ledger.last_stats if cache is not None and cache.ssd is not None else None
         assert cache is not None
         check_counters(house, engine, cache, storage)
+        self.ledger.seen["parked"] += engine.parked_total
         self.ledger.seen["evicted from RAM"] += cache.ram.evicted_block_total
         if storage is not None:
             self.ledger.seen["evicted from SSD"] += storage.evicted_block_total
@@ -262,6 +265,12 @@ class Scenario:
         if self._house.storage is not None and not self._house.is_storage_dead:
             self._say("the storage thread breaks")
             self._house.kill_storage()
+
+    def _squeeze(self) -> None:
+        """Somebody else on this machine takes memory, or gives it back."""
+        limit_bytes = self.dice.choice((self.setup.memory_limit_bytes, 2_500, 1_500, 1_000))
+        self._say(f"memory limit {limit_bytes}")
+        self._house.guard.limit_bytes = limit_bytes
 
     def _power_cut(self) -> None:
         self._die("between two steps")

@@ -8,6 +8,7 @@ import random
 from service.domain.ids import Fingerprint
 from service.engine.prefix_cache import PrefixSettings
 from service.engine.scheduler import SchedulerLimits
+from service.engine.waiting import WaitingLimits
 from service.kv.manifest import LOG_ALLOWANCE_BYTES
 from service.kv.messages import StorageSettings
 from tests.sim.model import ModelSpec
@@ -31,6 +32,9 @@ class Setup:
     min_prefix_token_count: int
     may_recompute: bool
     limits: SchedulerLimits
+    waiting: WaitingLimits
+    memory_limit_bytes: int
+    """0: no memory guard."""
     disk_limit_bytes: int
     daily_limit_bytes: int
     spill_queue_bytes: int
@@ -84,8 +88,13 @@ def make_setup(dice: random.Random) -> Setup:
         )
     )
     window = dice.choice(windows)
+    waiting = WaitingLimits(
+        request_limit=dice.choice((2, 30, 30, 30)),
+        token_limit=dice.choice((0, 0, 200)),
+        tenant_running_limit=dice.choice((0, 0, 2)),
+        aging_s=dice.choice((0.05, 5.0)),
+    )
     limits = SchedulerLimits(
-        waiting_limit=dice.choice((2, 30, 30, 30)),
         running_limit=dice.choice((1, 3, 6)),
         prefilling_limit=dice.choice((1, 2, 3)),
         prefill_chunk_token_count=BLOCK * dice.choice((1, 2, 3)),
@@ -100,6 +109,8 @@ def make_setup(dice: random.Random) -> Setup:
         min_prefix_token_count=dice.choice((0, 0, 2 * BLOCK)),
         may_recompute=dice.random() < 0.3,
         limits=limits,
+        waiting=waiting,
+        memory_limit_bytes=dice.choice((0, 0, 4_000, 8_000)),
         disk_limit_bytes=LOG_ALLOWANCE_BYTES
         + _MANIFEST_BYTES
         + _FILE_BYTES * dice.choice((0, 5, 12, 30, 500)),

@@ -27,6 +27,7 @@ _REACHED = (
     "Cancelled",
     "DeadlineExceeded",
     "Overloaded",
+    "parked",
     "STOP_STRING",
     "limit LOAD_FAILED",
     "limit RECOMPUTE_FASTER",

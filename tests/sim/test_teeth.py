@@ -17,7 +17,7 @@ from service.kv import block_reader, commit, credit, index, ram_tier, space, spi
 from tests.sim.scenario import SimulationFailed
 from tests.sim.stories import play
 
-_SEED_LIMIT = 150
+_SEED_LIMIT = 300
 Break = Callable[[pytest.MonkeyPatch], None]
 
 

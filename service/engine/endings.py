@@ -1,0 +1,31 @@
+"""What callers are told when their request ends otherwise than by its own output."""
+
+from __future__ import annotations
+
+from service.engine.sequence import Sequence
+from service.errors import Cancelled, DeadlineExceeded, Reason, Unavailable
+
+
+def past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
+    """The client's deadline passed while the request waited or ran."""
+    waited_s = now - sequence.request.arrival_time
+    return DeadlineExceeded(
+        Reason.DEADLINE_EXCEEDED,
+        f"the deadline passed after {waited_s:.3f} s in phase {sequence.phase.name}",
+        metadata={"waited_s": f"{waited_s:.3f}", "phase": sequence.phase.name},
+    )
+
+
+def cancelled_by_client() -> Cancelled:
+    """The client went away; nobody hears this."""
+    return Cancelled(Reason.CANCELLED, "the client cancelled the call or went away")
+
+
+def shutting_down() -> Unavailable:
+    """The request came while the server drains."""
+    return Unavailable(Reason.DRAINING, "the server is shutting down; try another replica")
+
+
+def stopped_before_done() -> Unavailable:
+    """The drain's own deadline passed."""
+    return Unavailable(Reason.DRAINING, "the server stopped before this request was done")

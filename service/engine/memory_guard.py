@@ -1,0 +1,165 @@
+"""Estimates of what a request needs on the device, against what it may use.
+
+Pure arithmetic over the model's facts; the runner measures, this predicts. Sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from service.engine.sequence import Sequence
+from service.errors import CannotFit, Overloaded, Reason
+
+_OUTPUT_ALLOWANCE = 256
+"""Output tokens a sequence is let in for; what comes beyond is met by making room, or by parking."""
+_NESTED = ("text_config", "language_config", "llm_config")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "ffn_hidden_size")
+_VOCABULARY = ("vocab_size", "padded_vocab_size", "n_vocab")
+_LIVE_FEED_FORWARD_COPIES = 4
+"""Gate, up, their product and one more while they are computed."""
+_LIVE_HIDDEN_COPIES = 8
+"""Residual, norm, q, k, v, attention out, feed-forward out, and one more."""
+_SCORE_COPIES = 2
+"""Attention scores and their softmax, where the kernel keeps them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model's transients are made of. Counts; `compute_bytes` per activation value."""
+
+    hidden_size: int
+    layer_count: int
+    head_count: int
+    feed_forward_size: int
+    vocabulary_size: int
+    compute_bytes: int
+    keeps_scores: bool
+    """The device's attention writes out scores for chunk x context (the CPU build does)."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, compute_bytes: int, keeps_scores: bool) -> ModelShape:
+        """Read config.json, nested text configs and old names too. Missing facts become 0 or guesses."""
+        hidden = find_int(config, _HIDDEN) or 0
+        return cls(
+            hidden_size=hidden,
+            layer_count=find_int(config, _LAYERS) or 0,
+            head_count=find_int(config, _HEADS) or 1,
+            feed_forward_size=find_int(config, _FEED_FORWARD) or 4 * hidden,
+            vocabulary_size=find_int(config, _VOCABULARY) or 0,
+            compute_bytes=compute_bytes,
+            keeps_scores=keeps_scores,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Predicts KV and transients of one model."""
+
+    shape: ModelShape
+    kv_bytes_per_token: int
+    """Over all layers of unlimited context, as measured on the first tokens."""
+    fixed_bytes_per_sequence: int
+    """Windows when they are full, and recurrent states."""
+
+    def kv_bytes(self, token_count: int) -> int:
+        """Return what one sequence of this length holds."""
+        return self.kv_bytes_per_token * token_count + self.fixed_bytes_per_sequence
+
+    def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
+        """Return the peak of temporary arrays while a chunk runs at this context length."""
+        shape = self.shape
+        per_token = _LIVE_HIDDEN_COPIES * shape.hidden_size
+        per_token += _LIVE_FEED_FORWARD_COPIES * shape.feed_forward_size
+        values = chunk_token_count * per_token
+        if shape.keeps_scores:
+            values += _SCORE_COPIES * shape.head_count * chunk_token_count * context_token_count
+        return values * shape.compute_bytes
+
+    def request_bytes(self, *, token_count: int, chunk_token_count: int) -> int:
+        """Return the most a request of this many tokens, output included, needs at once."""
+        chunk = min(chunk_token_count, token_count)
+        return self.kv_bytes(token_count) + self.chunk_bytes(
+            chunk_token_count=chunk, context_token_count=token_count
+        )
+
+
+def find_int(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first of `names` that is a number in the config or in a text config inside it."""
+    scopes = [config, *(config[key] for key in _NESTED if isinstance(config.get(key), dict))]
+    for scope in scopes:
+        for name in names:
+            value = scope.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
+
+
+class MemoryGuard:
+    """Compares predictions with what the device is using. `limit_bytes` 0 switches it off."""
+
+    def __init__(
+        self, model: MemoryModel, *, limit_bytes: int, weight_bytes: int, chunk_token_count: int
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self._model = model
+        self._weight_bytes = weight_bytes
+        self._chunk_token_count = chunk_token_count
+
+    def never_fits(self, token_count: int) -> CannotFit | None:
+        """Return the refusal of a request that could not run even alone."""
+        needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
+        needed += self._weight_bytes
+        if not self.limit_bytes or needed <= self.limit_bytes:
+            return None
+        return CannotFit(
+            Reason.MEMORY_NEVER_FITS,
+            f"{token_count} tokens with the model need about {needed} bytes, and this server may use "
+            f"{self.limit_bytes}; send a shorter prompt, ask for fewer tokens, or raise memory_limit_bytes",
+            metadata={
+                "estimated_bytes": needed,
+                "limit_bytes": self.limit_bytes,
+                "token_count": token_count,
+            },
+        )
+
+    def start_bytes(self, sequence: Sequence) -> int:
+        """Return what must be free before a sequence may start: its input, a little output, one chunk."""
+        left = sequence.output_token_limit - len(sequence.output_token_ids)
+        token_count = len(sequence.input_token_ids) + min(left, _OUTPUT_ALLOWANCE)
+        return self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
+
+    def growth_bytes(self, sequences: Iterable[Sequence]) -> int:
+        """Return what running sequences were let in for and do not hold yet."""
+        return sum(max(0, self.start_bytes(s) - self._model.kv_bytes(s.kv_token_count)) for s in sequences)
+
+    def chunk_bytes(self, chunk_token_count: int, context_token_count: int) -> int:
+        """Return the transient of one prefill chunk, its KV included."""
+        transient = self._model.chunk_bytes(
+            chunk_token_count=chunk_token_count, context_token_count=context_token_count
+        )
+        return transient + self._model.kv_bytes_per_token * chunk_token_count
+
+    def excess_bytes(self, *, active_bytes: int, needed_bytes: int) -> int:
+        """Return by how much the limit would be passed; 0 when it fits or there is no limit."""
+        if not self.limit_bytes:
+            return 0
+        return max(0, active_bytes + needed_bytes - self.limit_bytes)
+
+    def short(self, *, needed_bytes: int, active_bytes: int) -> Overloaded:
+        """Return the refusal of a request for which there is no memory now."""
+        return Overloaded(
+            Reason.MEMORY_SHORT,
+            f"about {needed_bytes} bytes are needed, {active_bytes} of {self.limit_bytes} are in use and "
+            "nothing more can be freed; try again later",
+            retry_after_s=1.0,
+            metadata={
+                "needed_bytes": needed_bytes,
+                "active_bytes": active_bytes,
+                "limit_bytes": self.limit_bytes,
+            },
+        )

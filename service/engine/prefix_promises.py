@@ -1,0 +1,83 @@
+"""Blocks that a running prefill will complete, so that others wait for them instead of computing them too.
+
+Inference thread only. A prefill promises every full block of its input that is still to come. A
+request whose own prompt goes through such a block follows: it waits until the last block it
+shares is kept, or the leader ends, and is planned then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ReadSequence
+
+from service.domain.blocks import block_hash
+from service.domain.ids import BlockHash
+from service.engine.ids import SequenceId
+from service.engine.sequence import Sequence
+
+_FOLLOW_LIMIT = 3
+"""Leaders one request follows at most, one after the other."""
+
+
+class Promises:
+    """Who computes what, and who waits for it."""
+
+    def __init__(self, *, block_token_count: int) -> None:
+        self._block_token_count = block_token_count
+        self._leaders: dict[BlockHash, SequenceId] = {}
+        self._made: dict[SequenceId, list[BlockHash]] = {}
+        self._followers: dict[BlockHash, list[Sequence]] = {}
+        self._follow_counts: dict[SequenceId, int] = {}
+        self._ready: list[Sequence] = []
+
+    def make(self, sequence: Sequence, root: BlockHash) -> None:
+        """Promise the full blocks of a sequence's input that its chain does not hold yet."""
+        chain = self._chain(sequence, root)[len(sequence.chain) :]
+        mine = [name for name in chain if name not in self._leaders]
+        self._leaders.update(dict.fromkeys(mine, sequence.sequence_id))
+        if mine:
+            self._made[sequence.sequence_id] = mine
+
+    def follow(self, sequence: Sequence, root: BlockHash) -> bool:
+        """Have a sequence wait for the last block it shares with a running prefill; False for none."""
+        if not self._leaders or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
+            return False
+        shared = [name for name in self._chain(sequence, root) if name in self._leaders]
+        if not shared:
+            return False
+        self._followers.setdefault(shared[-1], []).append(sequence)
+        self._follow_counts[sequence.sequence_id] = self._follow_counts.get(sequence.sequence_id, 0) + 1
+        return True
+
+    def keep(self, names: ReadSequence[BlockHash]) -> None:
+        """Note that blocks were completed; whoever waits for them is ready."""
+        for name in names:
+            self._leaders.pop(name, None)
+            self._ready += self._followers.pop(name, [])
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """The leader computes no further: its followers are ready, with what there is."""
+        self.keep(self._made.pop(sequence.sequence_id, []))
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence ended: it leads and follows nobody."""
+        self.withdraw(sequence)
+        self._follow_counts.pop(sequence.sequence_id, None)
+        for waiting in self._followers.values():
+            if sequence in waiting:
+                waiting.remove(sequence)
+        self._ready = [other for other in self._ready if other is not sequence]
+
+    def take_ready(self) -> list[Sequence]:
+        """Return the sequences that need wait no longer, once."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _chain(self, sequence: Sequence, root: BlockHash) -> list[BlockHash]:
+        """Names of the full blocks before the last input token."""
+        size = self._block_token_count
+        names: list[BlockHash] = []
+        for start in range(0, sequence.prefill_target - size + 1, size):
+            parent = names[-1] if names else root
+            tokens = sequence.input_token_ids[start : start + size]
+            names.append(block_hash(parent=parent, token_ids=tokens))
+        return names

@@ -1,0 +1,41 @@
+"""Identical prompts at the same time: one prefill, and the others start from its blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.domain.ids import RequestId
+from service.domain.request import CacheUse
+from tests.cache.house import BLOCK, House
+from tests.models import tiny_model_dir
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_identical_prompts_at_once_are_computed_once(tmp_path: Path, architecture: str) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    tokens = [3 + (i * 7 + i * i) % 290 for i in range(6 * BLOCK + 5)]
+    names = [f"r{i}" for i in range(4)]
+    with House(folder, None) as house:
+        for name in names:
+            house.submit(name, tokens)
+        answers = [house.answer(name) for name in names]
+        engine, _ = house.stats()
+    assert all(answer.tokens == answers[0].tokens for answer in answers)
+    assert answers[0].cache.cached_token_count == 0
+    assert all(answer.cache.ram_token_count >= 6 * BLOCK for answer in answers[1:])
+    assert engine.prefilled_token_total <= len(tokens) + 3 * BLOCK
+
+
+def test_a_cancelled_leader_leaves_its_followers_running(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    tokens = [3 + (i * 7 + i * i) % 290 for i in range(20 * BLOCK + 5)]
+    with House(folder, None) as house:
+        house.submit("leader", tokens, max_output_tokens=100)
+        house.submit("follower", tokens)
+        house.engine.cancel(RequestId("leader"))
+        house.recorder.wait_for_end("leader")
+        followed = house.answer("follower")
+        alone = house.ask("alone", tokens, cache_use=CacheUse.OFF)
+    assert followed.tokens == alone.tokens

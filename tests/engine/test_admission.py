@@ -1,0 +1,63 @@
+"""Refusals before the wait: full in numbers, late at once; and retry delays from measured rates."""
+
+from __future__ import annotations
+
+from service.domain.events import Failed, Finished
+from service.engine.waiting import WaitingLimits
+from service.errors import Overloaded, Reason
+from tests.engine.test_loop import House
+
+
+def measured(house: House, *, prefill_tokens_per_s: float, service_s: float = 0.0) -> None:
+    """What a busy engine has measured of itself."""
+    house.loop.counters.prefill_tokens_per_s = prefill_tokens_per_s
+    house.loop.counters.service_s = service_s
+
+
+def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
+    house = House(running_limit=1, context_token_limit=1000)
+    measured(house, prefill_tokens_per_s=10.0)
+    house.submit("long", [1] * 500, max_output_tokens=1)
+    house.submit("hurried", [1] * 4, deadline_time=house.clock.now + 20.0)
+    house.submit("patient", [1] * 4, deadline_time=house.clock.now + 200.0)
+    house.loop.step()
+    end = house.recorder.end_of("hurried")
+    assert isinstance(end, Failed) and isinstance(end.error, Overloaded)
+    assert end.error.reason is Reason.DEADLINE_UNREACHABLE
+    assert float(end.error.metadata["predicted_ttft_s"]) > 20.0
+    assert end.error.metadata["deadline_s"] == "20.000" and end.error.retry_after_s
+    house.run()
+    assert isinstance(house.recorder.end_of("patient"), Finished)
+
+
+def test_nothing_is_predicted_before_anything_was_measured() -> None:
+    house = House(running_limit=1, context_token_limit=1000)
+    house.submit("long", [1] * 500, max_output_tokens=1)
+    house.submit("hurried", [1] * 4, deadline_time=house.clock.now + 0.5)
+    house.loop.step()
+    assert house.recorder.end_of("hurried") is None
+
+
+def test_the_retry_delay_follows_the_measured_service_time() -> None:
+    delays = []
+    for service_s in (2.0, 20.0):
+        house = House(waiting_limit=2, running_limit=1)
+        measured(house, prefill_tokens_per_s=1000.0, service_s=service_s)
+        for name in "abc":
+            house.submit(name)
+        house.loop.step()
+        end = house.recorder.end_of("c")
+        assert isinstance(end, Failed) and end.error.reason is Reason.QUEUE_FULL
+        assert end.error.retry_after_s is not None
+        assert end.error.metadata["queue_position"] == "2"
+        delays.append(end.error.retry_after_s)
+    assert delays[1] > 5 * delays[0] > 0
+
+
+def test_tokens_bound_the_queue_too() -> None:
+    house = House(running_limit=1, waiting=WaitingLimits(request_limit=10, token_limit=20))
+    for name in "abc":
+        house.submit(name, [1] * 12)
+    house.loop.step()
+    end = house.recorder.end_of("b")
+    assert isinstance(end, Failed) and end.error.metadata["waiting_token_limit"] == "20"

@@ -1,0 +1,147 @@
+"""Estimates and refusals; then the loop under pressure, with a runner whose memory is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.domain.events import Failed, Finished
+from service.engine.memory_guard import MemoryGuard, MemoryModel, ModelShape
+from service.errors import CannotFit, Overloaded, Reason
+from tests.engine.fakes import memory_model
+from tests.engine.test_loop import House
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128},
+        {
+            "text_config": {
+                "hidden_size": 64,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "ffn_dim": 128,
+            }
+        },
+        {"language_config": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 128}},
+        {"llm_config": {"d_model": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 128}},
+    ],
+)
+def test_facts_are_found_in_nested_and_old_configs(config) -> None:
+    shape = ModelShape.of(config, compute_bytes=2, keeps_scores=True)
+    assert (shape.hidden_size, shape.layer_count, shape.head_count, shape.feed_forward_size) == (
+        64,
+        3,
+        4,
+        128,
+    )
+
+
+def test_a_longer_context_or_chunk_needs_more() -> None:
+    shape = ModelShape(64, 2, 4, 128, 1000, 4, keeps_scores=True)
+    model = MemoryModel(shape, kv_bytes_per_token=100, fixed_bytes_per_sequence=7)
+    assert model.kv_bytes(10) == 1007
+    short = model.chunk_bytes(chunk_token_count=16, context_token_count=100)
+    assert model.chunk_bytes(chunk_token_count=16, context_token_count=1000) > short
+    assert model.chunk_bytes(chunk_token_count=32, context_token_count=100) == 2 * short
+
+
+def test_without_a_limit_everything_fits() -> None:
+    guard = MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=100, chunk_token_count=4)
+    assert guard.never_fits(10**9) is None
+    assert guard.excess_bytes(active_bytes=10**12, needed_bytes=10**12) == 0
+
+
+def test_what_can_never_fit_is_refused_before_it_waits_with_estimate_and_limit() -> None:
+    house = House(memory_limit_bytes=300, context_token_limit=1000)
+    house.submit("huge", [1] * 30, max_output_tokens=2)
+    house.submit("fine", [1] * 10, max_output_tokens=2)
+    house.run()
+    end = house.recorder.end_of("huge")
+    assert isinstance(end, Failed) and isinstance(end.error, CannotFit)
+    assert end.error.reason is Reason.MEMORY_NEVER_FITS
+    assert end.error.metadata["limit_bytes"] == "300"
+    assert int(end.error.metadata["estimated_bytes"]) > 300
+    assert len(house.recorder.events["huge"]) == 1, "no event before the refusal"
+    assert isinstance(house.recorder.end_of("fine"), Finished)
+
+
+def counted(house: House) -> None:
+    """The runner's memory: the weights and ten bytes for each token of each live sequence."""
+    house.runner.active_bytes = lambda: 100 + 10 * sum(len(h) for h in house.runner.history.values())
+
+
+def test_what_does_not_fit_now_waits_until_it_does() -> None:
+    house = House(memory_limit_bytes=400, context_token_limit=1000)
+    counted(house)
+    house.submit("first", [1] * 15, max_output_tokens=5)
+    house.submit("second", [1] * 15, max_output_tokens=5)
+    house.loop.step()
+    assert house.scheduler.waiting_count == 1, "the second waits for memory, not for a slot"
+    house.run()
+    assert all(isinstance(house.recorder.end_of(n), Finished) for n in ("first", "second"))
+
+
+def test_memory_taken_by_others_refuses_with_numbers_instead_of_waiting_for_ever() -> None:
+    house = House(memory_limit_bytes=400, context_token_limit=1000)
+    house.runner.active_bytes = lambda: 390
+    house.submit("a", [1] * 10, max_output_tokens=5)
+    house.run()
+    end = house.recorder.end_of("a")
+    assert isinstance(end, Failed) and isinstance(end.error, Overloaded)
+    assert end.error.reason is Reason.MEMORY_SHORT and end.error.retry_after_s
+    assert end.error.metadata["active_bytes"] == "390"
+
+
+def test_the_youngest_is_parked_and_goes_on_with_the_same_tokens() -> None:
+    alone = House(context_token_limit=1000)
+    for name, start in (("old", 1), ("young", 5)):
+        alone.submit(name, range(start, start + 6), max_output_tokens=30)
+    alone.run()
+
+    tight = House(memory_limit_bytes=1000, context_token_limit=1000)
+    counted(tight)
+    for name, start in (("old", 1), ("young", 5)):
+        tight.submit(name, range(start, start + 6), max_output_tokens=30)
+    for _ in range(12):
+        tight.loop.step()
+    assert tight.scheduler.decoding_count == 2
+    tight.pressure_limit(500)  # enough for either alone, not for both to the end
+    tight.run()
+    for name in ("old", "young"):
+        assert tight.recorder.tokens_of(name) == alone.recorder.tokens_of(name)
+        starts = [e for e in tight.recorder.events[name] if type(e).__name__ == "Started"]
+        assert len(starts) == 1
+    assert tight.loop.stats().parked_total >= 1
+
+
+def test_an_overrun_ends_one_request_and_not_the_engine() -> None:
+    house = House(memory_limit_bytes=1000, context_token_limit=1000)
+    counted(house)
+    house.submit("grows", [1] * 40, max_output_tokens=2)
+    house.loop.step()
+    house.pressure_limit(200)
+    house.run()
+    end = house.recorder.end_of("grows")
+    assert isinstance(end, Failed) and end.error.reason is Reason.MEMORY_SHORT
+    house.pressure_limit(1000)
+    house.submit("next", [1] * 4, max_output_tokens=2)
+    house.run()
+    assert isinstance(house.recorder.end_of("next"), Finished)
+
+
+def test_a_follower_goes_on_although_nobody_else_may_start() -> None:
+    """Found by the simulation: the queue's head waited for memory that only the follower could free."""
+    house = House(memory_limit_bytes=700, context_token_limit=1000)
+    counted(house)
+    house.submit("leader", [1] * 15, max_output_tokens=5)
+    house.loop.step()
+    follower = next(iter(house.scheduler.running))
+    house.scheduler.start_following(follower)
+    house.submit("big", [2] * 50, max_output_tokens=5)
+    house.loop.step()
+    assert house.scheduler.waiting_count == 1
+    house.prefix._promises._ready.append(follower)
+    house.run()
+    assert isinstance(house.recorder.end_of("leader"), Finished)
+    assert isinstance(house.recorder.end_of("big"), Finished)

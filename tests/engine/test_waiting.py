@@ -1,0 +1,77 @@
+"""The waiting room: bounds, urgency, age, and tenants' shares."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from service.domain.ids import Tenant
+from service.engine.ids import SequenceId
+from service.engine.sequence import Sequence
+from service.engine.text import TextStream
+from service.engine.waiting import WaitingLimits, WaitingRoom
+from tests.engine.fakes import decode_ascii, request
+
+
+def sequence(
+    number: int, *, tokens: int = 5, priority: int = 0, tenant: str = "", arrival: float = 0.0
+) -> Sequence:
+    asked = dataclasses.replace(
+        request(f"r{number}", [1] * tokens, priority=priority), tenant=Tenant(tenant), arrival_time=arrival
+    )
+    text = TextStream(decode=decode_ascii, prompt_token_ids=[], stops=())
+    return Sequence(SequenceId(number), asked, text, output_token_limit=5)
+
+
+def test_bounds_by_requests_and_by_tokens() -> None:
+    room = WaitingRoom(WaitingLimits(request_limit=3, token_limit=100))
+    assert room.has_room_for(10_000), "an empty room takes any one request"
+    room.add(sequence(0, tokens=90))
+    assert room.has_room_for(10) and not room.has_room_for(11)
+    room.add(sequence(1, tokens=5))
+    room.add(sequence(2, tokens=5))
+    assert not room.has_room_for(0), "three requests wait"
+    room.discard(sequence(0, tokens=90))
+    assert room.token_count == 10
+
+
+def test_age_raises_rank_until_nobody_can_pass() -> None:
+    room = WaitingRoom(WaitingLimits(request_limit=9, aging_s=5.0))
+    old = sequence(0, priority=0, arrival=0.0)
+    room.add(old)
+    room.add(sequence(1, priority=2, arrival=4.0))
+    best = room.best(now=4.0)
+    assert best is not None and best.sequence_id == 1
+    room.add(sequence(2, priority=2, arrival=14.0))
+    room.discard(best)
+    assert room.best(now=15.0) is old, "after 15 s it outranks priority 2"
+
+
+def test_equals_go_in_order_of_arrival() -> None:
+    room = WaitingRoom(WaitingLimits(request_limit=9))
+    for number in range(3):
+        room.add(sequence(number))
+    best = room.best(now=0.0)
+    assert best is not None and best.sequence_id == 0
+
+
+def test_a_tenant_with_its_share_running_is_passed_over() -> None:
+    room = WaitingRoom(WaitingLimits(request_limit=9, tenant_running_limit=1))
+    first, second, other = sequence(0, tenant="a"), sequence(1, tenant="a"), sequence(2, tenant="b")
+    for one in (first, second, other):
+        room.add(one)
+    room.discard(first)
+    room.note_running(first)
+    assert room.best(now=0.0) is other
+    room.discard(other)
+    assert room.best(now=0.0) is None
+    room.note_ended(first)
+    assert room.best(now=0.0) is second
+
+
+def test_what_is_ahead_of_a_newcomer() -> None:
+    room = WaitingRoom(WaitingLimits(request_limit=9))
+    room.add(sequence(0, tokens=10, priority=0))
+    room.add(sequence(1, tokens=20, priority=3))
+    assert room.tokens_ahead_of(0) == (2, 30)
+    assert room.tokens_ahead_of(3) == (1, 20)
+    assert room.tokens_ahead_of(4) == (0, 0)
