@@ -22,6 +22,7 @@ from service.kv.storage import Storage
 _RAM_SHARE_CPU = 0.25
 _RAM_SHARE_GPU = 0.2
 """Of what the device may use; model and live KV need the rest."""
+_MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
 _TASK_QUEUE_COUNT = 4096
 
@@ -59,6 +60,7 @@ def build_cache_room(
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
+        min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
     )
     storage = None
     if config.enabled and config.ssd_enabled:

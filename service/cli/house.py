@@ -76,6 +76,7 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         tokenizer=tokenizer,
         settings=RunnerSettings(
             lane_row_limit=lane_row_limit,
+            is_pipelined=not runs_on_cpu(),
             block_token_count=config.cache.block_token_count,
             kv_bits=config.cache.kv_bits,
             kv_group_size=config.cache.kv_group_size,

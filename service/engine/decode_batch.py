@@ -4,8 +4,9 @@ mlx-lm's batch caches do the padding, joining and leaving. The forward pass is o
 its GenerationBatch, because every row here has its own random key and nobody needs a row of
 log probabilities for the whole vocabulary per token.
 
-A step is dispatched before the tokens of the step before are read, so the device computes
-while Python publishes.
+A device that computes on its own (Metal, CUDA) is kept a step ahead: the next step is dispatched
+before the tokens of the last one are read, so it computes while Python publishes. MLX's CPU build
+makes the dispatch itself wait, so there a step ahead would only delay every first token by a step.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class JoiningRow:
 class DecodeBatch:
     """Rows decoding together. A lone row keeps its own unpadded caches until a second one joins."""
 
-    def __init__(self, model: Any, *, is_solitary: bool = False) -> None:
+    def __init__(self, model: Any, *, is_pipelined: bool, is_solitary: bool = False) -> None:
         self._model = model
+        self._is_pipelined = is_pipelined
         self.is_solitary = is_solitary
         """Cache classes here do not batch, so no second row may ever join."""
         self._ids: list[SequenceId] = []
@@ -79,19 +81,24 @@ class DecodeBatch:
     def dispatch(self) -> None:
         """Start the next step on the device, from the tokens drawn last."""
         assert self._drawn is not None and self._in_flight is None, "dispatch and collect take turns"
-        self._in_flight = self._drawn
-        self._drawn = self._forward(self._in_flight, self._caches, self._rows)
+        if self._is_pipelined:
+            self._in_flight = self._drawn
+        self._drawn = self._forward(self._drawn, self._caches, self._rows)
         mx.async_eval(self._drawn)  # type: ignore[no-untyped-call]
 
     def collect(self) -> list[Drawn]:
-        """Wait for the tokens that were drawn before the last dispatch; one a row."""
-        assert self._in_flight is not None, "collect follows dispatch"
-        token_ids = cast("list[int]", self._in_flight.tolist())
+        """Wait for one token a row: those drawn before the last dispatch when pipelined, else the last."""
+        drawn = self._in_flight if self._is_pipelined else self._drawn
+        assert drawn is not None, "collect follows dispatch"
+        token_ids = cast("list[int]", drawn.tolist())
         self._in_flight = None
         return [Drawn(i, t) for i, t in zip(self._ids, token_ids, strict=True)]
 
     def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
-        """Return the caches that hold one row, and which row it is; every token published so far is in."""
+        """Return the caches that hold one row, and which row it is.
+
+        Every token collected so far is in when pipelined; all but the last one otherwise.
+        """
         return self._caches, self._ids.index(sequence_id)
 
     def remove(self, sequence_ids: Collection[SequenceId]) -> None:

@@ -7,7 +7,7 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 from __future__ import annotations
 
 from service.clock import Clock
-from service.domain.events import Event, Failed, Finished, PrefillProgress, Started
+from service.domain.events import Event, Failed, Finished, PrefillProgress
 from service.domain.ids import RequestId
 from service.domain.model import ModelInfo
 from service.domain.request import GenerationRequest
@@ -78,7 +78,7 @@ class EngineLoop:
 
     @property
     def is_done(self) -> bool:
-        """Drained: nothing runs and nothing new is let in."""
+        """Whether nothing runs and nothing new is let in."""
         return self.is_draining and not self._sequences
 
     def step(self) -> None:
@@ -153,9 +153,10 @@ class EngineLoop:
             sequence_id=SequenceId(self._next_id),
             decode=self._decode,
             context_token_limit=self._model.context_token_limit,
+            is_fed_ahead=self._runner.is_pipelined,
         )
-        now = self._clock.monotonic()
-        refusal = self._admission.refusal(request, output_token_limit=sequence.output_token_limit, now=now)
+        limit = sequence.output_token_limit
+        refusal = self._admission.refusal(request, output_token_limit=limit, now=self._clock.monotonic())
         if refusal is not None:
             self._refuse(request, refusal)
             return
@@ -225,14 +226,7 @@ class EngineLoop:
             sequence.has_started = True
             self._prefix.settle(sequence)
             self.counters.cached_token_total += sequence.cache.cached_token_count
-            self._tell(
-                sequence,
-                Started(
-                    prompt_token_count=len(sequence.request.prompt_token_ids),
-                    cache=sequence.cache,
-                    queue_s=sequence.admitted_time - sequence.request.arrival_time,
-                ),
-            )
+            self._tell(sequence, sequence.started())
         self._join_if_prefilled(sequence)
 
     def _prefill(self, chunk: PrefillChunk) -> None:

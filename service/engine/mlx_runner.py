@@ -44,6 +44,8 @@ class RunnerSettings:
     block_token_count: int = 256
     kv_bits: int = 0
     kv_group_size: int = 64
+    is_pipelined: bool = True
+    """Keep the device a step ahead of Python; of no use where dispatching waits (the CPU build)."""
 
 
 class MlxRunner:
@@ -72,6 +74,10 @@ class MlxRunner:
         self._open: dict[SequenceId, list[upstream.Cache]] = {}
         self._joining: list[JoiningRow] = []
         self._lanes: list[DecodeBatch] = []
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self._settings.is_pipelined
 
     def load(self) -> ModelInfo:
         self._owner = threading.get_ident()
@@ -110,9 +116,13 @@ class MlxRunner:
 
     def decode(self) -> list[Drawn]:
         self._check_thread()
-        self._seat()
+        if self.is_pipelined:
+            self._seat()
         for lane in self._lanes:
             lane.dispatch()
+        if not self.is_pipelined:
+            # After the others went on: a newcomer's first token was drawn by its joining already.
+            self._seat()
         return [drawn for lane in self._lanes for drawn in lane.collect()]
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -236,11 +246,11 @@ class MlxRunner:
                 lane.join(shared[:room])
                 shared = shared[room:]
         for start in range(0, len(shared), self._settings.lane_row_limit):
-            lane = DecodeBatch(self._model)
+            lane = DecodeBatch(self._model, is_pipelined=self.is_pipelined)
             lane.join(shared[start : start + self._settings.lane_row_limit])
             self._lanes.append(lane)
         for row in alone:
-            lane = DecodeBatch(self._model, is_solitary=True)
+            lane = DecodeBatch(self._model, is_pipelined=self.is_pipelined, is_solitary=True)
             lane.join([row])
             self._lanes.append(lane)
 

@@ -32,6 +32,11 @@ class MemoryUse(NamedTuple):
 class Runner(Protocol):
     """The model and its sequences. Every call is made on the inference thread."""
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a token is fed to the model before it is returned: its KV then exists already."""
+        ...
+
     def load(self) -> ModelInfo:
         """Load and warm the model. Raises ModelError when the folder cannot be served."""
         ...

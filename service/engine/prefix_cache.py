@@ -40,6 +40,8 @@ class PrefixSettings:
     """"on_evict", "write_behind" or "off"."""
     min_prefix_token_count: int = 0
     may_recompute: bool = True
+    min_reuse_token_count: int = 0
+    """Matches of fewer tokens, such as a lone start token, are computed instead."""
 
 
 class PrefixCache:
@@ -79,7 +81,13 @@ class PrefixCache:
             counters=self.counters,
         )
         self.room = Room(ram=self.ram, index=self.index, spills=self.spills)
-        self.planner = Planner(self.index, settings.fingerprint, self.rates, settings.may_recompute)
+        self.planner = Planner(
+            self.index,
+            settings.fingerprint,
+            self.rates,
+            settings.may_recompute,
+            settings.min_reuse_token_count,
+        )
         self._runner = runner
         self._clock = clock
         self._capture_rules = CaptureRules(

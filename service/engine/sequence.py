@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 
 from service.domain.blocks import RegionKind
-from service.domain.events import CacheReport, FinishReason, Usage
+from service.domain.events import CacheReport, FinishReason, Started, Usage
 from service.domain.ids import BlockHash
 from service.domain.request import GenerationRequest
 from service.engine.ids import SequenceId
@@ -52,6 +52,8 @@ class Sequence:
     has_started: bool = False
     """`Started` was told; a parked sequence does not start twice."""
     park_count: int = 0
+    is_fed_ahead: bool = True
+    """The runner feeds a token before it tells it, so KV of the last output token exists."""
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
     """Prompt tokens whose KV exists, reused ones included."""
@@ -73,6 +75,7 @@ class Sequence:
         sequence_id: SequenceId,
         decode: Decode,
         context_token_limit: int,
+        is_fed_ahead: bool,
     ) -> Sequence:
         """Return a sequence that waits, its output bounded by what is left of the context."""
         prompt = request.prompt_token_ids
@@ -81,6 +84,7 @@ class Sequence:
             request=request,
             text=TextStream(decode=decode, prompt_token_ids=prompt, stops=request.stop),
             output_token_limit=min(request.max_output_tokens, context_token_limit - len(prompt)),
+            is_fed_ahead=is_fed_ahead,
         )
 
     def __post_init__(self) -> None:
@@ -106,7 +110,8 @@ class Sequence:
     def kv_token_count(self) -> int:
         """Tokens whose KV exists: of the prompt, then of the output."""
         if self.phase is Phase.DECODING:
-            return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+            not_fed_count = 1 if self.output_token_ids and not self.is_fed_ahead else 0
+            return len(self.request.prompt_token_ids) + len(self.output_token_ids) - not_fed_count
         return self.processed_token_count
 
     def note_cache(self, report: CacheReport) -> None:
@@ -129,6 +134,14 @@ class Sequence:
             return prompt[start:stop]
         head = prompt[start:] if start < len(prompt) else ()
         return (*head, *self.output_token_ids[max(0, start - len(prompt)) : stop - len(prompt)])
+
+    def started(self) -> Started:
+        """Say what the caller is told when the sequence leaves the queue and its prefix is known."""
+        return Started(
+            prompt_token_count=len(self.request.prompt_token_ids),
+            cache=self.cache,
+            queue_s=self.admitted_time - self.request.arrival_time,
+        )
 
     def usage(self, now: float) -> Usage:
         """Account for the request as of `now`."""

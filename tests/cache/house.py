@@ -81,6 +81,7 @@ class House:
         kv_group_size: int = 32,
         checkpoint_interval_tokens: int = 64,
         is_enabled: bool = True,
+        is_pipelined: bool = False,
         files: Files | None = None,
         **storage_changes,
     ) -> None:
@@ -94,7 +95,7 @@ class House:
         runner = MlxRunner(
             source=source,
             tokenizer=tokenizer,
-            settings=RunnerSettings(8, BLOCK, kv_bits, kv_group_size),
+            settings=RunnerSettings(8, BLOCK, kv_bits, kv_group_size, is_pipelined),
             clock=clock,
         )
         self.recorder = WatchingRecorder()

@@ -77,6 +77,7 @@ class FakeRunner:
         self.chunks: list[tuple[SequenceId, int]] = []
         self.released: list[SequenceId] = []
         self.closed = False
+        self.is_pipelined = True
         self.on_decode: Callable[[], None] = lambda: None
         self.active_bytes: Callable[[], int] = lambda: 1
         self.next_token: Callable[[list[int]], int] = lambda history: 97 + sum(history) % 26

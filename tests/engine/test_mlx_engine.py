@@ -49,7 +49,7 @@ class Running:
         assert self.engine.join(timeout_s=BOUND_S)
 
 
-def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16) -> Running:
+def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16, is_pipelined: bool = True) -> Running:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     tokenizer = model_loader.load_tokenizer(source)
     recorder = Recorder()
@@ -57,7 +57,7 @@ def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16) -> Running:
         runner=MlxRunner(
             source=source,
             tokenizer=tokenizer,
-            settings=RunnerSettings(lane_row_limit=lane_row_limit),
+            settings=RunnerSettings(lane_row_limit=lane_row_limit, is_pipelined=is_pipelined),
             clock=SystemClock(),
         ),
         make_prefix=lambda: no_prefix(SystemClock()),
@@ -87,9 +87,12 @@ def requests(prefix: str, count: int) -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.parametrize("is_pipelined", [True, False])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "falcon_h1", "llama4"])
-def test_sixteen_together_get_what_each_gets_alone(tmp_path: Path, architecture: str) -> None:
-    running = start(tiny_model_dir(tmp_path, architecture))
+def test_sixteen_together_get_what_each_gets_alone(
+    tmp_path: Path, architecture: str, is_pipelined: bool
+) -> None:
+    running = start(tiny_model_dir(tmp_path, architecture), is_pipelined=is_pipelined)
     try:
         together = running.ask(requests("together", 16))
         alone: dict[str, list[int]] = {}

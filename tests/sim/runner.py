@@ -42,7 +42,7 @@ class SimRegion:
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """One decoding sequence. What is drawn is run through the model before it is told."""
+    """One decoding sequence. When pipelined, what is drawn is run through the model before it is told."""
 
     caches: Caches
     seed: int
@@ -56,6 +56,7 @@ class SimRunner:
         self.spec = spec
         self._block_token_count = block_token_count
         self._dice = dice
+        self.is_pipelined = spec.weights % 2 == 1
         self.open_caches: dict[SequenceId, Caches] = {}
         self.restoring: dict[SequenceId, RestoreInput] = {}
         self.joining: dict[SequenceId, tuple[Caches, int, int]] = {}
@@ -94,15 +95,25 @@ class SimRunner:
         self.joining[sequence_id] = (self.open_caches.pop(sequence_id), last_token_id, sampling.seed)
 
     def decode(self) -> list[Drawn]:
+        if self.is_pipelined:
+            self._seat()
+            told = [Drawn(sequence_id, row.drawn) for sequence_id, row in self.decoding.items()]
+            self._advance()
+            return told
+        self._advance()
+        self._seat()
+        return [Drawn(sequence_id, row.drawn) for sequence_id, row in self.decoding.items()]
+
+    def _seat(self) -> None:
         for sequence_id, (caches, last_token_id, seed) in self.joining.items():
             caches.run(last_token_id)
             self.decoding[sequence_id] = _Row(caches, seed, caches.draw(seed))
         self.joining.clear()
-        told = [Drawn(sequence_id, row.drawn) for sequence_id, row in self.decoding.items()]
+
+    def _advance(self) -> None:
         for row in self.decoding.values():
             row.caches.run(row.drawn)
             row.drawn = row.caches.draw(row.seed)
-        return told
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         for place in (self.open_caches, self.restoring, self.joining, self.decoding):
