@@ -1,0 +1,77 @@
+"""Sequences that give way to memory pressure and go on later, on real models: nobody can tell.
+
+The device's counters are replaced, not its memory: at chosen decode steps they say that far more
+is in use than is allowed, until a sequence has been parked.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.domain.request import SamplingParams
+from service.engine.engine import Engine
+from service.engine.mlx_runner import MlxRunner
+from service.engine.ports import Drawn, MemoryUse
+from tests.cache import house as cache_house
+from tests.cache.house import BLOCK, House
+from tests.cache.test_reuse import prompt
+from tests.models import tiny_model_dir
+
+_LIMIT_BYTES = 1 << 30
+_PRESSED_STEPS = (6, 7, 15, 30)
+"""Decode steps before which memory runs short; two in a row park two sequences."""
+_OUTPUT = 40
+_SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
+_REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
+    "greedy": (prompt(3 * BLOCK + 5), SamplingParams()),
+    "sampled": (prompt(2 * BLOCK + 9, salt=1), _SAMPLED),
+    "short": (prompt(7, salt=2), SamplingParams()),
+    "warm": (prompt(4 * BLOCK, salt=3), SamplingParams(temperature=0.7, top_k=20, seed=11)),
+}
+
+
+class PressedRunner(MlxRunner):
+    """Says at the chosen steps that memory is full, until something is released."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._step = 0
+        self._is_full = False
+
+    def decode(self) -> list[Drawn]:
+        self._step += 1
+        self._is_full = self._step in _PRESSED_STEPS
+        return super().decode()
+
+    def release(self, sequence_ids: Any) -> None:
+        self._is_full = False
+        super().release(sequence_ids)
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(2 * _LIMIT_BYTES if self._is_full else 0, 0, 0)
+
+
+@pytest.mark.parametrize("with_ssd", [True, False], ids=["to SSD", "from RAM or anew"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
+def test_parked_sequences_go_on_with_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, with_ssd: bool
+) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    with House(folder, None, is_enabled=False) as house:
+        undisturbed = {
+            name: house.ask(name, tokens, sampling=sampling, max_output_tokens=_OUTPUT).tokens
+            for name, (tokens, sampling) in _REQUESTS.items()
+        }
+    monkeypatch.setattr(cache_house, "MlxRunner", PressedRunner)
+    monkeypatch.setattr(cache_house, "Engine", functools.partial(Engine, memory_limit_bytes=_LIMIT_BYTES))
+    with House(folder, tmp_path / "blocks" if with_ssd else None) as house:
+        for name, (tokens, sampling) in _REQUESTS.items():
+            house.submit(name, tokens, sampling=sampling, max_output_tokens=_OUTPUT)
+        parked = {name: house.answer(name).tokens for name in _REQUESTS}
+        engine, _ = house.stats()
+    assert engine.parked_total >= len(_PRESSED_STEPS) - 1
+    assert parked == undisturbed
