@@ -25,6 +25,9 @@ from transformers import AutoTokenizer
 Cache = Any
 """One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ... or its batch form."""
 
+CACHE_STEP_TOKEN_COUNT: int = KVCache.step
+"""Tokens by which the caches of attention layers grow, whole layers being copied each time."""
+
 
 def make_caches(model: Any) -> list[Cache]:
     """Return empty caches, one a layer, of the classes the model asks for."""
