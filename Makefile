@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage smoke clean
+.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage soak smoke clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -75,8 +75,11 @@ bench: $(STAMP) ## Server against the engine called in process: TTFT and tokens 
 bench-cache: $(STAMP) ## Prefix cache: cold, RAM, SSD after a restart.
 	@$(BIN)/python -m bench.cache $(ARGS)
 
-bench-load: $(STAMP) ## Many clients for a while: latency percentiles under load.
+bench-load: $(STAMP) ## Poisson arrivals at rising rates, beside mlx-lm's server: latency, goodput, a plot.
 	@$(BIN)/python -m bench.load $(ARGS)
+
+soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat (ARGS="--seconds 600").
+	@$(BIN)/python -m bench.soak $(ARGS)
 
 bench-storage: $(STAMP) ## SSD tier against raw files: spill, restore, reconcile, as ratios.
 	@$(BIN)/python -m bench.storage_bench $(ARGS)

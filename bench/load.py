@@ -1,7 +1,9 @@
-"""`make bench-load`: clients that keep a server busy for a while; latency of the second half over the first.
+"""`make bench-load`: open-loop load at rising rates, our server beside mlx-lm's under the same arrivals.
 
-Each client sends one request after another with a prompt of its own, the prefix cache on. A server that
-leaks or degrades shows a ratio that grows with the time it is given.
+Poisson arrivals of short prompts, long prompts and questions about shared pages; latency percentiles and
+goodput (replies per second within the objective) at each offered load, up to where mlx-lm's p95 TTFT passes
+3 s. Then two ratios of our server alone: inter-token times under the mix over decode alone, and first
+tokens of short prompts beside one long prefill over idle ones. The model has random weights.
 """
 
 from __future__ import annotations
@@ -9,89 +11,176 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.grpc_clients import READ_WRITE, Client, text_request
-from bench.prompts import short_prompts
+from bench.grpc_clients import Client
+from bench.load_arrivals import poisson_arrivals
+from bench.load_parts import ALONE_CLIENTS, ShortBesideLong, decode_alone_p50_s, short_beside_long
+from bench.load_plot import plot_load
+from bench.load_run import LoadPoint, Objective, Percentiles, play, summarize
+from bench.load_targets import IcehouseTarget, MlxLmTarget, Target
+from bench.mlx_lm_server import MlxLmServer
 from bench.random_model import make_random_model
-from bench.replies import Reply, measure, quantile
-from bench.report import OUT, console, setting, show_table, write_json
+from bench.report import (
+    OUT,
+    Verdict,
+    console,
+    setting,
+    show_table,
+    show_verdicts,
+    spread_of,
+    write_json,
+)
 from bench.server_process import ServerProcess
 
-_PROMPTS_PER_CLIENT = 8
+CONNECTION_COUNT = 8
+STOP_TTFT_S = 3.0
+"""mlx-lm's p95 TTFT at which the load is high enough."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sweep:
+    """Which loads are offered, and for how long each."""
+
+    first_rate_per_s: float
+    rate_factor: float
+    duration_s: float
+    point_limit: int
+    long_token_count: int
+
+
+FULL = Sweep(first_rate_per_s=1.0, rate_factor=1.5, duration_s=40.0, point_limit=10, long_token_count=16_000)
+QUICK = Sweep(first_rate_per_s=4.0, rate_factor=2.0, duration_s=8.0, point_limit=4, long_token_count=4000)
 
 
 def main() -> None:
-    """Load the server, print the table, write bench/out/load.json."""
+    """Load both servers, print tables and verdicts, write bench/out/load.json and .png."""
     parser = argparse.ArgumentParser(prog="make bench-load", description=__doc__)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--tokens", type=int, default=24, help="output tokens per reply")
+    parser.add_argument("--quick", action="store_true", help="few loads, seconds each; under three minutes")
+    parser.add_argument("--long-tokens", type=int, help="tokens of the one long prompt")
+    parser.add_argument("--ttft-objective", type=float, default=1.0, help="seconds")
+    parser.add_argument("--itl-objective", type=float, default=0.1, help="seconds, mean of a reply")
     arguments = parser.parse_args()
-    replies = asyncio.run(_measure(arguments.clients, arguments.seconds, arguments.tokens))
-    _report(replies, client_count=arguments.clients)
-
-
-async def _measure(client_count: int, duration_s: float, max_output_tokens: int) -> list[Reply]:
+    sweep = QUICK if arguments.quick else FULL
+    if arguments.long_tokens:
+        sweep = dataclasses.replace(sweep, long_token_count=arguments.long_tokens)
+    objective = Objective(ttft_s=arguments.ttft_objective, itl_s=arguments.itl_objective)
+    began = time.monotonic()
     OUT.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_measure(sweep, objective))
+    console.print(f"{time.monotonic() - began:.0f} s in all")
+
+
+async def _measure(sweep: Sweep, objective: Objective) -> None:
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icehouse-bench-")))
-        path = make_random_model(scratch)
-        server = stack.enter_context(
-            ServerProcess(model=str(path), cache_directory=scratch / "blocks", log_file=OUT / "load.log")
-        )
-        texts = short_prompts(client_count * _PROMPTS_PER_CLIENT, seed=2)
-        deadline = time.perf_counter() + duration_s
-        jobs = (
-            _keep_asking(server.address, texts[i::client_count], deadline, max_output_tokens)
-            for i in range(client_count)
-        )
-        return [reply for found in await asyncio.gather(*jobs) for reply in found]
+        path = make_random_model(scratch, is_small=True)
+        with ServerProcess(
+            model=str(path), cache_directory=scratch / "blocks", log_file=OUT / "load.log"
+        ) as ours:
+            clients = [Client(ours.address) for _ in range(CONNECTION_COUNT)]
+            alone_p50_s = await decode_alone_p50_s(clients)
+            beside = await short_beside_long(*clients[:2], long_token_count=sweep.long_token_count)
+            theirs = stack.enter_context(MlxLmServer(model_path=path, log_file=OUT / "load-mlx-lm.log"))
+            points = await _sweep(sweep, objective, [IcehouseTarget(clients), MlxLmTarget(theirs.port)])
+            for client in clients:
+                await client.close()
+    _report(points, alone_p50_s, beside, objective)
 
 
-async def _keep_asking(
-    address: str, texts: Sequence[str], deadline: float, max_output_tokens: int
-) -> list[Reply]:
-    """Send requests one after another until the deadline; the one under way then still ends."""
-    client = Client(address)
-    await client.ready()
-    replies: list[Reply] = []
-    try:
-        while time.perf_counter() < deadline:
-            text = texts[len(replies) % len(texts)]
-            request = text_request(text, max_output_tokens=max_output_tokens, cache=READ_WRITE)
-            replies.append((await client.stream(request))[0])
-    finally:
-        await client.close()
-    return replies
+async def _sweep(sweep: Sweep, objective: Objective, targets: Sequence[Target]) -> list[LoadPoint]:
+    """Offer rising loads to each target in turn, the order alternating."""
+    points: list[LoadPoint] = []
+    rate_per_s = sweep.first_rate_per_s
+    for number in range(sweep.point_limit):
+        arrivals = poisson_arrivals(rate_per_s=rate_per_s, duration_s=sweep.duration_s, seed=number)
+        for target in targets if number % 2 == 0 else reversed(targets):
+            replies, elapsed_s = await play(target, arrivals)
+            points.append(
+                summarize(target, replies, offered_per_s=rate_per_s, elapsed_s=elapsed_s, objective=objective)
+            )
+            console.print(_row(points[-1]), highlight=False)
+        if _of(points, "mlx-lm")[-1].ttft.p95_s > STOP_TTFT_S:
+            break
+        rate_per_s *= sweep.rate_factor
+    return points
 
 
-def _report(replies: Sequence[Reply], *, client_count: int) -> None:
-    ordered = sorted(replies, key=lambda reply: reply.start_time_s)
-    half = len(ordered) // 2
-    assert half, "too few replies to compare two halves; give it more --seconds"
-    first, second = measure(ordered[:half]), measure(ordered[half:])
-    compared = {
-        "TTFT p50": (first.ttft_p50_s, second.ttft_p50_s),
-        "TTFT p95": (first.ttft_p95_s, second.ttft_p95_s),
-        "inter-token p50": (first.itl_p50_s, second.itl_p50_s),
-        "inter-token p99": (first.itl_p99_s, second.itl_p99_s),
-    }
+def _of(points: Sequence[LoadPoint], name: str) -> list[LoadPoint]:
+    return [point for point in points if point.target == name]
+
+
+def _row(point: LoadPoint) -> str:
+    """Return one line that tells the run while it goes on."""
+    return (
+        f"{point.offered_per_s:6.2f}/s {point.target:9s} {point.arrival_count} asked, {point.failed_count} "
+        f"failed, TTFT p95 {point.ttft.p95_s:.2f} s, good {point.goodput_per_s:.2f}/s"
+    )
+
+
+def _report(
+    points: Sequence[LoadPoint], alone_p50_s: float, beside: ShortBesideLong, objective: Objective
+) -> None:
     show_table(
-        f"{client_count} clients, {len(ordered)} replies: second half of the run over the first",
-        ("latency", "ratio", "first half, ms", "second half, ms"),
+        f"Goodput: TTFT within {objective.ttft_s} s and mean inter-token time within {objective.itl_s} s",
+        ("offered/s", "server", "failed", "tokens/s", "good/s", "TTFT ms p50 p95 p99", "ITL ms p50 p95 p99"),
         (
-            (name, f"{late / early:.2f}", f"{1000 * early:.0f}", f"{1000 * late:.0f}")
-            for name, (early, late) in compared.items()
+            (
+                f"{p.offered_per_s:.2f}",
+                p.target,
+                f"{p.failed_count}/{p.arrival_count}",
+                f"{p.tokens_per_s:.0f}",
+                f"{p.goodput_per_s:.2f}",
+                _milliseconds(p.ttft),
+                _milliseconds(p.itl),
+            )
+            for p in points
         ),
     )
-    longest_s = quantile([reply.token_times_s[-1] - reply.start_time_s for reply in ordered], 1.0)
-    content = {"setting": setting(), "clients": client_count, "replies": len(ordered)}
-    path = write_json("load", {**content, "halves": [first, second], "longest_reply_s": longest_s})
-    console.print(str(path))
+    ours, theirs = _of(points, "icehouse"), _of(points, "mlx-lm")
+    goodput = ours[-1].goodput_per_s / theirs[-1].goodput_per_s if theirs[-1].goodput_per_s else None
+    saturated = theirs[-1].ttft.p95_s > STOP_TTFT_S
+    console.print(
+        f"at {ours[-1].offered_per_s:.2f}/s mlx-lm's p95 TTFT is {theirs[-1].ttft.p95_s:.2f} s"
+        + ("" if saturated else f" (never past {STOP_TTFT_S:g} s: the loads were too low)")
+        + f"; good replies {ours[-1].goodput_per_s:.2f}/s and {theirs[-1].goodput_per_s:.2f}/s"
+    )
+    console.print(
+        f"short prompts beside a prefill of {beside.long_token_count} tokens ({beside.long_ttft_s:.1f} s, "
+        f"{beside.busy_count} asked meanwhile): p95 TTFT {1000 * beside.busy_p95_s:.0f} ms, "
+        f"idle {1000 * beside.idle_p95_s:.0f} ms; decode of {ALONE_CLIENTS} alone {1000 * alone_p50_s:.1f} ms"
+    )
+    unsaturated = [p for p, other in zip(ours, theirs, strict=True) if other.ttft.p95_s <= STOP_TTFT_S]
+    mixed = (unsaturated or ours)[-1]
+    show_verdicts(
+        [
+            Verdict("goodput, icehouse / mlx-lm, at the last load", spread_of([goodput]), 1.5, at_least=True),
+            Verdict(
+                f"p99 inter-token at {mixed.offered_per_s:.2f}/s / p50 of decode alone",
+                spread_of([mixed.itl.p99_s / alone_p50_s]),
+                2.0,
+                at_least=False,
+            ),
+            Verdict(
+                "p95 TTFT of short prompts beside a long prefill / idle",
+                spread_of([beside.busy_p95_s / beside.idle_p95_s]),
+                3.0,
+                at_least=False,
+            ),
+        ]
+    )
+    content = {"setting": setting(), "objective": objective, "points": points, "beside_long": beside}
+    console.print(str(write_json("load", {**content, "decode_alone_p50_s": alone_p50_s})))
+    console.print(str(plot_load(points)))
+
+
+def _milliseconds(found: Percentiles) -> str:
+    values = (found.p50_s, found.p95_s, found.p99_s)
+    return " ".join(f"{1000 * value:.0f}" for value in values)
 
 
 if __name__ == "__main__":

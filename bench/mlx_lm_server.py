@@ -27,6 +27,11 @@ class MlxLmServer:
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def port(self) -> int:
+        """Where it listens on loopback, once entered."""
+        return self._port
+
     def __enter__(self) -> MlxLmServer:
         self._port = free_port()
         command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(self._model_path)]

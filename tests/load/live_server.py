@@ -122,7 +122,7 @@ class LiveServer:
         self.clock = clock
         self.router = router
         self.door = door
-        self.channel: grpc.aio.Channel = None
+        self.channel: Any = None
 
     @property
     def inference(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -19,7 +20,8 @@ _ALLOWED_S = 2.0 + 0.5
 
 async def test_a_stuck_step_is_not_serving_within_two_seconds_and_serving_when_it_ends() -> None:
     async with live_server(stuck_timeout_s=ServerConfig().stuck_timeout_s) as server:
-        watch = health_pb2_grpc.HealthStub(server.channel).Watch(
+        stub: Any = health_pb2_grpc.HealthStub(server.channel)
+        watch = stub.Watch(
             health_pb2.HealthCheckRequest(service="icehouse.v1.InferenceService"), timeout=BOUND_S
         )
         assert (await watch.read()).status == _SERVING

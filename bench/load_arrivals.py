@@ -1,0 +1,64 @@
+"""Open-loop arrivals: who asks what and when, decided before anything runs and the same for every server."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+
+from bench.prompts import short_prompts
+
+
+class Kind(enum.Enum):
+    """What sort of request it is."""
+
+    SHORT = "short"
+    """A few sentences of its own."""
+    LONG = "long"
+    """A page of its own."""
+    SHARED = "shared"
+    """One of a few pages that many ask about, and a question of its own."""
+
+
+_SHARES = {Kind.SHORT: 0.6, Kind.LONG: 0.15, Kind.SHARED: 0.25}
+_PAGE_SENTENCES = 16
+_PAGE_COUNT = 4
+_OUTPUT_TOKENS = (8, 40)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of the plan. `at_s` counts from the plan's start."""
+
+    at_s: float
+    kind: Kind
+    text: str
+    max_output_tokens: int
+
+
+def poisson_arrivals(*, rate_per_s: float, duration_s: float, seed: int) -> list[Arrival]:
+    """Return arrivals with exponential gaps over the duration; other seeds share no text, pages included."""
+    source = random.Random(seed)
+    pages = [page(_PAGE_SENTENCES, seed=100_000 * (seed + 1) + i) for i in range(_PAGE_COUNT)]
+    found: list[Arrival] = []
+    at_s = source.expovariate(rate_per_s)
+    while at_s < duration_s:
+        kind = source.choices(list(_SHARES), weights=list(_SHARES.values()))[0]
+        text = _text(kind, pages, source)
+        found.append(Arrival(at_s, kind, text, source.randint(*_OUTPUT_TOKENS)))
+        at_s += source.expovariate(rate_per_s)
+    return found
+
+
+def page(sentence_count: int, *, seed: int) -> str:
+    """Return that many pairs of sentences; another seed shares no beginning."""
+    return f"{seed:09d} " + " ".join(short_prompts(sentence_count, seed=seed))
+
+
+def _text(kind: Kind, pages: list[str], source: random.Random) -> str:
+    own = page(1, seed=source.randrange(10**9))
+    if kind is Kind.SHORT:
+        return own
+    if kind is Kind.LONG:
+        return page(_PAGE_SENTENCES, seed=source.randrange(10**9))
+    return f"{source.choice(pages)} {own}"

@@ -1,0 +1,102 @@
+"""A plan of arrivals played against a server, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from bench.load_arrivals import Arrival
+from bench.load_targets import Target
+from bench.replies import Reply, quantile
+
+PATIENCE_S = 60.0
+"""A reply that has not ended so long after the last arrival counts as failed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Objective:
+    """What a reply must keep to count as good, in seconds: its TTFT, and its mean inter-token time."""
+
+    ttft_s: float = 1.0
+    itl_s: float = 0.1
+
+    def is_met(self, reply: Reply) -> bool:
+        """Whether both were kept."""
+        times = reply.token_times_s
+        itl_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+        return reply.ttft_s <= self.ttft_s and itl_s <= self.itl_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Percentiles:
+    """p50, p95 and p99 of one latency, in seconds; NaN of nothing."""
+
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """One server at one offered load. Rates are per second of the time until the last reply ended."""
+
+    target: str
+    offered_per_s: float
+    arrival_count: int
+    failed_count: int
+    finished_per_s: float
+    tokens_per_s: float
+    goodput_per_s: float
+    ttft: Percentiles
+    itl: Percentiles
+
+
+async def play(target: Target, arrivals: Sequence[Arrival]) -> tuple[list[Reply | None], float]:
+    """Send each request at its moment, whatever is still under way; return replies and seconds taken."""
+    began = time.perf_counter()
+
+    async def ask_in_time(arrival: Arrival) -> Reply | None:
+        await asyncio.sleep(max(0.0, arrival.at_s - (time.perf_counter() - began)))
+        return await target.ask(arrival.text, max_output_tokens=arrival.max_output_tokens)
+
+    tasks = [asyncio.create_task(ask_in_time(arrival)) for arrival in arrivals]
+    _, late = await asyncio.wait(tasks, timeout=arrivals[-1].at_s + PATIENCE_S)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    return [None if task in late else task.result() for task in tasks], time.perf_counter() - began
+
+
+def summarize(
+    target: Target,
+    replies: Sequence[Reply | None],
+    *,
+    offered_per_s: float,
+    elapsed_s: float,
+    objective: Objective,
+) -> LoadPoint:
+    """Return what one run came to."""
+    whole = [reply for reply in replies if reply is not None]
+    return LoadPoint(
+        target=target.name,
+        offered_per_s=offered_per_s,
+        arrival_count=len(replies),
+        failed_count=len(replies) - len(whole),
+        finished_per_s=len(whole) / elapsed_s,
+        tokens_per_s=sum(len(reply.token_times_s) for reply in whole) / elapsed_s,
+        goodput_per_s=sum(objective.is_met(reply) for reply in whole) / elapsed_s,
+        ttft=percentiles([reply.ttft_s for reply in whole]),
+        itl=percentiles(gaps(whole)),
+    )
+
+
+def gaps(replies: Sequence[Reply]) -> list[float]:
+    """Return the seconds between neighbouring tokens of all replies."""
+    return [b - a for r in replies for a, b in zip(r.token_times_s, r.token_times_s[1:], strict=False)]
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Return the three that are reported."""
+    return Percentiles(quantile(values, 0.5), quantile(values, 0.95), quantile(values, 0.99))
