@@ -22,6 +22,8 @@ from service.engine.ids import SequenceId
 from service.engine.ports import Drawn
 from service.engine.sampler import SamplingRow, sample
 
+_TUNE_EVERY_STEPS = 32
+
 
 @dataclasses.dataclass(slots=True)
 class JoiningRow:
@@ -45,6 +47,7 @@ class DecodeBatch:
         self._rows: list[SamplingRow] = []
         self._caches: list[upstream.Cache] = []
         self._is_plain = False
+        self._step_count = 0
         self._drawn: mx.array | None = None
         self._in_flight: mx.array | None = None
 
@@ -56,7 +59,10 @@ class DecodeBatch:
         return tuple(self._ids)
 
     def join(self, joining: Sequence[JoiningRow]) -> None:
-        """Add rows and dispatch the draw of their first token. Their caches belong to the batch now."""
+        """Add rows; their caches belong to the batch now.
+
+        Pipelined, their first token is drawn by a pass of their own; else by the next step of all.
+        """
         assert joining, "join needs at least one row"
         ids = [row.sequence_id for row in joining]
         assert not set(ids) & set(self._ids), f"joined twice: {ids}"
@@ -64,8 +70,11 @@ class DecodeBatch:
         last = mx.array([row.last_token_id for row in joining])
         alone = not self._ids and len(joining) == 1
         caches = joining[0].caches if alone else upstream.merge_caches([row.caches for row in joining])
-        drawn = self._forward(last, caches, rows)
-        mx.async_eval(drawn)  # type: ignore[no-untyped-call]
+        upstream.tune_growth(caches)
+        drawn = last
+        if self._is_pipelined:
+            drawn = self._forward(last, caches, rows)
+            mx.async_eval(drawn)  # type: ignore[no-untyped-call]
         if not self._ids:
             self._caches, self._drawn, self._is_plain = caches, drawn, alone
         else:
@@ -81,6 +90,9 @@ class DecodeBatch:
     def dispatch(self) -> None:
         """Start the next step on the device, from the tokens drawn last."""
         assert self._drawn is not None and self._in_flight is None, "dispatch and collect take turns"
+        self._step_count += 1
+        if self._step_count % _TUNE_EVERY_STEPS == 0:
+            upstream.tune_growth(self._caches)
         if self._is_pipelined:
             self._in_flight = self._drawn
         self._drawn = self._forward(self._drawn, self._caches, self._rows)

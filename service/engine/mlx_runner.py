@@ -126,13 +126,9 @@ class MlxRunner:
 
     def decode(self) -> list[Drawn]:
         self._check_thread()
-        if self.is_pipelined:
-            self._seat()
+        self._seat()
         for lane in self._lanes:
             lane.dispatch()
-        if not self.is_pipelined:
-            # After the others went on: a newcomer's first token was drawn by its joining already.
-            self._seat()
         return [drawn for lane in self._lanes for drawn in lane.collect()]
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:

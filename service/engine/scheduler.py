@@ -56,6 +56,8 @@ class Idle:
 Work = PrefillChunk | RestoreSlice | DecodeStep | Idle
 
 _SMOOTHING = 0.2
+_CROWD_LIMIT = 4.0
+"""Most decode steps' worth of prefill between two decode steps."""
 _OLDEST_EVERY = 4
 """Every so many prefill turns the oldest prompt runs instead of the shortest, so none starves."""
 
@@ -205,6 +207,9 @@ class Scheduler:
 
     def _turn_is_over(self) -> bool:
         slice_s = self.limits.prefill_slice_s or self._decode_step_s
+        # When more wait for their first token than draw their next, the many come first, up to a point.
+        crowd = self._preparing_count / max(1, len(self._decoding))
+        slice_s *= min(_CROWD_LIMIT, max(1.0, crowd))
         return self._turn_spent_s > 0.0 and self._turn_spent_s >= slice_s
 
     def _next_chunk(self) -> PrefillChunk:
