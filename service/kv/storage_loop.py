@@ -93,7 +93,15 @@ class StorageLoop:
             self._announce()
             return
         report = self._store.report
-        _log.info("cache directory opened: %s", report)
+        _log.info(
+            "opened the cache",
+            extra={
+                "blocks": len(self._store.index),
+                "was_clean": report.was_clean,
+                "repairs": report.repair_count,
+                "duration_s": round(report.manifest_s + report.walk_s, 3),
+            },
+        )
         self._deferred = iter([record.hash for record in self._store.index] if report.was_clean else ())
         self._gate.open()
         self._has_inventory = True
