@@ -21,7 +21,7 @@ from bench.grpc_clients import Client
 from bench.load_arrivals import poisson_arrivals
 from bench.load_parts import ALONE_CLIENTS, ShortBesideLong, decode_alone_p50_s, short_beside_long
 from bench.load_plot import plot_load
-from bench.load_run import LoadPoint, Objective, Percentiles, play, summarize
+from bench.load_run import STOP_TTFT_S, LoadPoint, Objective, Percentiles, play, summarize
 from bench.load_targets import IcehouseTarget, MlxLmTarget, Target
 from bench.mlx_lm_server import MlxLmServer
 from bench.random_model import make_random_model
@@ -38,8 +38,6 @@ from bench.report import (
 from bench.server_process import ServerProcess
 
 CONNECTION_COUNT = 8
-STOP_TTFT_S = 3.0
-"""mlx-lm's p95 TTFT at which the load is high enough."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,8 +51,8 @@ class Sweep:
     long_token_count: int
 
 
-FULL = Sweep(first_rate_per_s=1.0, rate_factor=1.5, duration_s=40.0, point_limit=10, long_token_count=16_000)
-QUICK = Sweep(first_rate_per_s=4.0, rate_factor=2.0, duration_s=8.0, point_limit=4, long_token_count=4000)
+FULL = Sweep(first_rate_per_s=0.5, rate_factor=1.5, duration_s=40.0, point_limit=10, long_token_count=16_000)
+QUICK = Sweep(first_rate_per_s=1.0, rate_factor=2.5, duration_s=10.0, point_limit=3, long_token_count=3000)
 
 
 def main() -> None:
@@ -104,7 +102,7 @@ async def _sweep(sweep: Sweep, objective: Objective, targets: Sequence[Target]) 
                 summarize(target, replies, offered_per_s=rate_per_s, elapsed_s=elapsed_s, objective=objective)
             )
             console.print(_row(points[-1]), highlight=False)
-        if _of(points, "mlx-lm")[-1].ttft.p95_s > STOP_TTFT_S:
+        if _of(points, "mlx-lm")[-1].is_saturated:
             break
         rate_per_s *= sweep.rate_factor
     return points
@@ -143,7 +141,7 @@ def _report(
     )
     ours, theirs = _of(points, "icehouse"), _of(points, "mlx-lm")
     goodput = ours[-1].goodput_per_s / theirs[-1].goodput_per_s if theirs[-1].goodput_per_s else None
-    saturated = theirs[-1].ttft.p95_s > STOP_TTFT_S
+    saturated = theirs[-1].is_saturated
     console.print(
         f"at {ours[-1].offered_per_s:.2f}/s mlx-lm's p95 TTFT is {theirs[-1].ttft.p95_s:.2f} s"
         + ("" if saturated else f" (never past {STOP_TTFT_S:g} s: the loads were too low)")
@@ -154,7 +152,7 @@ def _report(
         f"{beside.busy_count} asked meanwhile): p95 TTFT {1000 * beside.busy_p95_s:.0f} ms, "
         f"idle {1000 * beside.idle_p95_s:.0f} ms; decode of {ALONE_CLIENTS} alone {1000 * alone_p50_s:.1f} ms"
     )
-    unsaturated = [p for p, other in zip(ours, theirs, strict=True) if other.ttft.p95_s <= STOP_TTFT_S]
+    unsaturated = [p for p, other in zip(ours, theirs, strict=True) if not other.is_saturated]
     mixed = (unsaturated or ours)[-1]
     show_verdicts(
         [

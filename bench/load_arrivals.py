@@ -21,9 +21,9 @@ class Kind(enum.Enum):
 
 
 _SHARES = {Kind.SHORT: 0.6, Kind.LONG: 0.15, Kind.SHARED: 0.25}
-_PAGE_SENTENCES = 16
+_PAGE_SENTENCES = 5
 _PAGE_COUNT = 4
-_OUTPUT_TOKENS = (8, 40)
+_OUTPUT_TOKENS = (8, 32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

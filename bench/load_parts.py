@@ -49,9 +49,8 @@ async def short_beside_long(client: Client, other: Client, *, long_token_count: 
     waiting = asyncio.create_task(other.stream(request))
     busy: list[float] = []
     while not waiting.done():
-        ttft_s = await _short_ttft_s(client, seed=10_000 + len(busy))
-        if not waiting.done():
-            busy.append(ttft_s)
+        # One that outlasts the long prompt counts too: it may have waited for all of it.
+        busy.append(await _short_ttft_s(client, seed=10_000 + len(busy)))
     reply, started, _ = await waiting
     return ShortBesideLong(
         long_token_count=started.prompt_tokens,

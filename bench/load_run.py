@@ -11,8 +11,11 @@ from bench.load_arrivals import Arrival
 from bench.load_targets import Target
 from bench.replies import Reply, quantile
 
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 """A reply that has not ended so long after the last arrival counts as failed."""
+
+STOP_TTFT_S = 3.0
+"""p95 TTFT at which a load is high enough."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +54,11 @@ class LoadPoint:
     goodput_per_s: float
     ttft: Percentiles
     itl: Percentiles
+
+    @property
+    def is_saturated(self) -> bool:
+        """p95 TTFT passed what an open-loop bench goes up to, or so many failed that nobody can say."""
+        return not self.ttft.p95_s <= STOP_TTFT_S or self.failed_count > 0.05 * self.arrival_count
 
 
 async def play(target: Target, arrivals: Sequence[Arrival]) -> tuple[list[Reply | None], float]:

@@ -197,6 +197,9 @@ class Scheduler:
     def note_prefill(self, elapsed_s: float) -> None:
         """Account for a prefill chunk or a piece of a restore that just ran."""
         self._turn_spent_s += elapsed_s
+        if not self._decoding:
+            # No decode step ends the turn, and the oldest prompt must not keep it.
+            self._turn_count += 1
 
     def note_decode(self, elapsed_s: float) -> None:
         """Account for a decode step that just ran; a new prefill turn begins."""

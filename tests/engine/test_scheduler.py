@@ -125,6 +125,25 @@ def test_a_short_prompt_overtakes_a_long_one_and_the_long_one_still_moves() -> N
     assert long in turns, "the oldest gets a turn now and then"
 
 
+def test_a_short_prompt_overtakes_a_long_one_also_while_nothing_decodes() -> None:
+    for decoded_before in range(5):
+        scheduler = House()
+        for _ in range(decoded_before):
+            scheduler.note_decode(0.01)
+        long = sequence(0, 10_000)
+        short = sequence(1, 17)
+        for s in (long, short):
+            scheduler.room.add(s)
+        scheduler.admit_all()
+        turns = []
+        for _ in range(8):
+            work = scheduler.next_work()
+            assert isinstance(work, PrefillChunk)
+            turns.append(work.sequence)
+            scheduler.note_prefill(0.06)
+        assert long in turns and turns.count(short) >= 5, f"after {decoded_before} decode steps"
+
+
 def test_idle_when_nothing_runs() -> None:
     scheduler = House()
     assert isinstance(scheduler.next_work(), Idle) and scheduler.is_empty
