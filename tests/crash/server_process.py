@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,8 +27,10 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["service.cli.serve", "tests.crash.server_process"])
 
 
-def _serve(arguments: list[str], log: str) -> None:
+def _serve(arguments: list[str], log: str, break_it: Callable[[], None] | None) -> None:
     """Be the command line: the body of the forked process."""
+    if break_it is not None:
+        break_it()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -38,7 +41,16 @@ def _serve(arguments: list[str], log: str) -> None:
 class ServerProcess:
     """One server on a Unix socket, started by `with`. Leaving kills it if it still lives."""
 
-    def __init__(self, *, model: Path, directory: Path, log: Path, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        model: Path,
+        directory: Path,
+        log: Path,
+        options: tuple[str, ...] = (),
+        break_it: Callable[[], None] | None = None,
+    ) -> None:
+        """`break_it`, a module's function, is called in the new process before it serves."""
         # A socket's path may have a hundred characters only, fewer than a test's own folder.
         self._scratch = tempfile.TemporaryDirectory(prefix="icehouse-")
         socket = f"{self._scratch.name}/socket"
@@ -46,7 +58,7 @@ class ServerProcess:
         self._log = log
         arguments = ["--model", str(model), "--uds", socket, "--cache-directory", str(directory)]
         arguments += ["--no-preload", "--free-space-floor-bytes", "0", *options]
-        self._process = _context.Process(target=_serve, args=(arguments, str(log)), daemon=True)
+        self._process = _context.Process(target=_serve, args=(arguments, str(log), break_it), daemon=True)
 
     def __enter__(self) -> Self:
         self._process.start()
