@@ -108,3 +108,21 @@ def gaps(replies: Sequence[Reply]) -> list[float]:
 def percentiles(values: Sequence[float]) -> Percentiles:
     """Return the three that are reported."""
     return Percentiles(quantile(values, 0.5), quantile(values, 0.95), quantile(values, 0.99))
+
+
+def goodput_ratio_at_stop(ours: Sequence[LoadPoint], theirs: Sequence[LoadPoint]) -> float | None:
+    """Return goodput ours / theirs at the load where their p95 TTFT reaches `STOP_TTFT_S`.
+
+    Between the loads on both sides of it by straight lines; None when no load was high enough, or the
+    first one was too high already.
+    """
+    over = next((i for i, point in enumerate(theirs) if point.is_saturated), 0)
+    if not over:
+        return None
+    low_s, high_s = (theirs[i].ttft.p95_s for i in (over - 1, over))
+    share = (STOP_TTFT_S - low_s) / (high_s - low_s) if high_s > STOP_TTFT_S else 0.0
+    mine, other = (
+        side[over - 1].goodput_per_s * (1 - share) + side[over].goodput_per_s * share
+        for side in (ours, theirs)
+    )
+    return mine / other if other else None
