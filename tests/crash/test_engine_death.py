@@ -38,7 +38,7 @@ def test_open_calls_fail_health_turns_and_the_process_ends_with_a_code(tmp_path:
     ) as server:
         server.wait_until_serving()
         with grpc.insecure_channel(server.address) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(
+            watch = health_pb2_grpc.HealthStub(channel).Watch(  # type: ignore[attr-defined]
                 health_pb2.HealthCheckRequest(), timeout=BOUND_S
             )
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
