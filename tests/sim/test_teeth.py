@@ -241,7 +241,6 @@ BREAKS: list[Break] = [
     restore_one_block_off,
     forget_the_tenant,
     trust_every_region,
-    unlink_before_the_row,
     never_sync_the_file,
     never_sync_the_folder,
     leak_a_pin,
@@ -266,3 +265,11 @@ def test_some_story_notices(break_it: Break, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SimulationFailed, match="play it again with ICEHOUSE_SIM_SEED=") as found:
         play(range(_SEED_LIMIT))
     assert not isinstance(found.value.__cause__, TypeError | AttributeError), "the break itself is broken"
+
+
+@pytest.mark.slow
+def test_a_long_search_notices_an_unlink_before_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must fall between two verbs of one eviction: rare enough to need thousands of stories."""
+    unlink_before_the_row(monkeypatch)
+    with pytest.raises(SimulationFailed, match="play it again with ICEHOUSE_SIM_SEED="):
+        play(range(5_000))
