@@ -39,12 +39,12 @@ class CacheRoom:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
             settings=self.settings,
-            facts=runner.cache_facts(),
-            runner=runner,
+            facts=runner.blocks.facts,
+            runner=runner.blocks,
             storage=self.storage,
             clock=clock,
         )
-        return PrefixDesk(cache=cache, runner=runner, clock=clock, adopt_budget_s=self.adopt_budget_s)
+        return PrefixDesk(cache=cache, runner=runner.blocks, clock=clock, adopt_budget_s=self.adopt_budget_s)
 
 
 def build_cache_room(

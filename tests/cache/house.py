@@ -132,12 +132,12 @@ class House:
         def make_prefix() -> PrefixDesk:
             self.cache = PrefixCache(
                 settings=settings,
-                facts=runner.cache_facts(),
-                runner=runner,
+                facts=runner.blocks.facts,
+                runner=runner.blocks,
                 storage=self.storage,
                 clock=clock,
             )
-            return PrefixDesk(cache=self.cache, runner=runner, clock=clock, adopt_budget_s=0.005)
+            return PrefixDesk(cache=self.cache, runner=runner.blocks, clock=clock, adopt_budget_s=0.005)
 
         self.engine = Engine(
             runner=runner,

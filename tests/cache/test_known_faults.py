@@ -16,7 +16,7 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from service.domain.cache_orders import Evict
 from service.domain.cache_stats import SpillDropCause
 from service.domain.events import ReuseLimit
-from service.engine.mlx_runner import MlxRunner
+from service.engine.runner_blocks import RunnerBlocks
 from tests.cache.house import BLOCK as REAL_BLOCK
 from tests.cache.house import House
 from tests.cache.step_house import BLOCK, HYBRID, STATE_ONLY, StepHouse, prompt
@@ -30,15 +30,15 @@ def real_prompt() -> list[int]:
 def restored_caches(monkeypatch: pytest.MonkeyPatch) -> list:
     """Collect the caches of every restore from here on."""
     caches: list = []
-    original = MlxRunner.continue_restore
+    original = RunnerBlocks.continue_restore
 
     def continue_restore(self, sequence_id, *, budget_s):
         is_done = original(self, sequence_id, budget_s=budget_s)
         if is_done:
-            caches.extend(self._open[sequence_id])
+            caches.extend(self._sequences.locate(sequence_id)[0])
         return is_done
 
-    monkeypatch.setattr(MlxRunner, "continue_restore", continue_restore)
+    monkeypatch.setattr(RunnerBlocks, "continue_restore", continue_restore)
     return caches
 
 
@@ -47,13 +47,13 @@ def test_spilling_never_touches_mlx_off_the_inference_thread(
 ) -> None:
     callers: dict[str, set[str]] = {}
     for name in ("cut", "to_host", "from_host", "begin_restore", "continue_restore"):
-        original = getattr(MlxRunner, name)
+        original = getattr(RunnerBlocks, name)
 
         def noted(self, *args, name=name, original=original, **kwargs):
             callers.setdefault(name, set()).add(threading.current_thread().name)
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(MlxRunner, name, noted)
+        monkeypatch.setattr(RunnerBlocks, name, noted)
     folder = tiny_model_dir(tmp_path, "gemma3_text")
     for turn in range(2):
         with House(folder, tmp_path / "blocks") as house:
