@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from service.cli.preload import runs_on_cpu
+from service.cli.machine import cache_limit
 from service.clock import Clock
 from service.config import CacheConfig, ModelConfig
 from service.engine.fingerprint import ModelFingerprint, model_fingerprint
 from service.engine.mlx_runner import MlxRunner
-from service.engine.model_loader import device_memory_bytes
 from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
 from service.kv.files import SystemFiles
 from service.kv.messages import Outcome, StorageSettings
 from service.kv.storage import Storage
 
-_RAM_SHARE_CPU = 0.25
-_RAM_SHARE_GPU = 0.2
-"""Of what the device may use; model and live KV need the rest."""
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
 _TASK_QUEUE_COUNT = 4096
@@ -32,13 +27,15 @@ class CacheRoom:
     """Settings and SSD tier of one model's prefix cache; `storage` is None without an SSD tier."""
 
     settings: PrefixSettings
+    """Without the RAM tier's budget, which is known on the inference thread."""
+    ram_limit_bytes: Callable[[], int]
     adopt_budget_s: float
     storage: Storage | None
 
     def open_desk(self, runner: MlxRunner, clock: Clock) -> PrefixDesk:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
-            settings=self.settings,
+            settings=dataclasses.replace(self.settings, ram_limit_bytes=self.ram_limit_bytes()),
             facts=runner.blocks.facts,
             runner=runner.blocks,
             storage=self.storage,
@@ -55,7 +52,7 @@ def build_cache_room(
         fingerprint=fingerprint.value,
         block_token_count=config.block_token_count,
         is_enabled=config.enabled,
-        ram_limit_bytes=config.ram_bytes or default_ram_bytes(),
+        ram_limit_bytes=0,
         checkpoint_interval_tokens=config.checkpoint_interval_tokens,
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,
@@ -81,7 +78,12 @@ def build_cache_room(
             clock=clock,
             post=post,
         )
-    return CacheRoom(settings, config.adopt_budget_ms / 1000, storage)
+    return CacheRoom(
+        settings=settings,
+        ram_limit_bytes=cache_limit(config.ram_bytes),
+        adopt_budget_s=config.adopt_budget_ms / 1000,
+        storage=storage,
+    )
 
 
 def fingerprint_of(path: Path, *, model: ModelConfig, cache: CacheConfig, dtype: str) -> ModelFingerprint:
@@ -94,11 +96,3 @@ def fingerprint_of(path: Path, *, model: ModelConfig, cache: CacheConfig, dtype:
         block_token_count=cache.block_token_count,
         adapter_dir=Path(model.adapter_path) if model.adapter_path else None,
     )
-
-
-def default_ram_bytes() -> int:
-    """Return the RAM tier's budget when none is set."""
-    if runs_on_cpu():
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(_RAM_SHARE_CPU * free_bytes)
-    return int(_RAM_SHARE_GPU * device_memory_bytes())

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from service.cli.cache_room import build_cache_room, fingerprint_of
-from service.cli.machine import default_memory_limit_bytes
+from service.cli.machine import memory_limit
 from service.cli.model_source import LocalModel
 from service.cli.preload import openblas_loaded, runs_on_cpu
 from service.clock import Clock
@@ -97,7 +97,7 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
             tenant_running_limit=config.engine.tenant_running_limit,
             aging_s=config.engine.aging_s,
         ),
-        memory_limit_bytes=config.engine.memory_limit_bytes or default_memory_limit_bytes(),
+        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
         mailbox_limit=config.engine.mailbox_limit,
         listener=announcer,
         clock=clock,

@@ -38,7 +38,11 @@ _FADING = 0.99
 
 
 class Engine:
-    """Owns the inference thread. Its public methods may be called from any thread and never block."""
+    """Owns the inference thread. Its public methods may be called from any thread and never block.
+
+    `runner`, `make_prefix` and `memory_limit_bytes` are called on the inference thread alone; the last
+    is asked once, after the model was loaded, and 0 is no limit.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,7 @@ class Engine:
         clock: Clock,
         decode: Callable[[Sequence[int]], str],
         make_prefix: Callable[[], PrefixDesk],
-        memory_limit_bytes: int = 0,
+        memory_limit_bytes: Callable[[], int] = lambda: 0,
         flush_timeout_s: float = 0.0,
     ) -> None:
         self._waiting = waiting
@@ -153,7 +157,7 @@ class Engine:
             room = WaitingRoom(self._waiting)
             guard = MemoryGuard(
                 self._runner.memory_model(),
-                limit_bytes=self._memory_limit_bytes,
+                limit_bytes=self._memory_limit_bytes(),
                 weight_bytes=self._model.weight_bytes,
                 chunk_token_count=limits.prefill_chunk_token_count,
             )

@@ -184,7 +184,7 @@ async def live_server(
         limits=SchedulerLimits(running_limit=running_limit, prefilling_limit=4, prefill_chunk_token_count=16),
         waiting=WaitingLimits(request_limit=waiting_limit),
         mailbox_limit=1000,
-        memory_limit_bytes=memory_limit_bytes,
+        memory_limit_bytes=lambda: memory_limit_bytes,
         listener=door,
         clock=clock,
         decode=decode,

@@ -67,7 +67,9 @@ def test_parked_sequences_go_on_with_the_same_tokens(
             for name, (tokens, sampling) in _REQUESTS.items()
         }
     monkeypatch.setattr(cache_house, "MlxRunner", PressedRunner)
-    monkeypatch.setattr(cache_house, "Engine", functools.partial(Engine, memory_limit_bytes=_LIMIT_BYTES))
+    monkeypatch.setattr(
+        cache_house, "Engine", functools.partial(Engine, memory_limit_bytes=lambda: _LIMIT_BYTES)
+    )
     with House(folder, tmp_path / "blocks" if with_ssd else None) as house:
         for name, (tokens, sampling) in _REQUESTS.items():
             house.submit(name, tokens, sampling=sampling, max_output_tokens=_OUTPUT)

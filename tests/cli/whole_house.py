@@ -1,0 +1,79 @@
+"""The server as `icehouse serve` composes it, in this process, on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
+
+from service.cli import serve as command
+from service.cli.house import House, build_house
+from service.cli.model_source import LocalModel
+from service.clock import SystemClock
+from service.config import load_config
+from service.domain.model import EngineState
+from service.rpc.router import Router
+
+BOUND_S = 60.0
+"""Longest a test waits for the house before it fails."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WholeHouse:
+    """A house whose engine was started, and a channel to it."""
+
+    house: House
+    channel: Any
+
+    @property
+    def inference(self) -> Any:
+        return inference_service_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def models(self) -> Any:
+        return model_service_pb2_grpc.ModelServiceStub(self.channel)
+
+    @property
+    def cache(self) -> Any:
+        return cache_service_pb2_grpc.CacheServiceStub(self.channel)
+
+
+@contextlib.asynccontextmanager
+async def whole_house(
+    model: Path, directory: Path, *, until: EngineState = EngineState.READY, **settings: Any
+) -> AsyncIterator[WholeHouse]:
+    """Start everything, wait for `until`, and stop everything in order.
+
+    `settings` are `section__name=value`.
+    """
+    flags = {key.replace("__", "."): value for key, value in settings.items()}
+    loaded = load_config(
+        flags={
+            "server.port": 0,
+            "server.drain_grace_s": 0.0,
+            "cache.directory": str(directory),
+            "cache.free_space_floor_bytes": 0,
+            **flags,
+        },
+        environ={},
+    )
+    narrator = command.Narrator(SystemClock())
+    router = Router(asyncio.get_running_loop())
+    local = LocalModel(model, "tiny")
+    house = build_house(loaded.config, model=local, router=router, clock=SystemClock())
+    address = await house.server.start()
+    try:
+        command._open_storage(house, loaded.config, narrator)
+        house.engine.start()
+        async with asyncio.timeout(BOUND_S):
+            await command._until(house, until, asyncio.Event())
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield WholeHouse(house, channel)
+    finally:
+        await command._drain(house, grace_s=0.0, narrator=narrator)
