@@ -14,6 +14,8 @@ Decode = Callable[[Sequence[int]], str]
 _REPLACEMENT = "\ufffd"
 _PENDING_TOKEN_LIMIT = 8
 """A character has at most four bytes, so this many undecodable tokens are garbage, not a prefix."""
+_UNFINISHED_LIMIT = 3
+"""Most bytes of a character that is not whole yet, and so most tokens that may hold it."""
 _CONTEXT_TOKEN_COUNT = 6
 """Prompt tokens decoded along with the first output token, so that its leading space survives."""
 
@@ -28,36 +30,72 @@ class Detokenizer:
 
     def __init__(self, decode: Decode, context_token_ids: Sequence[int]) -> None:
         self._decode = decode
-        self._window = list(context_token_ids[-_CONTEXT_TOKEN_COUNT:])
-        self._read_index = len(self._window)
-        self._known_text = decode(self._window)
+        self._window, self._read_index = _context(decode, context_token_ids)
+        self._known_text = decode(self._window[: self._read_index])
+        # What the prompt's unfinished last character shows by itself: not output, unless output changes it.
+        self._echo = self._new_text(self._window) if self._read_index < len(self._window) else ""
 
     def push(self, token_id: int) -> str:
         """Add one token; return the text that became certain, often one token's, sometimes empty."""
         self._window.append(token_id)
-        text = self._new_text()
+        text = self._new_text(self._window)
+        if text and not text.endswith(_REPLACEMENT):
+            return self._commit(text)
         pending_count = len(self._window) - self._read_index
-        if text.endswith(_REPLACEMENT) and pending_count <= _PENDING_TOKEN_LIMIT:
-            return ""
-        if not text:
-            return ""
-        return self._commit(text)
+        if not text and (self._known_text or pending_count > _PENDING_TOKEN_LIMIT):
+            # A special token: no text and no context for what follows. Kept, each one of a long run would
+            # cost as much as all before it. At the very start it may be a space that the decoder strips.
+            self._window.pop()
+        elif pending_count > _PENDING_TOKEN_LIMIT:
+            return self._let_go(text)
+        return ""
 
     def flush(self) -> str:
         """Return what is left at the end, incomplete characters as U+FFFD."""
-        return self._commit(self._new_text()) if len(self._window) > self._read_index else ""
+        return self._commit(self._new_text(self._window)) if len(self._window) > self._read_index else ""
 
-    def _new_text(self) -> str:
-        text = self._decode(self._window)
+    def _new_text(self, window: list[int]) -> str:
+        text = self._decode(window)
         if text.startswith(self._known_text):
             return text[len(self._known_text) :]
-        return self._decode(self._window[self._read_index :])
+        return self._decode(window[self._read_index :])
+
+    def _let_go(self, text: str) -> str:
+        """Emit the pending garbage but for its last tokens, which may be the start of a character."""
+        for kept_count in range(_UNFINISHED_LIMIT, 2 * _UNFINISHED_LIMIT + 1):
+            head, tail = self._window[:-kept_count], self._window[-kept_count:]
+            head_text = self._new_text(head)
+            # A cut inside a character would show as one more U+FFFD.
+            if head_text and head_text + self._decode(tail) == text:
+                self._window = head
+                sent = self._commit(head_text)
+                self._window += tail
+                return sent
+        return self._commit(text)
 
     def _commit(self, text: str) -> str:
         self._window = self._window[self._read_index :]
         self._read_index = len(self._window)
         self._known_text = self._decode(self._window)
-        return text
+        sent, self._echo = text.removeprefix(self._echo), ""
+        return sent
+
+
+def _context(decode: Decode, token_ids: Sequence[int]) -> tuple[list[int], int]:
+    """Return the prompt's last few tokens, and how many of them end with a whole character.
+
+    Decoders with byte pieces take a whole run of them for garbage when it begins or ends inside a
+    character: so the context begins a little earlier if need be, and what is unfinished is left to
+    the output to finish.
+    """
+    start = max(0, len(token_ids) - _CONTEXT_TOKEN_COUNT)
+    for unfinished_count in range(min(_UNFINISHED_LIMIT, len(token_ids)) + 1):
+        stop = len(token_ids) - unfinished_count
+        for begin in range(start, max(-1, start - _UNFINISHED_LIMIT - 1), -1):
+            text = decode(token_ids[begin:stop])
+            if not (text.startswith(_REPLACEMENT) or text.endswith(_REPLACEMENT)):
+                return list(token_ids[begin:]), stop - begin
+    return list(token_ids[start:]), len(token_ids) - start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,19 +107,27 @@ class TextStep:
 
 
 class StopFilter:
-    """Passes text on, holding back the longest tail that could still become a stop string."""
+    """Passes text on, holding back the longest tail that could still become a stop string.
+
+    What is sent depends on the text alone, not on how it was cut into pieces: the stop string that
+    is complete first ends it, and of several that are complete at one place the longest.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> TextStep:
-        """Add text; return what is safe to send, and the earliest stop string when one is complete."""
+        """Add text; return what is safe to send, and the stop string that ended it when one is complete."""
         self._held += text
-        found = [(index, -len(stop), stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [
+            (start + len(stop), -len(stop), stop)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
         if found:
-            index, _, stop = min(found)
-            sent, self._held = self._held[:index], ""
+            end, _, stop = min(found)
+            sent, self._held = self._held[: end - len(stop)], ""
             return TextStep(sent, stop)
         keep = self._longest_stop_prefix()
         cut = len(self._held) - keep

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SPECIAL_TOKENS: Final = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 PAD_ID, BOS_ID, EOS_ID, TURN_START_ID, TURN_END_ID = range(len(SPECIAL_TOKENS))
@@ -54,6 +54,26 @@ def tokenizer() -> Tokenizer:
     )
     built.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     assert built.get_vocab_size() == VOCABULARY_SIZE, built.get_vocab_size()
+    return built
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Return a tokenizer in the style of SentencePiece: "▁" for a space, bytes for what has no piece.
+
+    As with Llama 2 the decoder strips one space from the front of whatever it is given.
+    """
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,é", "th", "the", "▁t", "▁th", "▁the", "in", "▁a"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("i", "n"), ("▁", "a")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    built = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    built.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in pieces[:3]])
     return built
 
 

@@ -70,8 +70,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the output when they appear; they are not part of it. At most 16, each of 1
-        to 256 bytes in UTF-8 by default. Absent: none.
+        """Strings that end the output when they appear; the one that did is not part of it. The one that
+        is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
+        bytes in UTF-8 by default. Absent: none.
         """
 
     @_builtins.property
