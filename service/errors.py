@@ -35,9 +35,19 @@ class Reason(enum.StrEnum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     ENGINE_FAILED = "ENGINE_FAILED"
+    MESSAGE_MISSING = "MESSAGE_MISSING"
+    MESSAGE_MALFORMED = "MESSAGE_MALFORMED"
+    MESSAGE_LATE = "MESSAGE_LATE"
+    CREDENTIALS_MISSING = "CREDENTIALS_MISSING"
+    CREDENTIALS_INVALID = "CREDENTIALS_INVALID"
+    TENANT_FORBIDDEN = "TENANT_FORBIDDEN"
+    OPERATOR_ONLY = "OPERATOR_ONLY"
     CONFIG_INVALID = "CONFIG_INVALID"
     MODEL_INVALID = "MODEL_INVALID"
     ADDRESS_IN_USE = "ADDRESS_IN_USE"
+    ADDRESS_INSECURE = "ADDRESS_INSECURE"
+    CERTIFICATE_INVALID = "CERTIFICATE_INVALID"
+    TOKENS_INVALID = "TOKENS_INVALID"
     STORE_LOCKED = "STORE_LOCKED"
     STORE_UNUSABLE = "STORE_UNUSABLE"
     BLOCK_NOT_FOUND = "BLOCK_NOT_FOUND"
@@ -78,6 +88,14 @@ class NotFound(IcehouseError):
 
 class AlreadyExists(IcehouseError):
     """A running request has this id already (ALREADY_EXISTS)."""
+
+
+class Unauthenticated(IcehouseError):
+    """The caller did not prove who it is (UNAUTHENTICATED)."""
+
+
+class Forbidden(IcehouseError):
+    """The caller is known and may not do this (PERMISSION_DENIED)."""
 
 
 class Overloaded(IcehouseError):

@@ -12,7 +12,15 @@ import typer
 from service.config import SETTINGS, load_config
 from service.config.setting import Kind, Setting, size_text
 
-_PANELS = {"server": "Server", "model": "Model", "engine": "Engine", "cache": "Prefix cache", "log": "Log"}
+_PANELS = {
+    "server": "Server",
+    "connection": "Connections",
+    "security": "Security",
+    "model": "Model",
+    "engine": "Engine",
+    "cache": "Prefix cache",
+    "log": "Log",
+}
 
 _METAVARS = {
     Kind.TEXT: "TEXT",

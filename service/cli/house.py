@@ -106,6 +106,8 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
     announcer.engine = engine
     server = RpcServer(
         config=config.server,
+        connection=config.connection,
+        security=config.security,
         engine=_EngineDoor(engine),
         router=router,
         clock=clock,

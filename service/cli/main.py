@@ -1,4 +1,4 @@
-"""The command line: `icehouse serve | demo | generate | cache | doctor | config | version`."""
+"""The command line: `icehouse serve | demo | generate | cache | token | doctor | config | version`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import cache, show_config
+from service.cli import cache, show_config, token
 from service.cli.console import complain, out
 from service.cli.flags import with_settings
 from service.cli.generate import generate
@@ -71,6 +71,7 @@ app.command("generate")(generate)
 app.command("doctor")(with_settings(_doctor))
 app.command("config")(with_settings(_config))
 app.add_typer(cache.app, name="cache")
+app.add_typer(token.app, name="token")
 
 
 @app.command()

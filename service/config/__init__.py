@@ -1,5 +1,6 @@
 """Settings: declared once, read from flags, environment and file, validated once, frozen."""
 
+from service.config.connection import ConnectionConfig
 from service.config.load import LoadedConfig, load_config
 from service.config.sections import (
     SETTINGS,
@@ -10,15 +11,18 @@ from service.config.sections import (
     ModelConfig,
     ServerConfig,
 )
+from service.config.security import SecurityConfig
 
 __all__ = [
     "SETTINGS",
     "CacheConfig",
     "Config",
+    "ConnectionConfig",
     "EngineConfig",
     "LoadedConfig",
     "LogConfig",
     "ModelConfig",
+    "SecurityConfig",
     "ServerConfig",
     "load_config",
 ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.sections import SECTIONS, SETTINGS, Config
+from service.config.security import SecurityConfig
 from service.config.setting import Setting, Value
 from service.errors import ConfigError, Reason
 
@@ -166,11 +167,32 @@ def _refuse_contradictions(config: Config) -> None:
             f"server.max_output_tokens_limit = {limit}",
             field="server.default_max_output_tokens",
         )
+    _refuse_half_security(config.security)
     # sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero included.
     if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
         raise _invalid(
             f"server.uds = {config.server.uds!r} is longer than the 103 bytes that a socket path may have",
             field="server.uds",
+        )
+
+
+def _refuse_half_security(security: SecurityConfig) -> None:
+    if (security.tls_certificate is None) != (security.tls_key is None):
+        missing = "tls_key" if security.tls_key is None else "tls_certificate"
+        raise _invalid(
+            f"security.{missing} is missing: TLS needs a certificate and its key", field=f"security.{missing}"
+        )
+    if security.tls_client_ca is not None and security.tls_certificate is None:
+        raise _invalid(
+            "security.tls_client_ca is set without security.tls_certificate: clients show certificates "
+            "over TLS only",
+            field="security.tls_client_ca",
+        )
+    if security.operators is not None and security.tls_client_ca is None:
+        raise _invalid(
+            "security.operators names certificates, but security.tls_client_ca is not set; with tokens the "
+            "role stands in the token's line",
+            field="security.operators",
         )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from service.config import paths
+from service.config.connection import ConnectionConfig
+from service.config.security import SecurityConfig
 from service.config.setting import Kind, Setting, setting, settings_of
 
 MIB = 1 << 20
@@ -55,6 +57,9 @@ class ServerConfig:
     )
     reflection_enabled: bool = setting(
         True, Kind.SWITCH, "Offer gRPC server reflection, for grpcurl and the like."
+    )
+    channelz_enabled: bool = setting(
+        False, Kind.SWITCH, "Offer channelz: the connections and calls of this server, for operators."
     )
     default_max_output_tokens: int = setting(
         256, Kind.COUNT, "Tokens generated when a request does not say.", minimum=1
@@ -262,6 +267,8 @@ class Config:
     """All of it. Sections are named after the rooms that read them."""
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    connection: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
+    security: SecurityConfig = dataclasses.field(default_factory=SecurityConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
@@ -270,6 +277,8 @@ class Config:
 
 SECTIONS: dict[str, type[Any]] = {
     "server": ServerConfig,
+    "connection": ConnectionConfig,
+    "security": SecurityConfig,
     "model": ModelConfig,
     "engine": EngineConfig,
     "cache": CacheConfig,

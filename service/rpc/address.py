@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import logging
 import os
 import socket
 import stat
@@ -10,24 +12,59 @@ from pathlib import Path
 
 import grpc
 
-from service.config import ServerConfig
+from service.config import SecurityConfig, ServerConfig
 from service.errors import Reason, StartError
+
+_logger = logging.getLogger("service.rpc.address")
 
 UDS_PATH_BYTE_LIMIT = 103
 """sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
 
 
-def bind(server: grpc.aio.Server, config: ServerConfig) -> str:
-    """Bind the configured address and return it as clients write it; raises StartError."""
+def bind(
+    server: grpc.aio.Server,
+    config: ServerConfig,
+    security: SecurityConfig,
+    *,
+    credentials: grpc.ServerCredentials | None,
+) -> str:
+    """Bind the configured address and return it as clients write it; raises StartError.
+
+    `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
+    """
     if config.uds is not None:
         return _bind_uds(server, Path(config.uds).expanduser())
-    return _bind_tcp(server, host=config.host, port=config.port)
+    if not is_loopback(config.host):
+        _refuse_open_door(config, security)
+    return _bind_tcp(server, host=config.host, port=config.port, credentials=credentials)
 
 
-def secure_uds(config: ServerConfig) -> None:
-    """Let only the owner connect. After start, when the socket exists."""
-    if config.uds is not None:
-        os.chmod(Path(config.uds).expanduser(), stat.S_IRUSR | stat.S_IWUSR)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; an unknown name counts as reachable by others."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+def _refuse_open_door(config: ServerConfig, security: SecurityConfig) -> None:
+    missing = []
+    if security.tls_certificate is None:
+        missing.append("TLS (--tls-certificate, --tls-key)")
+    if not security.authenticates:
+        missing.append("callers that prove who they are (--token-file or --tls-client-ca)")
+    if not missing:
+        return
+    if security.allow_insecure_public:
+        _logger.warning("listening on %s without %s", config.host, " and without ".join(missing))
+        return
+    raise StartError(
+        Reason.ADDRESS_INSECURE,
+        f"{config.host} can be reached from other machines, and this server lacks {' and '.join(missing)}; "
+        "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
+        metadata={"host": config.host},
+    )
 
 
 def remove_uds(config: ServerConfig) -> None:
@@ -36,10 +73,16 @@ def remove_uds(config: ServerConfig) -> None:
         Path(config.uds).expanduser().unlink(missing_ok=True)
 
 
-def _bind_tcp(server: grpc.aio.Server, *, host: str, port: int) -> str:
+def _bind_tcp(
+    server: grpc.aio.Server, *, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> str:
     shown_host = f"[{host}]" if ":" in host else host
+    address = f"{shown_host}:{port}"
     try:
-        bound_port = server.add_insecure_port(f"{shown_host}:{port}")
+        if credentials is None:
+            bound_port = server.add_insecure_port(address)
+        else:
+            bound_port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise _tcp_error(host=host, port=port) from error
     return f"{shown_host}:{bound_port}"
@@ -86,19 +129,40 @@ def _bind_uds(server: grpc.aio.Server, path: Path) -> str:
     size_bytes = len(os.fsencode(path))
     if size_bytes > UDS_PATH_BYTE_LIMIT:
         raise _uds_error(path, f"its path has {size_bytes} bytes, the limit is {UDS_PATH_BYTE_LIMIT}")
-    if not path.parent.is_dir():
-        raise _uds_error(path, f"the folder {path.parent} does not exist")
+    _prepare_folder(path)
     if path.exists():
         # gRPC would replace the socket of a running server without a word.
         if not path.is_socket():
             raise _uds_error(path, "a file that is no socket is there")
         if _somebody_listens(path):
             raise _uds_error(path, "another server listens there")
+    # The socket's own permissions are the credentials of its peers: the system lets nobody connect but
+    # its owner, and the mask leaves no moment in which it would. gRPC tells no more about a peer: its
+    # auth context for such a socket holds no user id.
+    old_mask = os.umask(stat.S_IRWXG | stat.S_IRWXO | stat.S_IXUSR)
     try:
         server.add_insecure_port(address)
     except RuntimeError as error:
         raise _uds_error(path, "the system refused it; is the folder writable?") from error
+    finally:
+        os.umask(old_mask)
     return address
+
+
+def _prepare_folder(path: Path) -> None:
+    """Make the socket's folder if it is not there, and refuse one in which others could swap the socket."""
+    folder = path.parent
+    if not folder.exists() and folder.parent.is_dir():
+        folder.mkdir(mode=stat.S_IRWXU)
+    if not folder.is_dir():
+        raise _uds_error(path, f"the folder {folder} does not exist")
+    found = folder.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        raise _uds_error(
+            path, f"the folder {folder} belongs to user {found.st_uid}, who could swap the socket"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise _uds_error(path, f"others may write the folder {folder} and so could swap the socket")
 
 
 def _somebody_listens(path: Path) -> bool:

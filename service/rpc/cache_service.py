@@ -59,7 +59,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         """Answer with what Generate would reuse."""
         async with self._desk.call("Explain", context) as call:
-            tenant = tenant_of(request.cache)
+            tenant = tenant_of(request.cache, call.caller)
             _, token_ids = await self._generation.read_prompt(
                 request, request.WhichOneof("prompt"), model_id=request.model, call=call
             )
@@ -90,7 +90,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
         """Pin a prompt's blocks."""
         async with self._desk.call("Pin", context) as call:
-            tenant = tenant_of(request.cache)
+            tenant = tenant_of(request.cache, call.caller)
             _, token_ids = await self._generation.read_prompt(
                 request, request.WhichOneof("prompt"), model_id=request.model, call=call
             )
@@ -102,7 +102,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
         async with self._desk.call("Unpin", context) as call:
-            tenant = tenant_of(request.cache)
+            tenant = tenant_of(request.cache, call.caller)
             _, token_ids = await self._generation.read_prompt(
                 request, request.WhichOneof("prompt"), model_id=request.model, call=call
             )
@@ -121,10 +121,11 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                     "nothing is named to evict; set `text`, `chat`, `tokens` or `all`",
                     field="target",
                 )
-            tenant = tenant_of(request.cache)
+            tenant = tenant_of(request.cache, call.caller)
             if kind == "all":
                 if not request.all:
                     refuse_value("all", False, "true; name a prompt to evict less")
+                call.caller.require_operator("evicting everything")
                 check_model(request.model, self._router.require_model().info)
                 return evict_response(await self._order(Evict(None), EvictReport))
             _, token_ids = await self._generation.read_prompt(
@@ -134,7 +135,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""
-        async with self._desk.call("Verify", context):
+        async with self._desk.call("Verify", context) as call:
+            call.caller.require_operator("verifying the SSD")
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
             return verify_response(await self._order(Verify(request.block_limit), VerifyReport))

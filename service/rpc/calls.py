@@ -14,6 +14,8 @@ import grpc
 from service.clock import Clock
 from service.domain.events import Finished, Usage
 from service.errors import IcehouseError, Overloaded, Reason, Unavailable
+from service.rpc import caller as callers
+from service.rpc.caller import Caller
 from service.rpc.status import code_of, internal_error, status_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,6 +37,7 @@ class Call:
     arrival_time: float
     """`Clock.monotonic`."""
     deadline_time: float | None
+    caller: Caller
     request_id: str = ""
     prompt_token_count: int = 0
     usage: Usage | None = None
@@ -66,7 +69,7 @@ class CallDesk:
     @contextlib.asynccontextmanager
     async def call(self, method: str, context: Context) -> AsyncIterator[Call]:
         """Wrap one servicer method; whatever leaves the block becomes a status and a log line."""
-        call = Call(method, self._clock.monotonic(), self._deadline_time(context))
+        call = Call(method, self._clock.monotonic(), self._deadline_time(context), callers.current.get())
         self._running_count += 1
         self._idle.clear()
         try:
@@ -119,6 +122,8 @@ class CallDesk:
             "code": code.name,
             "duration_s": round(self._clock.monotonic() - call.arrival_time, 6),
         }
+        if call.caller.tenant is not None:
+            facts["tenant"] = call.caller.tenant
         if call.request_id:
             facts["request_id"] = call.request_id
         if call.prompt_token_count:

@@ -81,7 +81,7 @@ class Generation:
         cache_use = cache_use_of(message.cache)
         if max_output_tokens == 0 and cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
             refuse_value("cache.use", cache_use.name, "one that writes, for a warm-up")
-        tenant = tenant_of(message.cache)
+        tenant = tenant_of(message.cache, call.caller)
         priority = priority_of(message.priority)
         model, token_ids = await self.read_prompt(message, kind, model_id=message.model, call=call)
         request = GenerationRequest(

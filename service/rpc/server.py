@@ -8,14 +8,16 @@ import secrets
 from collections.abc import Callable
 
 import grpc
+from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2_grpc
 from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
 
 from service.clock import Clock
-from service.config import ServerConfig
-from service.rpc.address import bind, remove_uds, secure_uds
+from service.config import ConnectionConfig, SecurityConfig, ServerConfig
+from service.rpc.address import bind, remove_uds
 from service.rpc.cache_service import CacheService
 from service.rpc.calls import CallDesk
+from service.rpc.door import Door
 from service.rpc.generation import Generation
 from service.rpc.health import Health
 from service.rpc.inference_service import InferenceService
@@ -25,9 +27,13 @@ from service.rpc.ports import EnginePort
 from service.rpc.prompts import PromptReader
 from service.rpc.reflection import add_reflection
 from service.rpc.router import Router
+from service.rpc.security import Security
 from service.rpc.stats import StatsReader
+from service.rpc.transport import server_options
 
 SERVICE_NAMES = ("icehouse.v1.InferenceService", "icehouse.v1.ModelService", "icehouse.v1.CacheService")
+
+CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 HEARTBEAT_TIMEOUT_S = 1.5
 """A prefill chunk on a slow CPU takes tens of seconds; an inference loop silent for longer is stuck."""
@@ -51,10 +57,15 @@ class RpcServer:
         engine: EnginePort,
         router: Router,
         clock: Clock,
+        connection: ConnectionConfig | None = None,
+        security: SecurityConfig | None = None,
         draw_seed: Callable[[], int] = draw_seed,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
+        connection = connection or ConnectionConfig()
         self._config = config
+        self._security_config = security or SecurityConfig()
+        self._security = Security(self._security_config, clock=clock)
         self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
         self._desk = CallDesk(clock=clock, concurrent_call_limit=config.max_concurrent_calls)
         self._health = Health(
@@ -64,32 +75,51 @@ class RpcServer:
             service_names=SERVICE_NAMES,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        self._server = grpc.aio.server(options=_options(config), interceptors=(OneOfInterceptor(self._desk),))
-        self._health_task: asyncio.Task[None] | None = None
+        door = Door(
+            authenticator=self._security.authenticator,
+            desk=self._desk,
+            health_is_open=self._security_config.health_open,
+            message_timeout_s=connection.message_timeout_s,
+            unread_call_limit=config.max_concurrent_calls,
+        )
+        # The first is the outermost: whoever calls passes the door before anything else is looked at.
+        self._server = grpc.aio.server(
+            options=server_options(config, connection), interceptors=(door, OneOfInterceptor(self._desk))
+        )
+        self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
         """What clients connect to, once started: "host:port" or "unix:path"."""
         self._add_services(engine, router, clock, draw_seed)
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
-        self.address = bind(self._server, self._config)
+        self._security.load()
+        self.address = bind(
+            self._server, self._config, self._security_config, credentials=self._security.credentials
+        )
         await self._health.refresh()
         await self._server.start()
-        secure_uds(self._config)
-        self._health_task = asyncio.create_task(self._health.run(), name="health")
+        self._tasks = [
+            asyncio.create_task(self._health.run(), name="health"),
+            asyncio.create_task(self._security.run(), name="security"),
+        ]
         return self.address
 
     async def refresh_health(self) -> None:
         """Look at state and heartbeat now."""
         await self._health.refresh()
 
+    async def refresh_security(self) -> None:
+        """Look at certificates and tokens now."""
+        await self._security.refresh()
+
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
         await self._health.stop_serving()
-        if self._health_task is not None:
-            self._health_task.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._health_task
+                await task
         self._desk.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -128,20 +158,7 @@ class RpcServer:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         if self._config.reflection_enabled:
-            add_reflection(self._server, (*SERVICE_NAMES, health.SERVICE_NAME))
-
-
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        # Answers are as long as the request allowed: the tokens of a long prompt, a long output.
-        ("grpc.max_send_message_length", -1),
-        # Otherwise Linux lets two servers share a port, and each gets half of the calls.
-        ("grpc.so_reuseport", 0),
-        # Notice a caller whose machine has vanished: its sequence costs memory.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        # A desktop client may ping as often without data; the default would cut it off.
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-    ]
+            channelz_names = (CHANNELZ_NAME,) if self._config.channelz_enabled else ()
+            add_reflection(self._server, (*SERVICE_NAMES, health.SERVICE_NAME, *channelz_names))
+        if self._config.channelz_enabled:
+            channelz.add_channelz_servicer(self._server)

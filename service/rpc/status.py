@@ -26,6 +26,8 @@ _CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotFound, grpc.StatusCode.NOT_FOUND),
     (errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.Forbidden, grpc.StatusCode.PERMISSION_DENIED),
     (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.CannotFit, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.StorageError, grpc.StatusCode.FAILED_PRECONDITION),

@@ -17,7 +17,8 @@ from service.config import ServerConfig
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.model import ModelInfo
 from service.domain.request import CacheUse, SamplingParams
-from service.errors import InvalidRequest, NotFound, Reason
+from service.errors import Forbidden, InvalidRequest, NotFound, Reason
+from service.rpc.caller import Caller, Role
 
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 TENANT_BYTE_LIMIT = 128
@@ -123,12 +124,26 @@ def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use
     return use
 
 
-def tenant_of(proto: cache_policy_pb2.CachePolicy) -> Tenant:
-    """Return whose blocks may be shared."""
+def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
+    """Return whose blocks may be shared: the proved tenant's; raises Forbidden for another's name.
+
+    Where nobody proves who they are, and for operators, the request may name any.
+    """
     size_bytes = len(proto.tenant.encode("utf-8"))
     if size_bytes > TENANT_BYTE_LIMIT:
         refuse_value("cache.tenant", f"{size_bytes} bytes", f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8")
-    return Tenant(proto.tenant) if proto.tenant else DEFAULT_TENANT
+    if caller.tenant is None:
+        return Tenant(proto.tenant) if proto.tenant else DEFAULT_TENANT
+    if not proto.tenant or proto.tenant == caller.tenant:
+        return caller.tenant
+    if caller.role is Role.OPERATOR:
+        return Tenant(proto.tenant)
+    raise Forbidden(
+        Reason.TENANT_FORBIDDEN,
+        f"cache.tenant is {shown(proto.tenant)}, but the credentials are {caller.tenant!r}'s; leave it empty",
+        field="cache.tenant",
+        metadata={"tenant": caller.tenant, "named_tenant": shown(proto.tenant)},
+    )
 
 
 def priority_of(value: int) -> int:

@@ -146,3 +146,32 @@ def test_the_block_directory_has_a_default_and_knows_home(
     assert CacheConfig().block_directory.is_relative_to(tmp_path)
     assert CacheConfig().block_directory.parts[-2:] == ("icehouse", "blocks")
     assert CacheConfig(directory="~/kv").block_directory == tmp_path / "kv"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"security.tls_certificate": "c"}, "security.tls_key"),
+        ({"security.tls_key": "k"}, "security.tls_certificate"),
+        ({"security.tls_client_ca": "a"}, "security.tls_client_ca"),
+        ({"security.operators": "spiffe://x"}, "security.operators"),
+    ],
+)
+def test_half_of_a_security_is_refused(settings: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(flags=settings, environ={})
+    assert caught.value.field == named
+
+
+def test_operators_are_read_as_a_list() -> None:
+    config = load_config(
+        flags={
+            "security.tls_certificate": "c",
+            "security.tls_key": "k",
+            "security.tls_client_ca": "a",
+            "security.operators": "spiffe://x/ops, ops.corp.example,",
+        },
+        environ={},
+    ).config.security
+    assert config.operator_names == {"spiffe://x/ops", "ops.corp.example"}
+    assert config.authenticates

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
 
-from service.config import ServerConfig
+from service.config import ConnectionConfig, SecurityConfig, ServerConfig
 from service.domain.model import EngineState, ModelInfo
 from service.rpc.ports import ServedModel
 from service.rpc.router import Router
@@ -73,11 +73,30 @@ class House:
         await done
 
 
+def channel_options() -> list[tuple[str, Any]]:
+    """Return options of a channel with a connection of its own, so that no test meets another's."""
+    return [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_send_message_length", -1),
+        # A window that does not grow, so that a reader who stops is felt soon.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.primary_user_agent", uuid.uuid4().hex),
+    ]
+
+
 @contextlib.asynccontextmanager
 async def running_house(
-    *, ready: bool = True, info: ModelInfo = MODEL_INFO, **settings: Any
+    *,
+    ready: bool = True,
+    info: ModelInfo = MODEL_INFO,
+    connection: ConnectionConfig | None = None,
+    security: SecurityConfig | None = None,
+    **settings: Any,
 ) -> AsyncIterator[House]:
-    """Start a server with these settings of ServerConfig on a free loopback port."""
+    """Start a server with these settings of ServerConfig on a free loopback port.
+
+    With TLS the house's own channel is of no use; see `secured` for channels that are.
+    """
     clock = FakeClock()
     router = Router(asyncio.get_running_loop())
     engine = FakeEngine(router)
@@ -88,20 +107,14 @@ async def running_house(
         engine=engine,
         router=router,
         clock=clock,
+        connection=connection,
+        security=security,
         draw_seed=lambda: SEED,
         heartbeat_timeout_s=30.0,
     )
     try:
         address = await server.start()
-        # A pool of its own, so that no test meets the connection of another.
-        options = [
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.max_send_message_length", -1),
-            # A window that does not grow, so that a reader who stops is felt soon.
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.primary_user_agent", uuid.uuid4().hex),
-        ]
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
             house = House(server, engine, router, clock, tokenizer, channel)
             if ready:
                 router.model_loaded(ServedModel(info, tokenizer))

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 
+from service.config import SecurityConfig, ServerConfig
 from service.errors import Reason, StartError
+from service.rpc.address import bind, is_loopback
 from tests.rpc.conftest import House, running_house
 
 REQUEST = messages.GenerateRequest(text="Hi", max_output_tokens=1)
 
 
-async def start_error(**settings: Any) -> StartError:
+async def start_error(*, reason: Reason = Reason.ADDRESS_IN_USE, **settings: Any) -> StartError:
     with pytest.raises(StartError) as caught:
         async with running_house(**settings):
             pass
-    assert caught.value.reason is Reason.ADDRESS_IN_USE
+    assert caught.value.reason is reason
     return caught.value
 
 
@@ -38,7 +42,7 @@ async def test_port_taken_by_another_program_is_named() -> None:
 
 
 async def test_address_of_another_machine_is_named() -> None:
-    error = await start_error(host="192.0.2.1")
+    error = await start_error(host="192.0.2.1", security=SecurityConfig(allow_insecure_public=True))
     assert "192.0.2.1" in error.message and "--host" in error.message
 
 
@@ -70,5 +74,66 @@ async def test_impossible_socket_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     assert "no socket" in (await start_error(uds=str(tmp_path / "file"))).message
     assert (tmp_path / "file").read_text() == "precious"
-    assert "does not exist" in (await start_error(uds=str(tmp_path / "no" / "s"))).message
+    assert "does not exist" in (await start_error(uds=str(tmp_path / "no" / "no" / "s"))).message
     assert "limit is 103" in (await start_error(uds="/tmp/" + "x" * 100)).message
+
+
+async def test_the_socket_is_its_owners_from_its_first_moment(tmp_path: Path) -> None:
+    modes = []
+    path = tmp_path / "new" / "s"
+    server = grpc.aio.server()
+    bind(server, ServerConfig(uds=str(path)), SecurityConfig(), credentials=None)
+    modes.append(stat.S_IMODE(path.stat().st_mode))
+    await server.stop(None)
+    assert modes == [0o600]
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+async def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert "swap the socket" in (await start_error(uds=str(folder / "s"))).message
+    folder.chmod(0o1777)
+    async with running_house(uds=str(folder / "s")) as house:
+        assert (await house.inference.Generate(REQUEST)).text == " w0"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a folder away")
+async def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    assert "belongs to user 12345" in (await start_error(uds=str(folder / "s"))).message
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no-such-host.invalid"])
+@pytest.mark.parametrize(
+    ("settings", "lacking"),
+    [
+        ({}, ("TLS", "callers")),
+        ({"token_file": "t"}, ("TLS",)),
+        ({"tls_certificate": "c", "tls_key": "k"}, ("callers",)),
+    ],
+)
+async def test_a_public_address_without_security_is_refused(
+    host: str, settings: dict[str, str], lacking: tuple[str, ...]
+) -> None:
+    server = grpc.aio.server()
+    with pytest.raises(StartError) as caught:
+        bind(server, ServerConfig(host=host, port=0), SecurityConfig(**settings), credentials=None)
+    assert caught.value.reason is Reason.ADDRESS_INSECURE
+    assert all(word in caught.value.message for word in lacking)
+    assert "--allow-insecure-public" in caught.value.message
+    await server.stop(None)
+
+
+async def test_a_public_address_may_be_insisted_on(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_house(host="0.0.0.0", security=SecurityConfig(allow_insecure_public=True)) as house:
+        assert house.server.address.startswith("0.0.0.0:")
+    assert "listening on 0.0.0.0 without TLS" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_is_known(host: str) -> None:
+    assert is_loopback(host)

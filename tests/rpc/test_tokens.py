@@ -1,0 +1,268 @@
+"""Bearer tokens: who has one, whose it is, until when, and what the file may say."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2, inference_service_pb2, model_service_pb2
+
+from service.config import SecurityConfig
+from service.domain.cache_orders import EvictReport, VerifyReport
+from service.errors import Reason, StartError
+from service.rpc.caller import Role
+from service.rpc.tokens import TOKEN_COUNT_LIMIT, TokenFile, digest_of, line_of, new_token
+from tests.rpc.conftest import House, running_house
+from tests.rpc.details import Refusal, refused
+
+GENERATE = inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1)
+SEARCH, ADS, BOSS = new_token(), new_token(), new_token()
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+def write(path: Path, *lines: str) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    path.chmod(0o600)
+
+
+def line(token: str, tenant: str, role: Role = Role.TENANT, *, last_day: str | None = None) -> str:
+    date = None if last_day is None else datetime.date.fromisoformat(last_day)
+    return line_of(token, tenant=tenant, role=role, expire_date=date)
+
+
+@contextlib.asynccontextmanager
+async def guarded_house(tmp_path: Path, **settings: Any) -> AsyncIterator[House]:
+    """Start a server with three tokens: two tenants and an operator."""
+    file = tmp_path / "tokens"
+    write(file, "# ours", line(SEARCH, "search"), "", line(ADS, "ads"), line(BOSS, "boss", Role.OPERATOR))
+    async with running_house(security=SecurityConfig(token_file=str(file), **settings)) as house:
+        yield house
+
+
+def unauthenticated(refusal: Refusal, reason: Reason) -> bool:
+    return (refusal.code, refusal.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
+
+
+async def test_a_token_lets_in_and_names_the_tenant(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        for token, tenant in ((SEARCH, "search"), (ADS, "ads")):
+            await house.inference.Generate(GENERATE, metadata=bearer(token))
+            assert house.engine.submitted[-1].tenant == tenant
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ((), Reason.CREDENTIALS_MISSING),
+        (bearer(""), Reason.CREDENTIALS_INVALID),
+        (bearer(new_token()), Reason.CREDENTIALS_INVALID),
+        (bearer(SEARCH[:-1]), Reason.CREDENTIALS_INVALID),
+        (bearer(SEARCH + "x"), Reason.CREDENTIALS_INVALID),
+        (bearer(digest_of(SEARCH).hex()), Reason.CREDENTIALS_INVALID),
+        ((("authorization", f"Basic {SEARCH}"),), Reason.CREDENTIALS_INVALID),
+        ((*bearer(SEARCH), *bearer(ADS)), Reason.CREDENTIALS_INVALID),
+    ],
+)
+async def test_without_a_good_token_nothing_is_served(
+    tmp_path: Path, metadata: tuple[tuple[str, str], ...], reason: Reason
+) -> None:
+    async with guarded_house(tmp_path) as house:
+        calls = (
+            house.inference.Generate(GENERATE, metadata=metadata),
+            house.inference.Stream(GENERATE, metadata=metadata).read(),
+            house.models.ListModels(model_service_pb2.ListModelsRequest(), metadata=metadata),
+            house.cache.WatchStats(cache_service_pb2.WatchStatsRequest(), metadata=metadata).read(),
+        )
+        for call in calls:
+            refusal = await refused(call)
+            assert unauthenticated(refusal, reason)
+            assert SEARCH not in refusal.message
+        assert house.engine.submitted == []
+
+
+async def test_a_stranger_is_refused_before_the_message_is_read(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        call: Any = house.channel.stream_unary("/icehouse.v1.InferenceService/Generate")()
+        # Nothing is written: the answer must not wait for it.
+        assert unauthenticated(await refused(call), Reason.CREDENTIALS_MISSING)
+
+
+async def test_the_scheme_is_read_in_any_case(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        await house.inference.Generate(GENERATE, metadata=(("authorization", f"bEARER {SEARCH}"),))
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_health_may_stay_open(tmp_path: Path, is_open: bool) -> None:
+    async with guarded_house(tmp_path, health_open=is_open) as house:
+        stub: Any = health_pb2_grpc.HealthStub(house.channel)
+        request = health_pb2.HealthCheckRequest()
+        if is_open:
+            assert (await stub.Check(request)).status
+            assert (await stub.Watch(request).read()).status
+        else:
+            assert unauthenticated(await refused(stub.Check(request)), Reason.CREDENTIALS_MISSING)
+            assert (await stub.Check(request, metadata=bearer(SEARCH))).status
+
+
+async def test_reflection_wants_a_token_too(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        method = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+        call: Any = house.channel.stream_stream(method)(iter([b"\x3a\x00"]))
+        assert unauthenticated(await refused(call.read()), Reason.CREDENTIALS_MISSING)
+        call = house.channel.stream_stream(method)(iter([b"\x3a\x00"]), metadata=bearer(SEARCH))
+        assert b"icehouse.v1.InferenceService" in await call.read()
+
+
+async def test_the_body_may_not_name_another_tenant(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        request = inference_service_pb2.GenerateRequest(
+            text="Hi", max_output_tokens=1, cache=cache_policy_pb2.CachePolicy(tenant="ads")
+        )
+        refusal = await refused(house.inference.Generate(request, metadata=bearer(SEARCH)))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.PERMISSION_DENIED, Reason.TENANT_FORBIDDEN)
+        assert refusal.field == "cache.tenant"
+        for token in (ADS, BOSS):
+            await house.inference.Generate(request, metadata=bearer(token))
+            assert house.engine.submitted[-1].tenant == "ads"
+
+
+async def test_orders_reach_the_callers_own_blocks_only(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        foreign = cache_policy_pb2.CachePolicy(tenant="ads")
+        house.engine.order_answer = EvictReport()
+        for message, method in (
+            (cache_service_pb2.ExplainRequest(text="Hi", cache=foreign), house.cache.Explain),
+            (cache_service_pb2.WarmRequest(text="Hi", cache=foreign), house.cache.Warm),
+            (cache_service_pb2.PinRequest(text="Hi", cache=foreign), house.cache.Pin),
+            (cache_service_pb2.UnpinRequest(text="Hi", cache=foreign), house.cache.Unpin),
+            (cache_service_pb2.EvictRequest(text="Hi", cache=foreign), house.cache.Evict),
+        ):
+            assert (await refused(method(message, metadata=bearer(SEARCH)))).reason == "TENANT_FORBIDDEN"
+        assert house.engine.orders == []
+        await house.cache.Evict(cache_service_pb2.EvictRequest(text="Hi"), metadata=bearer(SEARCH))
+        [order] = house.engine.orders
+        assert order.tenant == "search"
+
+
+async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        evict_all = cache_service_pb2.EvictRequest(all=True)
+        verify = cache_service_pb2.VerifyRequest()
+        for call in (
+            house.cache.Evict(evict_all, metadata=bearer(SEARCH)),
+            house.cache.Verify(verify, metadata=bearer(SEARCH)),
+        ):
+            refusal = await refused(call)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.PERMISSION_DENIED, Reason.OPERATOR_ONLY)
+        assert house.engine.orders == []
+        house.engine.order_answer = EvictReport(ram_block_count=3)
+        assert (await house.cache.Evict(evict_all, metadata=bearer(BOSS))).ram_block_count == 3
+        house.engine.order_answer = VerifyReport(1, 2, (), 0.0)
+        assert (await house.cache.Verify(verify, metadata=bearer(BOSS))).verified_block_count == 1
+
+
+async def test_a_changed_file_is_taken_into_use_and_a_bad_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded_house(tmp_path) as house:
+        write(tmp_path / "tokens", line(ADS, "ads"))
+        await house.server.refresh_security()
+        refusal = await refused(house.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
+        assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
+        await house.inference.Generate(GENERATE, metadata=bearer(ADS))
+
+        with caplog.at_level(logging.ERROR):
+            write(tmp_path / "tokens", line(SEARCH, "search"), "nonsense")
+            await house.server.refresh_security()
+            (tmp_path / "tokens").unlink()
+            await house.server.refresh_security()
+        await house.inference.Generate(GENERATE, metadata=bearer(ADS))
+        assert "line 2" in caplog.text and "kept the old tokens" in caplog.text
+
+
+async def test_an_expired_token_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "tokens", line(SEARCH, "search", last_day="2023-11-14"))
+    async with running_house(security=SecurityConfig(token_file=str(tmp_path / "tokens"))) as house:
+        # The clock's wall time is 2023-11-14 22:30 UTC: the last day is not over.
+        await house.inference.Generate(GENERATE, metadata=bearer(SEARCH))
+        house.clock.now += 2 * 3600
+        refusal = await refused(house.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
+        assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
+
+
+async def test_an_empty_file_lets_nobody_in_and_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "tokens", "# nobody yet")
+    async with running_house(security=SecurityConfig(token_file=str(tmp_path / "tokens"))) as house:
+        refusal = await refused(house.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
+        assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
+    assert "nobody can call" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "sha256=12 tenant=a",
+        f"sha256={'g' * 64} tenant=a",
+        f"sha256={'a' * 64}",
+        f"sha256={'a' * 64} tenant=ü",
+        f"sha256={'a' * 64} tenant=a role=king",
+        f"sha256={'a' * 64} tenant=a expires=tomorrow",
+        f"sha256={'a' * 64} tenant=a colour=red",
+        f"sha256={'a' * 64} tenant=a\nsha256={'a' * 64} tenant=b",
+        "\n".join(f"sha256={index:064x} tenant=a" for index in range(TOKEN_COUNT_LIMIT + 1)),
+    ],
+)
+def test_a_bad_line_is_refused_whole(tmp_path: Path, bad: str) -> None:
+    write(tmp_path / "tokens", line(SEARCH, "search"))
+    file = TokenFile(tmp_path / "tokens")
+    assert file.refresh() and not file.refresh()
+    write(tmp_path / "tokens", bad)
+    with pytest.raises(StartError) as caught:
+        file.refresh()
+    assert caught.value.reason is Reason.TOKENS_INVALID
+    assert file.find(SEARCH, now=0) is not None
+
+
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "tokens", line(SEARCH, "search"))
+    (tmp_path / "tokens").chmod(0o620)
+    with pytest.raises(StartError, match="chmod 600"):
+        TokenFile(tmp_path / "tokens").refresh()
+
+
+def test_every_token_is_compared_whichever_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "tokens", *(line(token, "x") for token in (SEARCH, ADS, BOSS)))
+    file = TokenFile(tmp_path / "tokens")
+    file.refresh()
+    compared = []
+    real = hmac.compare_digest
+
+    def compare(known: bytes, wanted: bytes) -> bool:
+        compared.append(known)
+        return real(known, wanted)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for token in (SEARCH, BOSS, new_token()):
+        compared.clear()
+        file.find(token, now=0)
+        assert len(compared) == 3
+
+
+def test_tokens_are_long_and_never_the_same() -> None:
+    made = {new_token() for _ in range(100)}
+    assert len(made) == 100
+    assert {len(token) for token in made} == {len("icehouse_") + 43}
