@@ -7,17 +7,16 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 from __future__ import annotations
 
 from service.clock import Clock
-from service.domain.events import Event, Failed, Finished, PrefillProgress
-from service.domain.ids import RequestId
+from service.domain.events import Failed, PrefillProgress
 from service.domain.model import ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
 from service.engine.admission import Admission
 from service.engine.counters import Counters
 from service.engine.delivery import Delivery
-from service.engine.endings import past_deadline, shutting_down, stopped_before_done
+from service.engine.endings import shutting_down, stopped_before_done
 from service.engine.flush import flush
-from service.engine.ids import SequenceId
+from service.engine.live_requests import LiveRequests
 from service.engine.mailbox import Mailbox
 from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
@@ -61,11 +60,16 @@ class EngineLoop:
         self._prefix = prefix
         self._room = room
         self._delivery = Delivery(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
-        self._sequences: dict[RequestId, Sequence] = {}
-        self._by_id: dict[SequenceId, Sequence] = {}
-        self._next_id = 0
         self._start_time = clock.monotonic()
         self.counters = Counters()
+        self._live = LiveRequests(
+            runner=runner,
+            scheduler=scheduler,
+            prefix=prefix,
+            delivery=self._delivery,
+            counters=self.counters,
+            clock=clock,
+        )
         self._admission = Admission(room=room, scheduler=scheduler, counters=self.counters, guard=guard)
         self._pressure = Pressure(
             guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
@@ -79,7 +83,7 @@ class EngineLoop:
     @property
     def is_done(self) -> bool:
         """Whether nothing runs and nothing new is let in."""
-        return self.is_draining and not self._sequences
+        return self.is_draining and not len(self._live)
 
     def step(self) -> None:
         """Do one unit of work, or wait a moment for a message when there is none."""
@@ -90,7 +94,7 @@ class EngineLoop:
         work = self._scheduler.next_work()
         overrun = self._pressure.relieve(work)
         if isinstance(work, PrefillChunk) and overrun is not None:
-            self._cancel(work.sequence, overrun)
+            self._live.fail(work.sequence, overrun)
         elif isinstance(work, PrefillChunk):
             self._prefill(work)
         elif isinstance(work, RestoreSlice):
@@ -110,10 +114,7 @@ class EngineLoop:
                 message.reply(self.stats(), self._prefix.stats())
             elif isinstance(message, Order):
                 message.reply(error)
-        for request_id in self._sequences:
-            self._delivery.tell(request_id, Failed(error))
-        self._sequences.clear()
-        self._by_id.clear()
+        self._live.abandon(error)
         self._delivery.publish()
 
     def flush(self, *, deadline_time: float) -> None:
@@ -130,9 +131,7 @@ class EngineLoop:
         if isinstance(message, Submit):
             self._accept(message.request)
         elif isinstance(message, Cancel):
-            sequence = self._sequences.get(message.request_id)
-            if sequence is not None:
-                self._cancel(sequence, message.error)
+            self._live.cancel(message.request_id, message.error)
         elif isinstance(message, QueryStats):
             self._prefix.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Order):
@@ -146,11 +145,11 @@ class EngineLoop:
 
     def _accept(self, request: GenerationRequest) -> None:
         if self.is_draining:
-            self._refuse(request, shutting_down())
+            self._live.refuse(request, shutting_down())
             return
         sequence = Sequence.of(
             request,
-            sequence_id=SequenceId(self._next_id),
+            sequence_id=self._live.next_id(),
             decode=self._decode,
             context_token_limit=self._model.context_token_limit,
             is_fed_ahead=self._runner.is_pipelined,
@@ -158,29 +157,17 @@ class EngineLoop:
         limit = sequence.output_token_limit
         refusal = self._admission.refusal(request, output_token_limit=limit, now=self._clock.monotonic())
         if refusal is not None:
-            self._refuse(request, refusal)
+            self._live.refuse(request, refusal)
             return
         self._room.add(sequence)
-        self._next_id += 1
-        self.counters.accepted_total += 1
-        self.counters.prompt_token_total += len(request.prompt_token_ids)
-        self._sequences[request.request_id] = sequence
-        self._by_id[sequence.sequence_id] = sequence
-
-    def _refuse(self, request: GenerationRequest, error: IcehouseError) -> None:
-        self.counters.rejected_total += 1
-        self._delivery.tell(request.request_id, Failed(error))
+        self._live.accept(sequence)
 
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""
         now = self._clock.monotonic()
-        drained = self._drain_deadline is not None and now >= self._drain_deadline
-        for sequence in list(self._sequences.values()):
-            deadline = sequence.request.deadline_time
-            if deadline is not None and now >= deadline:
-                self._cancel(sequence, past_deadline(sequence, now))
-            elif drained:
-                self._cancel(sequence, stopped_before_done())
+        self._live.expire(now)
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            self._live.fail_all(stopped_before_done())
 
     def _admit(self) -> None:
         for ready in self._prefix.take_ready():
@@ -190,7 +177,7 @@ class EngineLoop:
                 error = self._pressure.hopeless(sequence)
                 if error is None:
                     return
-                self._cancel(sequence, error)
+                self._live.fail(sequence, error)
                 continue
             self._scheduler.admit(sequence)
             if not sequence.park_count:
@@ -226,7 +213,7 @@ class EngineLoop:
             sequence.has_started = True
             self._prefix.settle(sequence)
             self.counters.cached_token_total += sequence.cache.cached_token_count
-            self._tell(sequence, sequence.started())
+            self._live.tell(sequence, sequence.started())
         self._join_if_prefilled(sequence)
 
     def _prefill(self, chunk: PrefillChunk) -> None:
@@ -241,7 +228,7 @@ class EngineLoop:
         self._prefix.capture(sequence, is_end=sequence.is_prefilled)
         self._scheduler.note_prefill(self._clock.monotonic() - began)
         if not sequence.park_count:
-            self._tell(sequence, PrefillProgress(chunk.stop, len(tokens)))
+            self._live.tell(sequence, PrefillProgress(chunk.stop, len(tokens)))
         self._join_if_prefilled(sequence)
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
@@ -249,7 +236,7 @@ class EngineLoop:
             return
         if sequence.output_token_limit == 0:
             now = self._clock.monotonic()
-            self._finish(sequence, self._delivery.finish(sequence, sequence.limit_reason, now))
+            self._live.finish(sequence, self._delivery.finish(sequence, sequence.limit_reason, now))
             return
         self._runner.join(
             sequence.sequence_id,
@@ -265,11 +252,11 @@ class EngineLoop:
         now = self._clock.monotonic()
         self.counters.note_decode(len(drawn), now - began)
         for sequence_id, token_id in drawn:
-            sequence = self._by_id[sequence_id]
+            sequence = self._live.of(sequence_id)
             end = self._delivery.take_token(sequence, token_id, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
-                self._finish(sequence, end)
+                self._live.finish(sequence, end)
         self._pressure.watch_growth()
         self._scheduler.note_decode(self._clock.monotonic() - began)
 
@@ -280,26 +267,6 @@ class EngineLoop:
         self._runner.release([sequence.sequence_id])
         self._scheduler.park(sequence)
         self.counters.parked_total += 1
-
-    def _finish(self, sequence: Sequence, end: Finished) -> None:
-        self.counters.note_finished(self._clock.monotonic() - sequence.admitted_time)
-        self._end(sequence, end)
-
-    def _cancel(self, sequence: Sequence, error: IcehouseError) -> None:
-        self.counters.cancelled_total += 1
-        self._prefix.forget(sequence)
-        self._end(sequence, Failed(error))
-
-    def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
-        self._prefix.end(sequence)
-        self._scheduler.remove(sequence)
-        self._runner.release([sequence.sequence_id])
-        del self._sequences[sequence.request.request_id]
-        del self._by_id[sequence.sequence_id]
-        self._tell(sequence, event)
-
-    def _tell(self, sequence: Sequence, event: Event) -> None:
-        self._delivery.tell(sequence.request.request_id, event)
 
     def stats(self) -> EngineStats:
         """Return the engine's counters as of now."""

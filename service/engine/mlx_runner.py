@@ -23,9 +23,12 @@ from service.engine.sampler import SamplingRow
 from service.engine.tokenizer import Tokenizer
 from service.errors import ConfigError, Reason
 
-_FREED_BYTES_KEPT = 1 << 30
-"""Freed buffers that MLX keeps for the next arrays. Fresh pages made a restore of 134 MB take 62 ms
-instead of 14 (2-core x86, mlx 0.32.4); without a bound a long prompt's buffers would stay for ever."""
+_FREED_TOKENS = 8192
+_MIN_FREED_BYTES = 128 << 20
+_MAX_FREED_BYTES = 1 << 30
+"""Freed buffers that MLX keeps for the next arrays: the KV of so many tokens, within bounds. Fresh pages made
+a restore of 134 MB take 62 ms instead of 14 (2-core x86, mlx 0.32.4); without a bound a long prompt's
+buffers would stay for ever, and a model with little KV needs little."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,9 +80,10 @@ class MlxRunner:
         loaded = model_loader.load(self._source)
         self._model = loaded.model
         upstream.wire_memory()
-        mx.set_cache_limit(_FREED_BYTES_KEPT)
         self.blocks.read_layout()
         kv_bytes_per_token, fixed_bytes = self._warm_up()
+        freed_bytes = _FREED_TOKENS * kv_bytes_per_token
+        mx.set_cache_limit(min(_MAX_FREED_BYTES, max(_MIN_FREED_BYTES, freed_bytes)))
         self._memory_model = MemoryModel(
             model_loader.shape_of(loaded),
             kv_bytes_per_token,

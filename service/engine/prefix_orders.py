@@ -6,7 +6,6 @@ Inference thread only. What needs the storage thread is answered when its outcom
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 from service.clock import Clock
@@ -44,6 +43,7 @@ from service.kv.messages import (
 )
 
 _Reply = Callable[[CacheAnswer | IcehouseError], None]
+_BUSY_RETRY_S = 1.0
 
 
 class PrefixOrders:
@@ -229,5 +229,5 @@ def _storage_busy() -> Overloaded:
     return Overloaded(
         Reason.QUEUE_FULL,
         "too many orders wait for the storage thread; try again later",
-        retry_after_s=math.ceil(1.0),
+        retry_after_s=_BUSY_RETRY_S,
     )

@@ -56,7 +56,9 @@ class Promises:
 
     def withdraw(self, sequence: Sequence) -> None:
         """The leader computes no further: its followers are ready, with what there is."""
-        self.keep(self._made.pop(sequence.sequence_id, []))
+        made = self._made.pop(sequence.sequence_id, [])
+        # A block it completed may have been let go again, and another one may compute it by now.
+        self.keep([name for name in made if self._leaders.get(name) == sequence.sequence_id])
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended: it leads and follows nobody."""

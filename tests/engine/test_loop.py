@@ -11,7 +11,7 @@ from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Cancel, Drain, Message, QueryStats, Submit
 from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.engine.waiting import WaitingLimits, WaitingRoom
-from service.errors import Reason
+from service.errors import EngineFailed, Reason
 from tests.engine.fakes import (
     EOS,
     FakeClock,
@@ -234,3 +234,39 @@ def test_stats_count_what_happened() -> None:
     (stats,) = answers
     assert (stats.accepted_total, stats.finished_total) == (1, 1)
     assert (stats.prompt_token_total, stats.prefilled_token_total, stats.output_token_total) == (3, 2, 4)
+
+
+def test_what_callers_end_counts_as_cancelled_and_what_the_server_ends_as_failed() -> None:
+    house = House(running_limit=8, waiting_limit=8)
+    house.submit("finished", max_output_tokens=1)
+    house.submit("left", max_output_tokens=50)
+    house.submit("late", max_output_tokens=50, deadline_time=1001.0)
+    house.submit("drained", max_output_tokens=50)
+    for _ in range(8):
+        house.loop.step()
+    house.mailbox.post(Cancel(RequestId("left"), cancelled_by_client()))
+    house.loop.step()
+    house.clock.now = 1002.0
+    house.loop.step()
+    assert totals(house) == (1, 2, 0)
+    house.mailbox.post(Drain(deadline_time=1003.0))
+    house.clock.now = 1004.0
+    house.loop.step()
+    assert totals(house) == (1, 2, 1)
+
+
+def test_requests_of_a_loop_that_broke_count_as_failed() -> None:
+    house = House()
+    for name in "ab":
+        house.submit(name, max_output_tokens=50)
+    house.loop.step()
+    house.loop.fail_all(EngineFailed(Reason.ENGINE_FAILED, "injected"))
+    assert totals(house) == (0, 0, 2)
+    for name in "ab":
+        end = house.recorder.end_of(name)
+        assert isinstance(end, Failed) and end.error.reason is Reason.ENGINE_FAILED
+
+
+def totals(house: House) -> tuple[int, int, int]:
+    counters = house.loop.counters
+    return counters.finished_total, counters.cancelled_total, counters.failed_total

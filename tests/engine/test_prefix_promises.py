@@ -84,3 +84,18 @@ def test_only_the_first_promise_of_a_block_counts() -> None:
     assert promises.follow(follower, ROOT)
     promises.forget(second)
     assert promises.take_ready() == [], "the first leader still computes it"
+
+
+def test_a_leader_that_goes_away_leaves_the_promises_of_others_alone() -> None:
+    promises = Promises(block_token_count=BLOCK)
+    tokens = list(range(10, 30))
+    first, second, follower = (sequence(i, tokens) for i in range(3))
+    promises.make(first, ROOT)
+    # The first one's blocks are kept, and let go of at once; the second computes them again.
+    promises.keep(names(tokens))
+    promises.make(second, ROOT)
+    assert promises.follow(follower, ROOT)
+    promises.forget(first)
+    assert promises.take_ready() == [], "the second one still computes what the follower waits for"
+    promises.forget(second)
+    assert promises.take_ready() == [follower]

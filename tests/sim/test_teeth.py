@@ -10,7 +10,7 @@ import pytest
 
 from service.domain.blocks import root_hash
 from service.domain.ids import DEFAULT_TENANT
-from service.engine import loop, prefix_cache, prefix_desk, prefix_orders, scheduler
+from service.engine import live_requests, prefix_cache, prefix_desk, prefix_orders, scheduler
 from service.engine.delivery import Delivery
 from service.engine.sequence import Phase
 from service.kv import block_reader, commit, credit, index, ram_tier, space, spiller, store
@@ -194,13 +194,13 @@ def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_twice(patch: pytest.MonkeyPatch) -> None:
-    real = loop.EngineLoop._end
+    real = live_requests.LiveRequests._end
 
     def end(self, sequence, event):
         real(self, sequence, event)
-        self._tell(sequence, event)
+        self.tell(sequence, event)
 
-    patch.setattr(loop.EngineLoop, "_end", end)
+    patch.setattr(live_requests.LiveRequests, "_end", end)
 
 
 def forget_the_tokens_of_a_stop(patch: pytest.MonkeyPatch) -> None:

@@ -76,9 +76,9 @@ class EngineStats(_message.Message):
     finished_total: _builtins.int
     """Requests that ran to their end."""
     cancelled_total: _builtins.int
-    """Requests cancelled, by the caller or by a deadline."""
+    """Requests cancelled, by the caller (also one that stopped reading) or by a deadline."""
     failed_total: _builtins.int
-    """Requests that broke."""
+    """Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed."""
     prompt_token_total: _builtins.int
     """Prompt tokens of all begun requests."""
     cached_token_total: _builtins.int
