@@ -16,6 +16,7 @@ _PANELS = {
     "server": "Server",
     "connection": "Connections",
     "security": "Security",
+    "tenant": "Tenants",
     "model": "Model",
     "engine": "Engine",
     "cache": "Prefix cache",

@@ -108,6 +108,8 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         config=config.server,
         connection=config.connection,
         security=config.security,
+        tenants=config.tenant,
+        tenant_running_limit=config.engine.tenant_running_limit,
         engine=_EngineDoor(engine),
         router=router,
         clock=clock,

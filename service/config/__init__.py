@@ -12,6 +12,7 @@ from service.config.sections import (
     ServerConfig,
 )
 from service.config.security import SecurityConfig
+from service.config.tenants import TenantConfig
 
 __all__ = [
     "SETTINGS",
@@ -24,5 +25,6 @@ __all__ = [
     "ModelConfig",
     "SecurityConfig",
     "ServerConfig",
+    "TenantConfig",
     "load_config",
 ]

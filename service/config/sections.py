@@ -10,6 +10,7 @@ from service.config import paths
 from service.config.connection import ConnectionConfig
 from service.config.security import SecurityConfig
 from service.config.setting import Kind, Setting, setting, settings_of
+from service.config.tenants import TenantConfig
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -269,6 +270,7 @@ class Config:
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     connection: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
     security: SecurityConfig = dataclasses.field(default_factory=SecurityConfig)
+    tenant: TenantConfig = dataclasses.field(default_factory=TenantConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
@@ -279,6 +281,7 @@ SECTIONS: dict[str, type[Any]] = {
     "server": ServerConfig,
     "connection": ConnectionConfig,
     "security": SecurityConfig,
+    "tenant": TenantConfig,
     "model": ModelConfig,
     "engine": EngineConfig,
     "cache": CacheConfig,

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 
 from service.domain.events import ReuseLimit
+from service.domain.ids import Tenant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class SpillDropCause(enum.Enum):
     """On SSD already."""
     SHUTDOWN = enum.auto()
     """The flush deadline passed."""
+    TENANT_SHARE = enum.auto()
+    """The tenant's share of the SSD is full of blocks that may not go."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,6 +175,15 @@ class ReconcileSummary:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TenantShare:
+    """What one tenant's blocks take of the tiers."""
+
+    tenant: Tenant
+    ram_bytes: int = 0
+    ssd_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CacheStats:
     """The prefix cache's counters. `ssd`, `disk` and `last_reconcile` are None without an SSD tier."""
 
@@ -186,3 +198,4 @@ class CacheStats:
     integrity: IntegrityStats = IntegrityStats()
     disk: DiskStats | None = None
     last_reconcile: ReconcileSummary | None = None
+    tenants: tuple[TenantShare, ...] = ()

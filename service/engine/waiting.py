@@ -80,8 +80,12 @@ class WaitingRoom:
 
     def note_ended(self, sequence: Sequence) -> None:
         """Give a tenant's share back."""
-        self._running[sequence.request.tenant] -= 1
-        assert self._running[sequence.request.tenant] >= 0, sequence.request.tenant
+        tenant = sequence.request.tenant
+        self._running[tenant] -= 1
+        assert self._running[tenant] >= 0, tenant
+        if not self._running[tenant]:
+            # Callers may make names up; only those that run something are kept.
+            del self._running[tenant]
 
     def _rank(self, sequence: Sequence, now: float) -> float:
         waited_s = max(0.0, now - sequence.request.arrival_time)

@@ -145,10 +145,11 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: messages.WatchStatsRequest, context: Context
     ) -> None:
         """Send counters until the caller ends it or the engine stops."""
-        async with self._desk.call("WatchStats", context):
+        async with self._desk.call("WatchStats", context) as call:
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
-                await context.write(messages.WatchStatsResponse(stats=await self._stats.read()))
+                stats = await self._stats.read(call.caller)
+                await context.write(messages.WatchStatsResponse(stats=stats))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await self._router.left_ready.wait()

@@ -34,6 +34,7 @@ _DROP_CAUSES = {
     SpillDropCause.PREFIX_SHORT: cache_stats_pb2.SPILL_DROP_CAUSE_PREFIX_SHORT,
     SpillDropCause.DUPLICATE: cache_stats_pb2.SPILL_DROP_CAUSE_DUPLICATE,
     SpillDropCause.SHUTDOWN: cache_stats_pb2.SPILL_DROP_CAUSE_SHUTDOWN,
+    SpillDropCause.TENANT_SHARE: cache_stats_pb2.SPILL_DROP_CAUSE_TENANT_SHARE,
 }
 
 

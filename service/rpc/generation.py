@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 from icehouse.v1 import cache_policy_pb2
@@ -17,6 +17,7 @@ from service.rpc.outbox import Outbox
 from service.rpc.ports import EnginePort, ServedModel
 from service.rpc.prompts import PromptMessage, PromptReader, prompt_of
 from service.rpc.router import Router
+from service.rpc.tenants import Stay, Tenants
 from service.rpc.validation import (
     cache_use_of,
     check_model,
@@ -50,12 +51,14 @@ class Generation:
         engine: EnginePort,
         router: Router,
         prompts: PromptReader,
+        tenants: Tenants,
         draw_seed: Callable[[], int],
     ) -> None:
         self._config = config
         self._engine = engine
         self._router = router
         self._prompts = prompts
+        self._tenants = tenants
         self._draw_seed = draw_seed
 
     def draw_seed(self) -> int:
@@ -127,6 +130,12 @@ class Generation:
             on_stall=stalled,
         )
         self._router.require_model()
+        with self._tenants.staying(request) as stay, self._submitted(request, outbox):
+            yield _events(outbox, stay)
+
+    @contextlib.contextmanager
+    def _submitted(self, request: GenerationRequest, outbox: Outbox) -> Iterator[None]:
+        """Have the engine work on the request until the block ends."""
         self._router.open(request.request_id, outbox)
         try:
             self._engine.submit(request)
@@ -134,16 +143,17 @@ class Generation:
             self._router.forget(request.request_id)
             raise
         try:
-            yield _events(outbox)
+            yield
         finally:
             self._router.release(request.request_id)
             if not outbox.ended:
                 self._engine.cancel(request.request_id)
 
 
-async def _events(outbox: Outbox) -> AsyncIterator[Event]:
+async def _events(outbox: Outbox, stay: Stay) -> AsyncIterator[Event]:
     while not outbox.ended:
         event = await outbox.take()
         if isinstance(event, Failed):
             raise event.error
+        stay.note(event)
         yield event

@@ -101,8 +101,8 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
         """Answer with the counters between two steps."""
-        async with self._desk.call("CacheStats", context):
-            return await self._stats.read()
+        async with self._desk.call("CacheStats", context) as call:
+            return await self._stats.read(call.caller)
 
     async def _read(
         self, request: messages.GenerateRequest, call: Call

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
 
 from service.clock import Clock
-from service.config import ConnectionConfig, SecurityConfig, ServerConfig
+from service.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from service.rpc.address import bind, remove_uds
 from service.rpc.cache_service import CacheService
 from service.rpc.calls import CallDesk
@@ -29,6 +29,7 @@ from service.rpc.reflection import add_reflection
 from service.rpc.router import Router
 from service.rpc.security import Security
 from service.rpc.stats import StatsReader
+from service.rpc.tenants import Tenants
 from service.rpc.transport import server_options
 
 SERVICE_NAMES = ("icehouse.v1.InferenceService", "icehouse.v1.ModelService", "icehouse.v1.CacheService")
@@ -59,12 +60,15 @@ class RpcServer:
         clock: Clock,
         connection: ConnectionConfig | None = None,
         security: SecurityConfig | None = None,
+        tenants: TenantConfig | None = None,
+        tenant_running_limit: int = 0,
         draw_seed: Callable[[], int] = draw_seed,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         connection = connection or ConnectionConfig()
         self._config = config
         self._security_config = security or SecurityConfig()
+        self._tenants = Tenants(tenants or TenantConfig(), running_limit=tenant_running_limit, clock=clock)
         self._security = Security(self._security_config, clock=clock)
         self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
         self._desk = CallDesk(clock=clock, concurrent_call_limit=config.max_concurrent_calls)
@@ -138,9 +142,14 @@ class RpcServer:
         self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
     ) -> None:
         desk = self._desk
-        stats = StatsReader(engine=engine, router=router, clock=clock)
+        stats = StatsReader(engine=engine, router=router, tenants=self._tenants, clock=clock)
         generation = Generation(
-            config=self._config, engine=engine, router=router, prompts=self._prompts, draw_seed=draw_seed
+            config=self._config,
+            engine=engine,
+            router=router,
+            prompts=self._prompts,
+            tenants=self._tenants,
+            draw_seed=draw_seed,
         )
         inference = InferenceService(
             config=self._config,

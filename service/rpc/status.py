@@ -94,7 +94,8 @@ def _details(error: IcehouseError, *, code: grpc.StatusCode, message: str) -> li
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        quota = error_details_pb2.QuotaFailure.Violation(subject=error.reason.value, description=message)
+        subject = f"tenant:{metadata['tenant']}" if "tenant" in metadata else error.reason.value
+        quota = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
         details.append(error_details_pb2.QuotaFailure(violations=[quota]))
     return details
 

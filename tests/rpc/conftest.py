@@ -13,7 +13,7 @@ import grpc
 import pytest
 from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
 
-from service.config import ConnectionConfig, SecurityConfig, ServerConfig
+from service.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from service.domain.model import EngineState, ModelInfo
 from service.rpc.ports import ServedModel
 from service.rpc.router import Router
@@ -91,6 +91,7 @@ async def running_house(
     info: ModelInfo = MODEL_INFO,
     connection: ConnectionConfig | None = None,
     security: SecurityConfig | None = None,
+    tenants: TenantConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[House]:
     """Start a server with these settings of ServerConfig on a free loopback port.
@@ -109,6 +110,7 @@ async def running_house(
         clock=clock,
         connection=connection,
         security=security,
+        tenants=tenants,
         draw_seed=lambda: SEED,
         heartbeat_timeout_s=30.0,
     )

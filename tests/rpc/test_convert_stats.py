@@ -93,7 +93,8 @@ def test_engine_counters_arrive_one_by_one() -> None:
 
 
 def test_cache_counters_arrive_one_by_one() -> None:
-    stats = filled(CacheStats, itertools.count(1))
+    # Tenants have a message of their own, made of other counters too: see test_tenants.
+    stats = dataclasses.replace(filled(CacheStats, itertools.count(1)), tenants=())
     assert same(flat_domain(stats), flat_proto(cache_stats_proto(stats)))
 
 

@@ -61,7 +61,9 @@ class CachePolicy(_message.Message):
     """Absent: read and write."""
     tenant: _builtins.str
     """Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-    it names a share, it is not a secret. Absent: the default tenant.
+    it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
+    are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
+    with TENANT_FORBIDDEN unless an operator says it.
     """
     def __init__(
         self,

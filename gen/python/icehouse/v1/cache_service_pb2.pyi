@@ -447,7 +447,7 @@ class EvictRequest(_message.Message):
     text: _builtins.str
     """The known blocks of this text."""
     all: _builtins.bool
-    """Everything of this model and of every tenant. Must be true."""
+    """Everything of this model and of every tenant. Must be true. For operators only."""
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """The known blocks of this conversation."""

@@ -28,7 +28,8 @@ if _version_not_supported:
 class CacheServiceStub:
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about.
+    not the tier that the order is about. Where callers prove who they are, each commands its own
+    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
     """
 
     def __init__(self, channel):
@@ -77,7 +78,8 @@ class CacheServiceStub:
 class CacheServiceServicer:
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about.
+    not the tier that the order is about. Where callers prove who they are, each commands its own
+    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
     """
 
     def Explain(self, request, context):
@@ -117,7 +119,8 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine.
+        """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
+        operators only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,7 +182,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 class CacheService:
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about.
+    not the tier that the order is about. Where callers prove who they are, each commands its own
+    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
     """
 
     @staticmethod

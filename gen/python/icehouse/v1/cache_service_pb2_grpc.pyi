@@ -29,7 +29,8 @@ GRPC_VERSION: str
 class CacheServiceStub:
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about.
+    not the tier that the order is about. Where callers prove who they are, each commands its own
+    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
     """
 
     @_typing.overload
@@ -49,7 +50,9 @@ class CacheServiceStub:
     Evict: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]
     """Removes blocks from both tiers, pinned ones too. Running requests keep their copies."""
     Verify: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
-    """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine."""
+    """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
+    operators only.
+    """
     WatchStats: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchStatsRequest, _cache_service_pb2.WatchStatsResponse]
     """Sends the counters of CacheStats at once and then at an interval, until the caller ends it."""
 
@@ -57,7 +60,8 @@ class CacheServiceStub:
 class CacheServiceAsyncStub(CacheServiceStub):
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about.
+    not the tier that the order is about. Where callers prove who they are, each commands its own
+    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -74,14 +78,17 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Evict: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]  # type: ignore[assignment]
     """Removes blocks from both tiers, pinned ones too. Running requests keep their copies."""
     Verify: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine."""
+    """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
+    operators only.
+    """
     WatchStats: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WatchStatsRequest, _cache_service_pb2.WatchStatsResponse]  # type: ignore[assignment]
     """Sends the counters of CacheStats at once and then at an interval, until the caller ends it."""
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about.
+    not the tier that the order is about. Where callers prove who they are, each commands its own
+    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
     """
 
     @_abc_1.abstractmethod
@@ -132,7 +139,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.VerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.VerifyResponse, _abc.Awaitable[_cache_service_pb2.VerifyResponse]]:
-        """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine."""
+        """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
+        operators only.
+        """
 
     @_abc_1.abstractmethod
     def WatchStats(

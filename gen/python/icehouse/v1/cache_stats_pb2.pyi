@@ -46,6 +46,8 @@ class _SpillDropCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpillD
     """The block was on SSD already."""
     SPILL_DROP_CAUSE_SHUTDOWN: _SpillDropCause.ValueType  # 8
     """The shutdown deadline passed."""
+    SPILL_DROP_CAUSE_TENANT_SHARE: _SpillDropCause.ValueType  # 9
+    """The tenant's share of the SSD was full of blocks that may not go."""
 
 class SpillDropCause(_SpillDropCause, metaclass=_SpillDropCauseEnumTypeWrapper):
     """Why a block did not reach the SSD."""
@@ -68,6 +70,8 @@ SPILL_DROP_CAUSE_DUPLICATE: SpillDropCause.ValueType  # 7
 """The block was on SSD already."""
 SPILL_DROP_CAUSE_SHUTDOWN: SpillDropCause.ValueType  # 8
 """The shutdown deadline passed."""
+SPILL_DROP_CAUSE_TENANT_SHARE: SpillDropCause.ValueType  # 9
+"""The tenant's share of the SSD was full of blocks that may not go."""
 Global___SpillDropCause: _TypeAlias = SpillDropCause  # noqa: Y015
 
 @_typing.final

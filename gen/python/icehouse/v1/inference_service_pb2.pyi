@@ -14,6 +14,7 @@ from icehouse.v1 import cache_stats_pb2 as _cache_stats_pb2
 from icehouse.v1 import engine_stats_pb2 as _engine_stats_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
+from icehouse.v1 import tenant_stats_pb2 as _tenant_stats_pb2
 from icehouse.v1 import usage_pb2 as _usage_pb2
 import builtins as _builtins
 import sys
@@ -459,6 +460,7 @@ class CacheStatsResponse(_message.Message):
     COLLECT_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def collect_time(self) -> _timestamp_pb2.Timestamp:
         """When they were taken."""
@@ -471,16 +473,23 @@ class CacheStatsResponse(_message.Message):
     def cache(self) -> _cache_stats_pb2.CacheStats:
         """The prefix cache's counters. Absent: the server runs without a prefix cache."""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[_tenant_stats_pb2.TenantStats]:
+        """One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
+        only operators get the whole message: others get `collect_time` and their own entry here.
+        """
+
     def __init__(
         self,
         *,
         collect_time: _timestamp_pb2.Timestamp | None = ...,
         engine: _engine_stats_pb2.EngineStats | None = ...,
         cache: _cache_stats_pb2.CacheStats | None = ...,
+        tenants: _abc.Iterable[_tenant_stats_pb2.TenantStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

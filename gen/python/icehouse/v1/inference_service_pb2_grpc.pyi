@@ -32,6 +32,7 @@ class InferenceServiceStub:
     the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
     INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
+    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     """
 
@@ -59,6 +60,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
     INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
+    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     """
 
@@ -82,6 +84,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
     INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
+    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     """
 

@@ -1,0 +1,170 @@
+"""Each tenant's account: what it runs, what it used, and when it has had its share.
+
+Counted at the edge, where every request begins and ends, so that the inference thread keeps nothing
+but the running share. Bounded: names that callers make up push out the ones that are idle longest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from service.clock import Clock
+from service.config import TenantConfig
+from service.domain.events import Delta, Event, Finished, Started
+from service.domain.ids import Tenant
+from service.domain.request import GenerationRequest
+from service.errors import Overloaded, Reason
+from service.rpc.token_budget import TokenBudget
+
+ACCOUNT_LIMIT = 1024
+"""Accounts kept. Only idle ones are let go, so a busy house may hold more for a while."""
+
+WAITING_RETRY_S = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Account:
+    """One tenant's numbers: `*_count` are now, `*_total` since the account was opened."""
+
+    tenant: Tenant
+    budget: TokenBudget | None
+    waiting_count: int = 0
+    running_count: int = 0
+    accepted_total: int = 0
+    refused_total: int = 0
+    prompt_token_total: int = 0
+    cached_token_total: int = 0
+    output_token_total: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open and nothing is owed."""
+        owes = self.budget is not None and self.budget.level < self.budget.limit
+        return not (self.waiting_count or self.running_count or owes)
+
+
+class Stay:
+    """One request from its submission to its end."""
+
+    def __init__(self, account: Account, request: GenerationRequest) -> None:
+        self._account = account
+        self._prompt_token_count = len(request.prompt_token_ids)
+        self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
+        self._output_token_count = 0
+        self._has_started = False
+        account.waiting_count += 1
+        account.accepted_total += 1
+        account.prompt_token_total += self._prompt_token_count
+
+    def note(self, event: Event) -> None:
+        """Follow the request: it started, it drew tokens, it finished."""
+        if isinstance(event, Started) and not self._has_started:
+            self._has_started = True
+            self._account.waiting_count -= 1
+            self._account.running_count += 1
+            self._account.cached_token_total += event.cache.cached_token_count
+        elif isinstance(event, Delta):
+            self._output_token_count += len(event.token_ids)
+        elif isinstance(event, Finished):
+            self._output_token_count = event.usage.output_token_count
+
+    def end(self) -> None:
+        """Close the request, however it ended: a started one has used its prompt and what it drew."""
+        if self._has_started:
+            self._account.running_count -= 1
+        else:
+            self._account.waiting_count -= 1
+        self._account.output_token_total += self._output_token_count
+        if self._account.budget is not None:
+            used = self._prompt_token_count + self._output_token_count if self._has_started else 0
+            self._account.budget.give_back(self.reserved_token_count - used)
+
+
+class Tenants:
+    """All accounts. Owned by the event loop."""
+
+    def __init__(self, limits: TenantConfig, *, running_limit: int, clock: Clock) -> None:
+        self.limits = limits
+        self.running_limit = running_limit
+        """Requests of one tenant that run at once, by the engine's own count; 0 is unlimited."""
+        self._clock = clock
+        self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(tuple(self._accounts.values()))
+
+    @contextlib.contextmanager
+    def staying(self, request: GenerationRequest) -> Iterator[Stay]:
+        """Account for a request until the block ends; raises Overloaded when its tenant has its share."""
+        account = self._account(request.tenant)
+        try:
+            self._check(account, request)
+        except Overloaded:
+            account.refused_total += 1
+            raise
+        stay = Stay(account, request)
+        if account.budget is not None:
+            account.budget.reserve(stay.reserved_token_count)
+        try:
+            yield stay
+        finally:
+            stay.end()
+
+    def _account(self, tenant: Tenant) -> Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            rate = self.limits.tokens_per_minute
+            budget = TokenBudget(tokens_per_minute=rate, clock=self._clock) if rate else None
+            account = self._accounts[tenant] = Account(tenant, budget)
+            self._forget_idle()
+        self._accounts.move_to_end(tenant)
+        return account
+
+    def _forget_idle(self) -> None:
+        excess = len(self._accounts) - ACCOUNT_LIMIT
+        if excess <= 0:
+            return
+        newest = next(reversed(self._accounts))
+        idle = [name for name, account in self._accounts.items() if account.is_idle and name != newest]
+        for name in idle[:excess]:
+            del self._accounts[name]
+
+    def _check(self, account: Account, request: GenerationRequest) -> None:
+        limit = self.limits.waiting_limit
+        if limit and account.waiting_count >= limit:
+            raise Overloaded(
+                Reason.TENANT_QUEUE_FULL,
+                f"{account.waiting_count} requests of {_named(account.tenant)} wait, which is its limit; "
+                "try again when one has started",
+                retry_after_s=WAITING_RETRY_S,
+                metadata={
+                    "tenant": account.tenant,
+                    "waiting_count": account.waiting_count,
+                    "waiting_limit": limit,
+                },
+            )
+        if account.budget is None:
+            return
+        wanted = len(request.prompt_token_ids) + request.max_output_tokens
+        wait_s = account.budget.wait_s(wanted)
+        if wait_s > 0.0:
+            raise Overloaded(
+                Reason.TOKEN_RATE_EXCEEDED,
+                f"{_named(account.tenant)} may use {account.budget.limit} tokens per minute and has "
+                f"{account.budget.level} left; this request may use {wanted}; try again in {wait_s:.1f} s, "
+                "or ask for less output",
+                retry_after_s=wait_s,
+                metadata={
+                    "tenant": account.tenant,
+                    "tokens_per_minute": account.budget.limit,
+                    "tokens_left": account.budget.level,
+                    "tokens_wanted": wanted,
+                },
+            )
+
+
+def _named(tenant: Tenant) -> str:
+    return f"tenant {tenant!r}" if tenant else "the default tenant"

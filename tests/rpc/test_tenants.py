@@ -1,0 +1,166 @@
+"""Each tenant's share of the edge: waiting, tokens per minute, and the numbers it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2
+from icehouse.v1 import inference_service_pb2 as messages
+
+from service.config import TenantConfig
+from service.domain.cache_stats import CacheStats, TenantShare
+from service.domain.events import Event
+from service.domain.ids import Tenant
+from service.domain.request import GenerationRequest
+from service.rpc import tenants as tenants_module
+from tests.rpc.conftest import House, running_house
+from tests.rpc.details import refused
+from tests.rpc.fake_engine import counting, hanging
+from tests.rpc.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_house
+
+
+def request_of(tenant: str, *, max_output_tokens: int = 4, text: str = "Hi") -> messages.GenerateRequest:
+    policy = cache_policy_pb2.CachePolicy(tenant=tenant)
+    return messages.GenerateRequest(text=text, max_output_tokens=max_output_tokens, cache=policy)
+
+
+def silent(request: GenerationRequest) -> list[Event]:
+    """Script: never leave the queue."""
+    return []
+
+
+async def stats_of(house: House, tenant: str = "") -> Any:
+    response = await house.inference.CacheStats(messages.CacheStatsRequest())
+    [found] = [stats for stats in response.tenants if stats.tenant == tenant]
+    return found
+
+
+async def test_a_tenant_that_fills_its_queue_is_refused_and_others_are_not() -> None:
+    async with running_house(tenants=TenantConfig(waiting_limit=2)) as house:
+        house.engine.script = silent
+        waiting = [asyncio.ensure_future(house.inference.Generate(request_of("a"))) for _ in range(2)]
+        while len(house.engine.submitted) < 2:
+            await house.settle()
+        refusal = await refused(house.inference.Generate(request_of("a")))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_QUEUE_FULL")
+        assert refusal.info.metadata["tenant"] == "a"
+        assert refusal.quota.violations[0].subject == "tenant:a"
+        assert refusal.retry.retry_delay.ToTimedelta().total_seconds() == 1
+        house.engine.script = counting
+        assert (await house.inference.Generate(request_of("b"))).text
+        stats = await stats_of(house, "a")
+        assert (stats.waiting_count, stats.waiting_limit, stats.refused_total) == (2, 2, 1)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_running_request_waits_no_more() -> None:
+    async with running_house(tenants=TenantConfig(waiting_limit=1)) as house:
+        house.engine.script = hanging
+        streams = []
+        for _ in range(3):
+            streams.append(house.inference.Stream(request_of("a")))
+            assert (await streams[-1].read()).WhichOneof("event") == "started"
+        stats = await stats_of(house, "a")
+        assert (stats.waiting_count, stats.running_count, stats.accepted_total) == (0, 3, 3)
+        for stream in streams:
+            stream.cancel()
+            await house.cancelled()
+        while (await stats_of(house, "a")).running_count:
+            await house.settle()
+
+
+async def test_tokens_per_minute_are_a_limit_with_its_wait() -> None:
+    async with running_house(tenants=TenantConfig(tokens_per_minute=60)) as house:
+        # 2 prompt tokens and 28 of output: two of them are a minute's tokens.
+        for _ in range(2):
+            await house.inference.Generate(request_of("a", max_output_tokens=28))
+        refusal = await refused(house.inference.Generate(request_of("a", max_output_tokens=28)))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOKEN_RATE_EXCEEDED")
+        assert refusal.retry.retry_delay.ToTimedelta().total_seconds() == 30
+        assert dict(refusal.info.metadata) == {
+            "tenant": "a",
+            "tokens_per_minute": "60",
+            "tokens_left": "0",
+            "tokens_wanted": "30",
+        }
+        await house.inference.Generate(request_of("b", max_output_tokens=28))
+        house.clock.now += 30
+        house.engine.heartbeat_time = house.clock.now
+        await house.inference.Generate(request_of("a", max_output_tokens=28))
+
+
+async def test_what_was_reserved_and_not_used_comes_back() -> None:
+    async with running_house(tenants=TenantConfig(tokens_per_minute=60)) as house:
+        house.engine.script = silent
+        stream = house.inference.Stream(request_of("a", max_output_tokens=50))
+        while not house.engine.submitted:
+            await house.settle()
+        assert (await stats_of(house, "a")).tokens_left == 8
+        stream.cancel()
+        await house.cancelled()
+        while (await stats_of(house, "a")).waiting_count:
+            await house.settle()
+        assert (await stats_of(house, "a")).tokens_left == 60
+        house.engine.script = hanging
+        stream = house.inference.Stream(request_of("a", max_output_tokens=50))
+        for _ in range(2):
+            await stream.read()
+        stream.cancel()
+        await house.cancelled()
+        while (await stats_of(house, "a")).running_count:
+            await house.settle()
+        # The prompt's two tokens and the one that was drawn.
+        assert (await stats_of(house, "a")).tokens_left == 57
+
+
+async def test_the_numbers_of_a_tenant_add_up() -> None:
+    config = TenantConfig(tokens_per_minute=6000, ram_bytes=10, ssd_bytes=20)
+    async with running_house(tenants=config) as house:
+        share = TenantShare(Tenant("a"), ram_bytes=5, ssd_bytes=7)
+        house.engine.cache_stats = CacheStats(tenants=(share,))
+        await house.inference.Generate(request_of("a", text="four"))
+        await house.cache.Warm(cache_service_pb2.WarmRequest(text="abc", cache=request_of("a").cache))
+        stats = await stats_of(house, "a")
+        assert (stats.accepted_total, stats.prompt_token_total, stats.output_token_total) == (2, 7, 4)
+        assert stats.cached_token_total == 6
+        assert (stats.tokens_per_minute, stats.tokens_left) == (6000, 5989)
+        assert (stats.ram_bytes, stats.ram_limit_bytes) == (5, 10)
+        assert (stats.ssd_bytes, stats.ssd_limit_bytes) == (7, 20)
+        assert (stats.waiting_count, stats.running_count) == (0, 0)
+
+
+async def test_a_tenant_is_told_of_itself_only_and_an_operator_of_all(tmp_path: Path) -> None:
+    async with guarded_house(tmp_path) as house:
+        for token in (SEARCH, ADS):
+            request = messages.GenerateRequest(text="Hi", max_output_tokens=1)
+            await house.inference.Generate(request, metadata=bearer(token))
+        own = await house.inference.CacheStats(messages.CacheStatsRequest(), metadata=bearer(SEARCH))
+        assert [stats.tenant for stats in own.tenants] == ["search"]
+        assert {field.name for field, _ in own.ListFields()} == {"collect_time", "tenants"}
+        watch = house.cache.WatchStats(cache_service_pb2.WatchStatsRequest(), metadata=bearer(ADS))
+        assert [stats.tenant for stats in (await watch.read()).stats.tenants] == ["ads"]
+        watch.cancel()
+        everything = await house.inference.CacheStats(messages.CacheStatsRequest(), metadata=bearer(BOSS))
+        assert {stats.tenant for stats in everything.tenants} == {"search", "ads"}
+        assert everything.engine.step_total == 7
+
+
+async def test_names_that_callers_make_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants_module, "ACCOUNT_LIMIT", 3)
+    async with running_house() as house:
+        house.engine.script = hanging
+        stream = house.inference.Stream(request_of("busy"))
+        await stream.read()
+        house.engine.script = counting
+        for index in range(10):
+            await house.inference.Generate(request_of(f"t{index}"))
+        response = await house.inference.CacheStats(messages.CacheStatsRequest())
+        assert [stats.tenant for stats in response.tenants] == ["busy", "t8", "t9"]
+        stream.cancel()
+        await house.cancelled()
