@@ -6,22 +6,7 @@ import dataclasses
 import enum
 
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is drawn. Filters follow mlx-lm's order: top_p, min_p, top_k, then temperature."""
-
-    temperature: float = 0.0
-    """>= 0; 0 is greedy."""
-    top_p: float = 1.0
-    """(0, 1]; 1 switches the filter off."""
-    top_k: int = 0
-    """>= 0; 0 switches the filter off."""
-    min_p: float = 0.0
-    """[0, 1); 0 switches the filter off."""
-    seed: int = 0
-    """Any 64-bit value; the same seed gives the same text in any batch position."""
+from service.domain.sampling import SamplingParams
 
 
 class CacheUse(enum.Enum):

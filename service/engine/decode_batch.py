@@ -7,6 +7,10 @@ log probabilities for the whole vocabulary per token.
 A device that computes on its own (Metal, CUDA) is kept a step ahead: the next step is dispatched
 before the tokens of the last one are read, so it computes while Python publishes. MLX's CPU build
 makes the dispatch itself wait, so there a step ahead would only delay every first token by a step.
+
+Where a row's draw depends on the tokens before it (penalties, banned sequences, a constraint), a
+pipelined step is cut in two: the forward pass is dispatched, then the last tokens are read and the
+masks made while it runs, then the draw is dispatched behind it.
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from service.domain.logprobs import TokenLogprobs
 from service.engine import upstream
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn
-from service.engine.sampler import SamplingRow, sample
+from service.engine.sampler import sample
+from service.engine.sampling_row import SamplingRow
+from service.engine.token_logprobs import LogprobArrays, measure
 
 _TUNE_EVERY_STEPS = 32
 
@@ -33,6 +40,28 @@ class JoiningRow:
     caches: list[upstream.Cache]
     last_token_id: int
     sampling: SamplingRow
+
+
+@dataclasses.dataclass(slots=True)
+class _Draw:
+    """One token a row, perhaps not computed yet, and the log probabilities of rows that want them."""
+
+    token_ids: mx.array
+    measured: list[tuple[list[SequenceId], LogprobArrays]] = dataclasses.field(default_factory=list)
+
+    def dispatch(self) -> None:
+        mx.async_eval(self.token_ids, [arrays.arrays for _, arrays in self.measured])  # type: ignore[no-untyped-call]
+
+    def with_rows(self, other: _Draw) -> _Draw:
+        """Return this draw with the rows of another one appended."""
+        return _Draw(mx.concatenate([self.token_ids, other.token_ids]), self.measured + other.measured)
+
+    def logprobs(self) -> dict[SequenceId, TokenLogprobs]:
+        return {
+            sequence_id: entry
+            for ids, arrays in self.measured
+            for sequence_id, entry in zip(ids, arrays.read(), strict=True)
+        }
 
 
 class DecodeBatch:
@@ -48,8 +77,10 @@ class DecodeBatch:
         self._caches: list[upstream.Cache] = []
         self._is_plain = False
         self._step_count = 0
-        self._drawn: mx.array | None = None
-        self._in_flight: mx.array | None = None
+        self._drawn: _Draw | None = None
+        self._in_flight: _Draw | None = None
+        self._undrawn: mx.array | None = None
+        """Logits of a dispatched pass whose draw waits for the tokens in flight."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -71,10 +102,9 @@ class DecodeBatch:
         alone = not self._ids and len(joining) == 1
         caches = joining[0].caches if alone else upstream.merge_caches([row.caches for row in joining])
         upstream.tune_growth(caches)
-        drawn = last
+        drawn = _Draw(last)
         if self._is_pipelined:
-            drawn = self._forward(last, caches, rows)
-            mx.async_eval(drawn)  # type: ignore[no-untyped-call]
+            drawn = self._draw(self._forward(last, caches), ids, rows)
         if not self._ids:
             self._caches, self._drawn, self._is_plain = caches, drawn, alone
         else:
@@ -83,7 +113,7 @@ class DecodeBatch:
                 self._caches = upstream.merge_caches([self._caches])
                 self._is_plain = False
             self._caches = upstream.extend_caches(self._caches, caches)
-            self._drawn = mx.concatenate([self._drawn, drawn])
+            self._drawn = self._drawn.with_rows(drawn)
         self._ids += ids
         self._rows += rows
 
@@ -93,18 +123,37 @@ class DecodeBatch:
         self._step_count += 1
         if self._step_count % _TUNE_EVERY_STEPS == 0:
             upstream.tune_growth(self._caches)
+        logits = self._forward(self._drawn.token_ids, self._caches)
         if self._is_pipelined:
             self._in_flight = self._drawn
-        self._drawn = self._forward(self._drawn, self._caches, self._rows)
-        mx.async_eval(self._drawn)  # type: ignore[no-untyped-call]
+            if any(row.needs_tokens for row in self._rows):
+                mx.async_eval(logits)  # type: ignore[no-untyped-call]
+                self._undrawn = logits
+                return
+        self._drawn = self._draw(logits, self._ids, self._rows)
+
+    def draw(self) -> None:
+        """Dispatch the draw that `dispatch` left because it depends on the tokens in flight."""
+        if self._undrawn is None:
+            return
+        assert self._in_flight is not None
+        self._accept(self._in_flight.token_ids)
+        self._drawn = self._draw(self._undrawn, self._ids, self._rows)
+        self._undrawn = None
 
     def collect(self) -> list[Drawn]:
         """Wait for one token a row: those drawn before the last dispatch when pipelined, else the last."""
         drawn = self._in_flight if self._is_pipelined else self._drawn
-        assert drawn is not None, "collect follows dispatch"
-        token_ids = cast("list[int]", drawn.tolist())
+        assert drawn is not None and self._undrawn is None, "collect follows dispatch and draw"
+        if not self._is_pipelined:
+            self._accept(drawn.token_ids)
+        token_ids = cast("list[int]", drawn.token_ids.tolist())
+        logprobs = drawn.logprobs()
         self._in_flight = None
-        return [Drawn(i, t) for i, t in zip(self._ids, token_ids, strict=True)]
+        return [
+            Drawn(sequence_id, token_id, logprobs.get(sequence_id), row.is_complete)
+            for sequence_id, token_id, row in zip(self._ids, token_ids, self._rows, strict=True)
+        ]
 
     def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
         """Return the caches that hold one row, and which row it is.
@@ -126,10 +175,26 @@ class DecodeBatch:
         assert self._drawn is not None
         for cache in self._caches:
             cache.filter(keep)
-        self._drawn = self._drawn[mx.array(keep)]
+        self._drawn = dataclasses.replace(self._drawn, token_ids=self._drawn.token_ids[mx.array(keep)])
 
-    def _forward(
-        self, token_ids: mx.array, caches: list[upstream.Cache], rows: list[SamplingRow]
-    ) -> mx.array:
-        logits = self._model(token_ids[:, None], cache=caches)
-        return sample(logits[:, -1, :], rows)
+    def _forward(self, token_ids: mx.array, caches: list[upstream.Cache]) -> mx.array:
+        logits: mx.array = self._model(token_ids[:, None], cache=caches)
+        return logits[:, -1, :]
+
+    def _draw(self, logits: mx.array, ids: list[SequenceId], rows: list[SamplingRow]) -> _Draw:
+        """Dispatch the draw of one token a row, and what is to be told about it."""
+        drawn = _Draw(sample(logits, rows))
+        wanted = [(i, row.logprob_top_count) for i, row in enumerate(rows)]
+        told = [(i, count) for i, count in wanted if count is not None]
+        if told:
+            where = mx.array([i for i, _ in told])
+            arrays = measure(logits[where], drawn.token_ids[where], top_counts=[count for _, count in told])
+            drawn.measured.append(([ids[i] for i, _ in told], arrays))
+        drawn.dispatch()
+        return drawn
+
+    def _accept(self, token_ids: mx.array) -> None:
+        """Let the rows that depend on their tokens know them; waits for the device."""
+        if any(row.needs_tokens for row in self._rows):
+            for row, token_id in zip(self._rows, cast("list[int]", token_ids.tolist()), strict=True):
+                row.accept(token_id)

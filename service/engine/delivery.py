@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.domain.events import Delta, Event, Finished, FinishReason
 from service.domain.ids import RequestId
-from service.engine.ports import Listener
+from service.engine.ports import Drawn, Listener
 from service.engine.sequence import Sequence
 
 
@@ -20,8 +20,9 @@ class Delivery:
         """Add an event to the step's."""
         self._events.append((request_id, event))
 
-    def take_token(self, sequence: Sequence, token_id: int, now: float) -> Finished | None:
+    def take_token(self, sequence: Sequence, drawn: Drawn, now: float) -> Finished | None:
         """Account for one drawn token, tell its text, and return the end when it was the last."""
+        token_id = drawn.token_id
         if sequence.first_token_time is None:
             sequence.first_token_time = now
         sequence.output_token_ids.append(token_id)
@@ -33,6 +34,9 @@ class Delivery:
         if step.stop_string is not None:
             self._deliver(sequence, "", always=True)
             return Finished(FinishReason.STOP_STRING, step.stop_string, sequence.usage(now))
+        if drawn.is_complete:
+            # An end token is all that could follow, so it need not be drawn.
+            return self.finish(sequence, FinishReason.STOP_TOKEN, now)
         if len(sequence.output_token_ids) >= sequence.output_token_limit:
             return self.finish(sequence, sequence.limit_reason, now)
         return None

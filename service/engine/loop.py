@@ -238,12 +238,7 @@ class EngineLoop:
             now = self._clock.monotonic()
             self._live.finish(sequence, self._delivery.finish(sequence, sequence.limit_reason, now))
             return
-        self._runner.join(
-            sequence.sequence_id,
-            last_token_id=sequence.input_token_ids[-1],
-            sampling=sequence.request.sampling,
-            drawn_count=len(sequence.output_token_ids),
-        )
+        self._runner.join(sequence.sequence_id, sequence.decode_row())
         self._scheduler.start_decoding(sequence)
 
     def _decode_step(self) -> None:
@@ -251,9 +246,9 @@ class EngineLoop:
         drawn = self._runner.decode()
         now = self._clock.monotonic()
         self.counters.note_decode(len(drawn), now - began)
-        for sequence_id, token_id in drawn:
-            sequence = self._live.of(sequence_id)
-            end = self._delivery.take_token(sequence, token_id, now)
+        for token in drawn:
+            sequence = self._live.of(token.sequence_id)
+            end = self._delivery.take_token(sequence, token, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
                 self._live.finish(sequence, end)

@@ -10,16 +10,17 @@ import mlx.core as mx
 
 from service.clock import Clock
 from service.domain.model import ModelInfo
-from service.domain.request import SamplingParams
+from service.domain.sampling import SamplingParams
 from service.engine import model_loader, upstream
 from service.engine.decode_batch import JoiningRow
+from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.memory_guard import MemoryModel
 from service.engine.one_thread import OneThread
 from service.engine.ports import Drawn, MemoryUse
 from service.engine.runner_blocks import RunnerBlocks
 from service.engine.runner_lanes import Lanes
-from service.engine.sampler import SamplingRow
+from service.engine.sampling_row import SamplingRow
 from service.engine.tokenizer import Tokenizer
 from service.errors import ConfigError, Reason
 
@@ -66,6 +67,7 @@ class MlxRunner:
         self._thread = OneThread()
         self._model: Any = None
         self._open: dict[SequenceId, list[upstream.Cache]] = {}
+        self._end_token_ids: tuple[int, ...] = ()
         self._lanes = Lanes(row_limit=settings.lane_row_limit, is_pipelined=settings.is_pipelined)
         self.blocks = RunnerBlocks(
             self, block_token_count=settings.block_token_count, clock=clock, thread=self._thread
@@ -91,6 +93,7 @@ class MlxRunner:
             kv_step_token_count=upstream.CACHE_STEP_TOKEN_COUNT,
         )
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
+        self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(info, kv_bytes_per_token=kv_bytes_per_token)
 
     def open(self, sequence_id: SequenceId) -> None:
@@ -105,13 +108,11 @@ class MlxRunner:
         self._model(mx.array(list(token_ids))[None], cache=caches)
         mx.eval(upstream.cache_states(caches))
 
-    def join(
-        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
-    ) -> None:
+    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         self._thread.check()
         caches = self._open.pop(sequence_id)
-        row = SamplingRow(sampling, drawn_count)
-        self._lanes.join(JoiningRow(sequence_id, caches, last_token_id, row))
+        sampling = SamplingRow(row, end_token_ids=self._end_token_ids)
+        self._lanes.join(JoiningRow(sequence_id, caches, row.last_token_id, sampling))
 
     def decode(self) -> list[Drawn]:
         self._thread.check()
@@ -179,7 +180,7 @@ class MlxRunner:
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
         footprint = self.blocks.measure(self._open[sequence_id], token_count=2)
-        self.join(sequence_id, last_token_id=0, sampling=SamplingParams(), drawn_count=0)
+        self.join(sequence_id, DecodeRow(SamplingParams(), prompt_token_ids=(0,)))
         self.decode()
         self.release([sequence_id])
         mx.reset_peak_memory()

@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 
 from service.domain.events import Event
 from service.domain.ids import RequestId
+from service.domain.logprobs import TokenLogprobs
 from service.domain.model import EngineState, ModelInfo
-from service.domain.request import SamplingParams
+from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.memory_guard import MemoryModel
 from service.errors import IcehouseError
@@ -19,6 +20,10 @@ class Drawn(NamedTuple):
 
     sequence_id: SequenceId
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Told when the row asked."""
+    is_complete: bool = False
+    """The row's constraint lets nothing follow this token."""
 
 
 class MemoryUse(NamedTuple):
@@ -49,13 +54,9 @@ class Runner(Protocol):
         """Run the next tokens of an open sequence through the model, to completion."""
         ...
 
-    def join(
-        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
-    ) -> None:
-        """Move a prefilled sequence into decoding; its next token comes with the next decode.
-
-        `drawn_count` tokens of it were drawn before (it was parked): the draws go on from there.
-        """
+    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
+        """Move a sequence, prefilled up to the row's last token, into decoding; its next token comes with
+        the next decode."""
         ...
 
     def decode(self) -> list[Drawn]:

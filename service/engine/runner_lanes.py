@@ -33,6 +33,8 @@ class Lanes:
         self._seat(model)
         for lane in self._lanes:
             lane.dispatch()
+        for lane in self._lanes:
+            lane.draw()
         return [drawn for lane in self._lanes for drawn in lane.collect()]
 
     def remove(self, sequence_ids: Collection[SequenceId]) -> None:

@@ -8,31 +8,17 @@ draw costs one number a row instead of one a vocabulary entry.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from service.domain.request import SamplingParams
+from service.engine.logit_shaping import shape_logits
+from service.engine.sampling_row import SamplingRow
 
 _MASK64 = (1 << 64) - 1
-
-
-@dataclasses.dataclass(slots=True)
-class SamplingRow:
-    """One sequence's sampling state: parameters and how many tokens were drawn."""
-
-    params: SamplingParams
-    drawn_count: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.params.temperature == 0.0
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.params.top_p < 1.0 or self.params.top_k > 0 or self.params.min_p > 0.0
+_XTC_SEED = 0x5851F42D4C957F2D
+"""Sets the numbers that decide on XTC apart from those that pick the token."""
 
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -41,6 +27,7 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     Advances each row's `drawn_count`.
     """
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+    logits = shape_logits(logits, rows)
     tokens = mx.argmax(logits, axis=-1)
     random_indices = [i for i, row in enumerate(rows) if not row.is_greedy]
     if random_indices:
@@ -66,44 +53,66 @@ def row_key(*, seed: int, drawn_count: int) -> tuple[int, int]:
     return z >> 32, z & 0xFFFFFFFF
 
 
+def filter_logits(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Set to -inf what each row's filters exclude, judged on the distribution at temperature 1.
+
+    The order is mlx-lm's: top_p, min_p, XTC, top_k. Without XTC the three others commute, each keeping
+    the beginning of the same ranking, and share one sort.
+    """
+    logits = _on_rows(logits, rows, lambda row: row.is_filtered, _keep_likely)
+    logits = _on_rows(logits, rows, lambda row: row.params.xtc_probability > 0.0, _exclude_top)
+    return _on_rows(logits, rows, lambda row: row.has_late_top_k, _keep_top_k)
+
+
 def _draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Invert each row's cumulative distribution at its own uniform number."""
-    logits = _filter(logits, rows)
+    logits = filter_logits(logits, rows)
     temperatures = mx.array([[row.params.temperature] for row in rows], dtype=mx.float32)
     peak = mx.max(logits, axis=-1, keepdims=True)
     cumulative = mx.cumsum(mx.exp((logits - peak) / temperatures), axis=-1)
-    keys = [row_key(seed=row.params.seed, drawn_count=row.drawn_count) for row in rows]
-    uniform = mx.vmap(lambda key: mx.random.uniform(key=key))(mx.array(keys, dtype=mx.uint32))
     # A hair below the total, so that rounding never runs past the last possible token.
-    target = uniform[:, None] * cumulative[:, -1:] * (1.0 - 1e-6)
+    target = _uniform(rows)[:, None] * cumulative[:, -1:] * (1.0 - 1e-6)
     return mx.argmax(cumulative > target, axis=-1)
 
 
-def _filter(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Set to -inf what top_p, min_p and top_k exclude, each judged on the distribution at temperature 1."""
-    filtered_indices = [i for i, row in enumerate(rows) if row.is_filtered]
-    if not filtered_indices:
+def _uniform(rows: Sequence[SamplingRow], *, salt: int = 0) -> mx.array:
+    """Return one number in [0, 1) a row, of the row's own sequence."""
+    keys = [row_key(seed=row.params.seed ^ salt, drawn_count=row.drawn_count) for row in rows]
+    return mx.vmap(lambda key: mx.random.uniform(key=key))(mx.array(keys, dtype=mx.uint32))
+
+
+def _on_rows(
+    logits: mx.array,
+    rows: Sequence[SamplingRow],
+    is_wanted: Callable[[SamplingRow], bool],
+    change: Callable[[mx.array, Sequence[SamplingRow]], mx.array],
+) -> mx.array:
+    """Return the logits with the wanted rows changed and the others as they are."""
+    indices = [i for i, row in enumerate(rows) if is_wanted(row)]
+    if not indices:
         return logits
-    everyone = len(filtered_indices) == len(rows)
-    chosen = logits if everyone else logits[mx.array(filtered_indices)]
-    kept = _keep_likely(chosen, [rows[i].params for i in filtered_indices])
-    if everyone:
-        return kept
+    if len(indices) == len(rows):
+        return change(logits, rows)
+    where = mx.array(indices)
+    changed = change(logits[where], [rows[i] for i in indices])
     logits = logits + 0.0  # a copy: the caller's logits stay as they are
-    logits[mx.array(filtered_indices)] = kept
+    logits[where] = changed
     return logits
 
 
-def _keep_likely(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+def _keep_likely(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Apply top_p, min_p, and top_k where XTC does not come before it."""
+    params = [row.params for row in rows]
+    top_ks = [0 if row.has_late_top_k else row.params.top_k for row in rows]
     vocabulary_size = logits.shape[-1]
     lowest = mx.full((len(params), 1), -math.inf)
-    if any(p.top_p < 1.0 or p.top_k > 0 for p in params):
+    if any(p.top_p < 1.0 for p in params) or any(top_ks):
         falling = -mx.sort(-logits, axis=-1)
         weights = mx.exp(falling - falling[:, :1])
         total = mx.sum(weights, axis=-1, keepdims=True)
         mass_above = mx.cumsum(weights, axis=-1) - weights
         top_p = mx.array([[p.top_p] for p in params], dtype=mx.float32)
-        top_k = mx.array([[p.top_k or vocabulary_size] for p in params])
+        top_k = mx.array([[top_k or vocabulary_size] for top_k in top_ks])
         in_nucleus = (mass_above < top_p * total) | (top_p >= 1.0)
         kept = in_nucleus & (mx.arange(vocabulary_size)[None] < top_k)
         kept_count = mx.maximum(mx.sum(kept, axis=-1, keepdims=True), 1)
@@ -112,3 +121,26 @@ def _keep_likely(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array
         floor = mx.array([[math.log(p.min_p) if p.min_p > 0 else -math.inf] for p in params])
         lowest = mx.maximum(lowest, mx.max(logits, axis=-1, keepdims=True) + floor)
     return mx.where(logits < lowest, -math.inf, logits)
+
+
+def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Apply XTC (exclude top choices, p-e-w 2024): now and then drop every token likelier than the threshold
+    but the least likely one of them. End tokens stay, or outputs would run on."""
+    probabilities = mx.softmax(logits, axis=-1)
+    thresholds = mx.array([[row.params.xtc_threshold] for row in rows], dtype=mx.float32)
+    above = probabilities > thresholds
+    least = mx.min(mx.where(above, probabilities, math.inf), axis=-1, keepdims=True)
+    dropped = above & (probabilities > least)
+    spared = [(i, token) for i, row in enumerate(rows) for token in row.end_token_ids]
+    if spared:
+        dropped[mx.array([i for i, _ in spared]), mx.array([token for _, token in spared])] = False
+    chances = mx.array([row.params.xtc_probability for row in rows], dtype=mx.float32)
+    is_now = _uniform(rows, salt=_XTC_SEED) < chances
+    return mx.where(dropped & is_now[:, None], -math.inf, logits)
+
+
+def _keep_top_k(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Apply top_k to what XTC left."""
+    falling = -mx.sort(-logits, axis=-1)
+    last = mx.array([[min(row.params.top_k, logits.shape[-1]) - 1] for row in rows])
+    return mx.where(logits < mx.take_along_axis(falling, last, axis=-1), -math.inf, logits)

@@ -10,6 +10,7 @@ from service.domain.blocks import RegionKind
 from service.domain.events import CacheReport, FinishReason, Started, Usage
 from service.domain.ids import BlockHash
 from service.domain.request import GenerationRequest
+from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.text import Decode, TextStream
 from service.kv.index import Region
@@ -126,6 +127,14 @@ class Sequence:
         self.chain.clear()
         self.unkept.clear()
         self.park_count += 1
+
+    def decode_row(self) -> DecodeRow:
+        """Return what the sequence joins decoding with."""
+        return DecodeRow(
+            sampling=self.request.sampling,
+            prompt_token_ids=self.request.prompt_token_ids,
+            output_token_ids=tuple(self.output_token_ids),
+        )
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Return tokens [start, stop) of prompt and output together."""

@@ -24,7 +24,7 @@ from service.domain.cache_orders import (
     VerifyReport,
 )
 from service.domain.events import Finished
-from service.domain.request import SamplingParams
+from service.domain.sampling import SamplingParams
 from service.errors import IcehouseError, InvalidRequest, Reason
 from service.rpc.calls import CallDesk, Context
 from service.rpc.convert import cache_report_proto, usage_proto

@@ -11,7 +11,8 @@ from icehouse.v1 import cache_policy_pb2
 
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
-from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.domain.request import CacheUse, GenerationRequest
+from service.domain.sampling import SamplingParams
 from service.rpc.calls import Call
 from service.rpc.outbox import Outbox
 from service.rpc.ports import EnginePort, ServedModel

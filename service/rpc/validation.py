@@ -16,7 +16,8 @@ from icehouse.v1 import cache_policy_pb2, sampling_pb2
 from service.config import ServerConfig
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.model import ModelInfo
-from service.domain.request import CacheUse, SamplingParams
+from service.domain.request import CacheUse
+from service.domain.sampling import SamplingParams
 from service.errors import Forbidden, InvalidRequest, NotFound, Reason
 from service.rpc.caller import Caller, Role
 

@@ -13,7 +13,8 @@ from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.model import EngineState
-from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.domain.request import CacheUse, GenerationRequest
+from service.domain.sampling import SamplingParams
 from service.domain.stats import EngineStats
 from service.engine import model_loader
 from service.engine.engine import Engine

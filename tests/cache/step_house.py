@@ -14,7 +14,8 @@ from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, Failed, Finished, Started
 from service.domain.ids import DEFAULT_TENANT, Fingerprint, RequestId, Tenant
-from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.domain.request import CacheUse, GenerationRequest
+from service.domain.sampling import SamplingParams
 from service.engine.endings import cancelled_by_client
 from service.engine.flush import Flush
 from service.engine.loop import EngineLoop

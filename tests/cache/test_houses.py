@@ -9,7 +9,8 @@ import pytest
 from service.domain.cache_orders import Verify
 from service.domain.events import Failed, ReuseLimit
 from service.domain.ids import RequestId, Tenant
-from service.domain.request import CacheUse, SamplingParams
+from service.domain.request import CacheUse
+from service.domain.sampling import SamplingParams
 from tests.cache.damage import block_files
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.domain.ids import Tenant
-from service.domain.request import CacheUse, SamplingParams
+from service.domain.request import CacheUse
+from service.domain.sampling import SamplingParams
 from tests.cache.damage import DAMAGES, block_files
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt

@@ -62,8 +62,8 @@ class TokenRunner(FakeRunner):
                 made[kind] = TokenRegion(kind, tuple(history[low:stop]))
         return made
 
-    def join(self, sequence_id, *, last_token_id, sampling, drawn_count) -> None:
-        super().join(sequence_id, last_token_id=last_token_id, sampling=sampling, drawn_count=drawn_count)
+    def join(self, sequence_id, row) -> None:
+        super().join(sequence_id, row)
         self._unseated.add(sequence_id)
 
     def decode(self):

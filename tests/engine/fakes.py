@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from service.domain.events import Delta, Event, Failed, Finished
 from service.domain.ids import Fingerprint, RequestId
 from service.domain.model import EngineState, ModelInfo
-from service.domain.request import GenerationRequest, SamplingParams
+from service.domain.request import GenerationRequest
+from service.domain.sampling import SamplingParams
+from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.memory_guard import MemoryModel, ModelShape
 from service.engine.ports import Drawn, MemoryUse
@@ -93,17 +95,15 @@ class FakeRunner:
         self.chunks.append((sequence_id, len(token_ids)))
         self.history[sequence_id] += token_ids
 
-    def join(
-        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
-    ) -> None:
-        self.history[sequence_id].append(last_token_id)
+    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
+        self.history[sequence_id].append(row.last_token_id)
         self.decoding.append(sequence_id)
 
     def decode(self) -> list[Drawn]:
         self.on_decode()
         drawn = [Drawn(i, self.next_token(self.history[i])) for i in self.decoding]
-        for sequence_id, token_id in drawn:
-            self.history[sequence_id].append(token_id)
+        for token in drawn:
+            self.history[token.sequence_id].append(token.token_id)
         return drawn
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:

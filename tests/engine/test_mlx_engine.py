@@ -14,7 +14,8 @@ from service.clock import SystemClock
 from service.domain.events import Failed, Finished
 from service.domain.ids import RequestId
 from service.domain.model import EngineState
-from service.domain.request import GenerationRequest, SamplingParams
+from service.domain.request import GenerationRequest
+from service.domain.sampling import SamplingParams
 from service.engine import model_loader
 from service.engine.engine import Engine
 from service.engine.mlx_runner import MlxRunner, RunnerSettings

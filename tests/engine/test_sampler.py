@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from service.domain.request import SamplingParams
-from service.engine.sampler import SamplingRow, _keep_likely, row_key, sample
+from service.domain.sampling import SamplingParams
+from service.engine.decode_row import DecodeRow
+from service.engine.sampler import filter_logits, row_key, sample
+from service.engine.sampling_row import SamplingRow
 
 VOCABULARY = 50
 
@@ -17,9 +19,21 @@ def logits(rows: int, seed: int = 3) -> mx.array:
     return mx.array(np.random.default_rng(seed).normal(size=(rows, VOCABULARY)).astype(np.float32) * 2)
 
 
+def row_of(
+    params: SamplingParams, drawn_count: int = 0, *, end_token_ids: tuple[int, ...] = ()
+) -> SamplingRow:
+    """A row of a one-token prompt after `drawn_count` tokens 1."""
+    row = DecodeRow(params, prompt_token_ids=(0,), output_token_ids=(1,) * drawn_count)
+    return SamplingRow(row, end_token_ids=end_token_ids)
+
+
+def kept_by(params: SamplingParams, table: mx.array) -> np.ndarray:
+    return np.isfinite(np.array(filter_logits(table, [row_of(params)] * len(table))))
+
+
 def test_greedy_takes_the_peak() -> None:
     table = logits(4)
-    rows = [SamplingRow(SamplingParams()) for _ in range(4)]
+    rows = [row_of(SamplingParams()) for _ in range(4)]
     assert sample(table, rows).tolist() == mx.argmax(table, axis=-1).tolist()
     assert [row.drawn_count for row in rows] == [1, 1, 1, 1]
 
@@ -35,10 +49,10 @@ def test_a_row_draws_the_same_alone_and_anywhere_in_a_mixed_batch() -> None:
         SamplingParams(temperature=1.0, seed=11),
     ]
     for step in range(5):
-        together = sample(table, [SamplingRow(p, step) for p in params]).tolist()
-        alone = [sample(table[i : i + 1], [SamplingRow(p, step)]).item() for i, p in enumerate(params)]
+        together = sample(table, [row_of(p, step) for p in params]).tolist()
+        alone = [sample(table[i : i + 1], [row_of(p, step)]).item() for i, p in enumerate(params)]
         order = [4, 2, 0, 5, 1, 3]
-        shuffled = sample(table[mx.array(order)], [SamplingRow(params[i], step) for i in order]).tolist()
+        shuffled = sample(table[mx.array(order)], [row_of(params[i], step) for i in order]).tolist()
         assert together == alone
         assert shuffled == [alone[i] for i in order]
 
@@ -46,7 +60,7 @@ def test_a_row_draws_the_same_alone_and_anywhere_in_a_mixed_batch() -> None:
 def test_draws_follow_the_distribution() -> None:
     table = mx.log(mx.array([[0.5, 0.3, 0.2, 0.0]]))
     count = 4000
-    rows = [SamplingRow(SamplingParams(temperature=1.0, seed=7), i) for i in range(count)]
+    rows = [row_of(SamplingParams(temperature=1.0, seed=7), i) for i in range(count)]
     drawn = np.array(sample(mx.broadcast_to(table, (count, 4)), rows))
     shares = np.bincount(drawn, minlength=4) / count
     assert shares[3] == 0.0
@@ -64,7 +78,7 @@ def test_draws_follow_the_distribution() -> None:
 def test_filters_keep_what_mlx_lm_keeps(params: SamplingParams, reference) -> None:
     table = logits(8)
     logprobs = table - mx.logsumexp(table, axis=-1, keepdims=True)
-    ours = np.isfinite(np.array(_keep_likely(table, [params] * 8)))
+    ours = kept_by(params, table)
     assert (ours == np.isfinite(np.array(reference(logprobs)))).all()
     assert 0 < ours.sum() < ours.size
 
@@ -73,7 +87,7 @@ def test_filters_apply_to_their_own_row_only() -> None:
     table = logits(3)
     params = [SamplingParams(temperature=1, top_k=1), SamplingParams(temperature=1, top_p=1e-6)]
     params.append(SamplingParams(temperature=1, top_k=VOCABULARY + 5))
-    kept = np.isfinite(np.array(_keep_likely(table, params))).sum(axis=1)
+    kept = np.isfinite(np.array(filter_logits(table, [row_of(p) for p in params]))).sum(axis=1)
     assert kept.tolist() == [1, 1, VOCABULARY]
 
 

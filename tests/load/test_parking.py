@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from service.domain.request import SamplingParams
+from service.domain.sampling import SamplingParams
 from service.engine.engine import Engine
 from service.engine.mlx_runner import MlxRunner
 from service.engine.ports import Drawn, MemoryUse

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from service.domain.blocks import HostRegion, HostTensor, RegionKind
 from service.domain.model import ModelInfo
-from service.domain.request import SamplingParams
+from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.memory_guard import MemoryModel
 from service.engine.ports import Drawn, MemoryUse
@@ -89,10 +89,8 @@ class SimRunner:
         assert token_ids, "a prefill of nothing"
         self.open_caches[sequence_id].prefill(token_ids)
 
-    def join(
-        self, sequence_id: SequenceId, *, last_token_id: int, sampling: SamplingParams, drawn_count: int
-    ) -> None:
-        self.joining[sequence_id] = (self.open_caches.pop(sequence_id), last_token_id, sampling.seed)
+    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
+        self.joining[sequence_id] = (self.open_caches.pop(sequence_id), row.last_token_id, row.sampling.seed)
 
     def decode(self) -> list[Drawn]:
         if self.is_pipelined:

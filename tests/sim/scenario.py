@@ -10,7 +10,8 @@ from pathlib import Path
 from service.domain.cache_orders import CacheOrder, Evict, Explain, Pin, Unpin, Verify
 from service.domain.cache_stats import CacheStats
 from service.domain.ids import RequestId, Tenant
-from service.domain.request import CacheUse, GenerationRequest, SamplingParams
+from service.domain.request import CacheUse, GenerationRequest
+from service.domain.sampling import SamplingParams
 from service.domain.stats import EngineStats
 from service.engine.endings import cancelled_by_client
 from service.engine.messages import Cancel, QueryStats, Submit

@@ -12,7 +12,8 @@ import pytest
 from service.domain.cache_orders import CacheAnswer, CacheOrder, Evict, EvictReport, Pin, PinReport, Verify
 from service.domain.events import Finished
 from service.domain.ids import DEFAULT_TENANT, RequestId
-from service.domain.request import GenerationRequest, SamplingParams
+from service.domain.request import GenerationRequest
+from service.domain.sampling import SamplingParams
 from service.engine.messages import Order, Submit
 from service.errors import IcehouseError, NotFound, Overloaded
 from tests.sim.checks import check_agreement, check_ram, check_rest

@@ -20,6 +20,8 @@ OWNERS = {
         "service.engine.model_loader",
         "service.engine.upstream",
         "service.engine.sampler",
+        "service.engine.logit_shaping",  # what rows ask of their logits, as arrays
+        "service.engine.token_logprobs",
         "service.engine.decode_batch",
         "service.engine.memory",
         "service.kv.layout",

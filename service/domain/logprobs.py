@@ -1,0 +1,28 @@
+"""Log probabilities of tokens, as the model gave them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model thought of one token before it was drawn or read.
+
+    Of the model's own distribution: temperature, filters, penalties, bias and constraints come after.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token of the vocabulary; ties share the better rank."""
+    top: tuple[Logprob, ...] = ()
+    """The likeliest tokens, falling."""

@@ -1,0 +1,27 @@
+"""What a sequence brings along when it joins decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from service.domain.sampling import SamplingParams
+from service.engine.constraint import Constraint
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Everything the next token depends on but the KV, which holds all tokens but the last one."""
+
+    sampling: SamplingParams
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...] = ()
+    """Drawn before the sequence was parked: the draws, the penalties and the constraint go on from there."""
+    constraint: Constraint | None = None
+    """A fresh one; it is told `output_token_ids` when the row joins."""
+    logprob_top_count: int | None = None
+    """How many likeliest tokens to tell beside each drawn one; None tells no log probabilities."""
+
+    @property
+    def last_token_id(self) -> int:
+        """The token whose KV does not exist yet: it runs with the first step."""
+        return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]

@@ -1,0 +1,81 @@
+"""One sequence's sampling state while it decodes (inference thread)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from service.domain.sampling import SamplingParams
+from service.engine.bans import Bans
+from service.engine.constraint import Constraint
+from service.engine.decode_row import DecodeRow
+from service.engine.logit_edits import LogitEdits
+
+
+class SamplingRow:
+    """Parameters, the number of tokens drawn, and what depends on the tokens themselves."""
+
+    __slots__ = (
+        "bans",
+        "constraint",
+        "drawn_count",
+        "edits",
+        "end_token_ids",
+        "is_plain",
+        "logprob_top_count",
+        "needs_tokens",
+        "params",
+    )
+
+    def __init__(self, row: DecodeRow, *, end_token_ids: Collection[int] = ()) -> None:
+        params = row.sampling
+        self.params: SamplingParams = params
+        self.drawn_count = len(row.output_token_ids)
+        """Advanced by each draw, which on a pipelined device is before the token is known."""
+        self.end_token_ids = tuple(end_token_ids)
+        self.logprob_top_count = row.logprob_top_count
+        self.constraint: Constraint | None = row.constraint
+        if row.constraint is not None:
+            for token_id in row.output_token_ids:
+                row.constraint.accept(token_id)
+        tokens = {"prompt_token_ids": row.prompt_token_ids, "output_token_ids": row.output_token_ids}
+        self.edits = LogitEdits.of(params, **tokens)
+        self.bans: Bans | None = None
+        if params.banned or params.min_output_token_count:
+            self.bans = Bans(params, end_token_ids=end_token_ids, **tokens)
+        self.is_plain = self.edits is None and self.bans is None and self.constraint is None
+        """The model's logits are taken as they are."""
+        self.needs_tokens = (
+            self.constraint is not None
+            or (self.edits is not None and not self.edits.is_static)
+            or (self.bans is not None and not self.bans.is_static)
+        )
+        """The next draw depends on the tokens drawn before it, so it waits until they are known."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether top_p, min_p or top_k exclude anything before XTC, if any, is applied."""
+        params = self.params
+        return params.top_p < 1.0 or params.min_p > 0.0 or (params.top_k > 0 and not self.has_late_top_k)
+
+    @property
+    def has_late_top_k(self) -> bool:
+        """Whether top_k counts what XTC left, instead of sharing the sort of top_p."""
+        return self.params.top_k > 0 and self.params.xtc_probability > 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the constraint lets nothing follow the tokens accepted so far."""
+        return self.constraint is not None and self.constraint.is_finished
+
+    def accept(self, token_id: int) -> None:
+        """Go on behind a token that was drawn and is known now."""
+        if self.edits is not None:
+            self.edits.accept(token_id)
+        if self.bans is not None:
+            self.bans.accept(token_id)
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
