@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from service.domain.events import Delta, Finished, FinishReason
 from service.engine.delivery import Delivery
 from service.engine.ids import SequenceId
+from service.engine.ports import Drawn
 from service.engine.sequence import Sequence as EngineSequence
 from service.engine.text import Detokenizer, StopFilter
 from tests.engine.fakes import Recorder, request
@@ -137,7 +138,7 @@ def delivered(
     end = None
     for token_id in output:
         assert end is None
-        end = delivery.take_token(sequence, token_id, now=0.0)
+        end = delivery.take_token(sequence, Drawn(sequence.sequence_id, token_id), now=0.0)
         delivery.publish()
         if end is not None:
             break
