@@ -34,18 +34,10 @@ from service.domain.blocks import (
 from service.domain.ids import DEFAULT_TENANT, Fingerprint
 from service.kv.block_file import prepare_block
 from service.kv.files import SystemFiles
-from service.kv.messages import (
-    Inventory,
-    Loaded,
-    LoadId,
-    LoadRequest,
-    Outcome,
-    Persisted,
-    PlannedBlock,
-    StorageClosed,
-    StorageSettings,
-)
+from service.kv.loads import Loaded, LoadId, LoadRequest, PlannedBlock
+from service.kv.messages import Inventory, Outcome, Persisted, StorageClosed
 from service.kv.storage import Storage
+from service.kv.storage_settings import StorageSettings
 from service.kv.store import BlockStore
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)

@@ -14,8 +14,9 @@ from service.engine.mlx_runner import MlxRunner
 from service.engine.prefix_cache import PrefixCache, PrefixSettings
 from service.engine.prefix_desk import PrefixDesk
 from service.kv.files import SystemFiles
-from service.kv.messages import Outcome, StorageSettings
+from service.kv.messages import Outcome
 from service.kv.storage import Storage
+from service.kv.storage_settings import StorageSettings
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.engine.sequence import Sequence
-from service.errors import Cancelled, DeadlineExceeded, Reason, Unavailable
+from service.errors import Cancelled, DeadlineExceeded, EngineFailed, Reason, Unavailable
 
 
 def past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
@@ -29,3 +29,10 @@ def shutting_down() -> Unavailable:
 def stopped_before_done() -> Unavailable:
     """The drain's own deadline passed."""
     return Unavailable(Reason.DRAINING, "the server stopped before this request was done")
+
+
+def engine_failed() -> EngineFailed:
+    """The inference loop died. Why may name folders and insides, so only the log says it."""
+    return EngineFailed(
+        Reason.ENGINE_FAILED, "the inference loop failed and the server is ending; its log says why"
+    )

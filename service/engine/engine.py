@@ -19,7 +19,7 @@ from service.domain.ids import RequestId
 from service.domain.model import EngineState, ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
-from service.engine.endings import cancelled_by_client, shutting_down
+from service.engine.endings import cancelled_by_client, engine_failed, shutting_down
 from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
 from service.engine.memory_guard import MemoryGuard
@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def error(self) -> IcehouseError | None:
-        """Why the engine is FAILED."""
+        """Why the engine is FAILED, for whoever started it; callers get `engine_failed` instead."""
         return self._error
 
     def start(self) -> None:
@@ -204,10 +204,10 @@ class Engine:
             )
         self._state = EngineState.FAILED
         if loop is not None:
-            loop.fail_all(self._error)
+            loop.fail_all(engine_failed())
         else:
             self._mailbox.close()
-        self._listener.state_changed(EngineState.FAILED, self._error)
+        self._listener.state_changed(EngineState.FAILED, engine_failed())
 
     def _change_state(self, state: EngineState) -> None:
         self._state = state
@@ -217,5 +217,5 @@ class Engine:
         if self._state is EngineState.LOADING:
             return Unavailable(Reason.LOADING, "the model is loading; try again shortly", retry_after_s=1.0)
         if self._state is EngineState.FAILED:
-            return EngineFailed(Reason.ENGINE_FAILED, "the inference loop failed; the server is ending")
+            return engine_failed()
         return shutting_down()

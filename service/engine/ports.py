@@ -88,5 +88,5 @@ class Listener(Protocol):
         ...
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        """Hear of a new state; `error` says why it is FAILED."""
+        """Hear of a new state; `error` is what callers are told when it is FAILED."""
         ...

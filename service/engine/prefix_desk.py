@@ -23,14 +23,10 @@ from service.engine.prefix_promises import Promises
 from service.engine.prefix_restore import Restore
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
 from service.errors import StorageError
+from service.kv.loads import HeadsRead, Loaded, LoadFailed, LoadId, LoadRequest
 from service.kv.messages import (
     Evicted,
-    HeadsRead,
     Inventory,
-    Loaded,
-    LoadFailed,
-    LoadId,
-    LoadRequest,
     Outcome,
     Persisted,
     SpillDropped,

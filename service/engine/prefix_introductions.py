@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from service.engine.ids import SequenceId
 from service.engine.prefix_cache import PrefixCache
 from service.engine.sequence import Sequence
-from service.kv.messages import HeadRequest, HeadsRead, LoadId
+from service.kv.loads import HeadRequest, HeadsRead, LoadId
 
 
 class Introductions:

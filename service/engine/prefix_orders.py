@@ -37,10 +37,11 @@ from service.kv.messages import (
     StatsAnswer,
     StorageClosed,
     StorageFailed,
-    StorageStats,
+    TaskGivenUp,
     TaskId,
     Verified,
 )
+from service.kv.storage_stats import StorageStats
 
 _Reply = Callable[[CacheAnswer | IcehouseError], None]
 _BUSY_RETRY_S = 1.0
@@ -108,8 +109,21 @@ class PrefixOrders:
                         duration_s=self._clock.monotonic() - began,
                     )
                 )
+        elif isinstance(outcome, TaskGivenUp):
+            self._give_up(outcome)
         elif isinstance(outcome, StorageFailed | StorageClosed):
             self._end_storage()
+
+    def _give_up(self, outcome: TaskGivenUp) -> None:
+        waiting = self._evictions.pop(outcome.task_id, None) or self._verifications.pop(outcome.task_id, None)
+        if waiting is not None:
+            _, answer = waiting
+            answer(
+                StorageError(
+                    Reason.STORE_UNUSABLE,
+                    f"the SSD tier cannot do this now: {outcome.detail}; try again later",
+                )
+            )
 
     def _end_storage(self) -> None:
         """The SSD tier is gone: serve on from RAM, and answer whoever waits for it."""

@@ -13,7 +13,7 @@ from service.domain.events import CacheReport, ReuseLimit
 from service.domain.ids import BlockHash, Fingerprint
 from service.engine.prefix_ports import PlacedBlock
 from service.kv.index import BlockIndex, Entry, Match
-from service.kv.messages import PlannedBlock
+from service.kv.loads import PlannedBlock
 
 
 @dataclasses.dataclass(slots=True)

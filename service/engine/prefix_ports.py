@@ -13,7 +13,8 @@ from service.domain.blocks import HostBlock, HostRegion, RegionKind
 from service.domain.ids import BlockHash
 from service.engine.ids import SequenceId
 from service.kv.index import Region
-from service.kv.messages import HeadRequest, Loaded, LoadRequest, TaskId
+from service.kv.loads import HeadRequest, Loaded, LoadRequest
+from service.kv.messages import TaskId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,11 +119,11 @@ class StoragePort(Protocol):
         ...
 
     def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
-        """Remove blocks by order. Answered by Evicted, then Purged; None: too much waits."""
+        """Remove blocks by order. Answered by Evicted, then Purged, or TaskGivenUp; None: too much waits."""
         ...
 
     def verify(self, hashes: Sequence[BlockHash] | None = None) -> TaskId | None:
-        """Read and hash blocks, None for all. Answered by Verified; None: too much waits."""
+        """Read and hash blocks, None for all. Answered by Verified or TaskGivenUp; None: too much waits."""
         ...
 
     def request_stats(self) -> TaskId | None:

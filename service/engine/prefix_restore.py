@@ -10,7 +10,7 @@ from service.engine.prefix_plan import PrefixPlan
 from service.engine.prefix_ports import CacheRunner, PlacedBlock, RestoreInput
 from service.engine.sequence import Sequence
 from service.kv.index import Region
-from service.kv.messages import Loaded
+from service.kv.loads import Loaded
 
 _GROWTH_TOKEN_COUNT = 256
 """mlx-lm's caches grow by this many tokens; restored ones get room in the same unit."""

@@ -21,7 +21,7 @@ from service.domain.cache_stats import (
 from service.domain.events import ReuseLimit
 from service.engine.prefix_cache import PrefixCache
 from service.kv.block_head import Damage
-from service.kv.messages import StorageStats
+from service.kv.storage_stats import StorageStats
 
 _OTHER_THAN_EXPECTED = (Damage.MISMATCH, Damage.HEADER, Damage.LAYOUT, Damage.OTHER_ABI)
 _NOT_ALL_THERE = (Damage.MISSING, Damage.TRUNCATED, Damage.IO)

@@ -19,7 +19,7 @@ from service.domain.ids import BlockHash
 from service.kv.block_file import GROUP_BYTES, groups, read_head, slices
 from service.kv.block_head import DTYPE_BYTES, BlockFile, BlockFileError, Damage, FileRegion, FileTensor
 from service.kv.files import Files
-from service.kv.messages import LoadedBlock, PlannedBlock
+from service.kv.loads import LoadedBlock, PlannedBlock
 
 _TOKEN_AXIS = -2
 _ALIGNMENT_BYTES = 64

@@ -12,10 +12,11 @@ from service.domain.ids import BlockHash
 from service.kv.clean_mark import snapshot, take_mark
 from service.kv.files import Files
 from service.kv.manifest import Manifest
-from service.kv.messages import ReconcileReport, StorageSettings
 from service.kv.reconcile import Finding, Walk, reconcile
 from service.kv.records import BlockRecord
 from service.kv.space import SECONDS_PER_DAY
+from service.kv.storage_settings import StorageSettings
+from service.kv.storage_stats import ReconcileReport
 from service.kv.store_paths import StorePaths, parse_block_name
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from service.domain.ids import Fingerprint
 from service.kv.block_head import BlockFile, BlockFileError, Damage
 from service.kv.block_reader import KvBuffers, open_block, read_block, read_header
 from service.kv.files import Files
-from service.kv.messages import (
+from service.kv.loads import (
     BlockFailure,
     HeadRequest,
     HeadsRead,

@@ -14,7 +14,7 @@ from service.kv.reader_pool import Rate
 from service.kv.storage_counters import StorageCounters
 from service.kv.storage_requests import FlushRequest, SpillRequest
 from service.kv.store import BlockStore, Room
-from service.kv.write_gate import WriteGate, is_disk_full
+from service.kv.write_gate import WriteGate, is_disk_full, outline
 
 
 class Spiller:
@@ -122,7 +122,7 @@ class Spiller:
             self._store.reclaim(size_bytes)
             return
         self._gate.shut(
-            f"Disk is full: {error.strerror} after evicting; writes resume when {size_bytes} bytes are free "
+            f"Disk is full: {outline(error)} after evicting; writes resume when {size_bytes} bytes are free "
             f"above the floor of {self._store.space.floor_bytes}",
             now=self._clock.monotonic(),
             needed_bytes=size_bytes,

@@ -18,7 +18,8 @@ from service.domain.blocks import HostBlock
 from service.domain.ids import BlockHash, Fingerprint
 from service.kv.credit import Credit, Meter
 from service.kv.files import Files
-from service.kv.messages import HeadRequest, LoadRequest, Outcome, StorageFailed, StorageSettings, TaskId
+from service.kv.loads import HeadRequest, LoadRequest
+from service.kv.messages import Outcome, StorageFailed, TaskId
 from service.kv.reader_pool import ReaderPool
 from service.kv.storage_loop import StorageLoop
 from service.kv.storage_requests import (
@@ -32,6 +33,7 @@ from service.kv.storage_requests import (
     TouchRequest,
     VerifyRequest,
 )
+from service.kv.storage_settings import StorageSettings
 from service.kv.store import BlockStore
 
 _log = logging.getLogger(__name__)

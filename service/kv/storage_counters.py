@@ -9,8 +9,8 @@ from collections import Counter
 from service.domain.cache_stats import SpillDropCause
 from service.kv.block_head import Damage
 from service.kv.credit import Meter
-from service.kv.messages import StorageStats
 from service.kv.records import BlockRecord
+from service.kv.storage_stats import StorageStats
 from service.kv.store import BlockStore
 from service.kv.write_gate import WriteGate
 

@@ -21,7 +21,16 @@ from service.domain.cache_stats import SpillDropCause
 from service.domain.ids import BlockHash
 from service.errors import StartError
 from service.kv.credit import Meter
-from service.kv.messages import Evicted, Health, Inventory, Outcome, StatsAnswer, StorageClosed, TaskId
+from service.kv.messages import (
+    Evicted,
+    Health,
+    Inventory,
+    Outcome,
+    StatsAnswer,
+    StorageClosed,
+    TaskGivenUp,
+    TaskId,
+)
 from service.kv.reader_pool import HeadReport, LoadReport
 from service.kv.spiller import Spiller
 from service.kv.storage_counters import StorageCounters, stats_of
@@ -38,7 +47,7 @@ from service.kv.storage_requests import (
 )
 from service.kv.storage_tasks import PurgeTask, Task, VerifyTask, retire
 from service.kv.store import BlockStore
-from service.kv.write_gate import WriteGate, is_disk_full
+from service.kv.write_gate import WriteGate, is_disk_full, outline
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +144,7 @@ class StorageLoop:
             self._spiller.step()
             return True
         if not self._store.is_open:
+            self._give_up_tasks()
             return False
         if self._tasks:
             self._step_task()
@@ -182,6 +192,12 @@ class StorageLoop:
             # The engine must have forgotten the blocks before it tells anybody that they are gone.
             self._announce()
             self._post(outcome)
+
+    def _give_up_tasks(self) -> None:
+        """Nobody waits for a directory that may never come back: whoever ordered may order again."""
+        while self._tasks:
+            self._task_meter.give_back(1)
+            self._post(TaskGivenUp(self._tasks.popleft().task_id, self._gate.detail))
 
     def _walk_deferred(self) -> bool:
         """After a clean start, look at a few files; False when all have been looked at."""
@@ -251,9 +267,10 @@ class StorageLoop:
 
     def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
         """Stop writing and give the directory up until it is opened anew: rows and memory may differ now."""
+        # Callers see the detail, so it names no path; the log does.
         reason = "Disk is full" if is_disk_full(error) else "Disk refused"
-        detail = f"{reason}: {error}; nothing is written until {self._store.paths.root} works again"
-        _log.error("cache directory given up for now: %s", error)
+        detail = f"{reason}: {outline(error)}; nothing is written until the cache directory works again"
+        _log.error("cache directory %s given up for now: %s", self._store.paths.root, error)
         self._gate.shut(detail, now=self._clock.monotonic())
         self._store.abandon()
 

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from service.kv.block_head import BlockFile, BlockFileError, Damage
 from service.kv.block_reader import verify_block
-from service.kv.messages import BlockFailure, Outcome, Purged, Verified
+from service.kv.loads import BlockFailure
+from service.kv.messages import Outcome, Purged, TaskId, Verified
 from service.kv.records import BlockRecord
 from service.kv.storage_counters import StorageCounters
 from service.kv.storage_requests import PurgeRequest, VerifyRequest
@@ -18,6 +19,11 @@ _PURGE_BATCH_COUNT = 64
 class Task(Protocol):
     """A piece of ordered work in progress."""
 
+    @property
+    def task_id(self) -> TaskId:
+        """What its outcome will be known by."""
+        ...
+
     def step(self, store: BlockStore, counters: StorageCounters) -> Outcome | None:
         """Do one piece; return the outcome after the last one."""
         ...
@@ -27,6 +33,7 @@ class PurgeTask:
     """Removes blocks in batches, pinned ones too: an order outranks a pin."""
 
     def __init__(self, request: PurgeRequest) -> None:
+        self.task_id = request.task_id
         self._request = request
         self._left: list[BlockRecord] | None = None
         self._block_count = 0
@@ -41,7 +48,7 @@ class PurgeTask:
         store.purge(batch)
         self._block_count += len(batch)
         self._size_bytes += sum(record.file_bytes for record in batch)
-        return None if self._left else Purged(self._request.task_id, self._block_count, self._size_bytes)
+        return None if self._left else Purged(self.task_id, self._block_count, self._size_bytes)
 
     def _targets(self, store: BlockStore) -> list[BlockRecord]:
         if self._request.hashes is not None:
@@ -55,6 +62,7 @@ class VerifyTask:
     """Reads and hashes one file per step and compares it with its row."""
 
     def __init__(self, request: VerifyRequest) -> None:
+        self.task_id = request.task_id
         self._request = request
         self._left: list[BlockRecord] | None = None
         self._checked_count = 0
@@ -74,7 +82,7 @@ class VerifyTask:
                 self._verify(record, store, counters)
         if self._left:
             return None
-        return Verified(self._request.task_id, self._checked_count, self._checked_bytes, tuple(self._damaged))
+        return Verified(self.task_id, self._checked_count, self._checked_bytes, tuple(self._damaged))
 
     def _verify(self, record: BlockRecord, store: BlockStore, counters: StorageCounters) -> None:
         self._checked_count += 1

@@ -23,12 +23,13 @@ from service.kv.disk_index import DiskIndex
 from service.kv.files import Files
 from service.kv.lock_file import take_lock
 from service.kv.manifest import LOG_ALLOWANCE_BYTES, Manifest
-from service.kv.messages import ReconcileReport, StorageSettings
 from service.kv.open_store import open_store
 from service.kv.reconcile import Finding, examine_row, repair
 from service.kv.records import BlockRecord
 from service.kv.set_aside import Leftovers, Quarantine
 from service.kv.space import Space
+from service.kv.storage_settings import StorageSettings
+from service.kv.storage_stats import ReconcileReport
 from service.kv.store_paths import PARTIAL_SUFFIX, StorePaths
 
 _EVICTION_BATCH_COUNT = 8

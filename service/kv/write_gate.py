@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import sqlite3
 
+from service.errors import Reason, StartError
+
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
@@ -51,3 +53,14 @@ def is_disk_full(error: Exception) -> bool:
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in _FULL_ERRNOS
+
+
+def outline(error: OSError | sqlite3.Error | StartError) -> str:
+    """Say what went wrong without the names of files, which an error's own words may hold."""
+    if isinstance(error, StartError):
+        is_owned = error.reason is Reason.STORE_LOCKED
+        return "it is in use by another process" if is_owned else "it cannot be used"
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    name = getattr(error, "sqlite_errorname", "")
+    return f"the manifest answers {name}" if name else "the manifest cannot be used"

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from service.domain.events import Event, Failed, Finished
 from service.domain.ids import RequestId
 from service.domain.model import EngineState
-from service.errors import AlreadyExists, EngineFailed, IcehouseError, Reason, Unavailable
+from service.engine.endings import engine_failed
+from service.errors import AlreadyExists, IcehouseError, Reason, Unavailable
 from service.rpc.outbox import Outbox
 from service.rpc.ports import ServedModel
 
@@ -139,7 +140,7 @@ class Router:
                 future.set_exception(error)
 
     def _failure(self) -> IcehouseError:
-        return self._error or EngineFailed(Reason.ENGINE_FAILED, "the inference loop died; see the log")
+        return self._error or engine_failed()
 
 
 def _stopped() -> IcehouseError:

@@ -26,8 +26,9 @@ from service.engine.scheduler import SchedulerLimits
 from service.engine.waiting import WaitingLimits
 from service.errors import IcehouseError
 from service.kv.files import Files, SystemFiles
-from service.kv.messages import Inventory, Outcome, StorageSettings
+from service.kv.messages import Inventory, Outcome
 from service.kv.storage import Storage
+from service.kv.storage_settings import StorageSettings
 from tests.engine.fakes import BOUND_S, Recorder
 
 BLOCK = 16

@@ -29,8 +29,9 @@ from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.engine.waiting import WaitingLimits, WaitingRoom
 from service.errors import IcehouseError
 from service.kv.files import SystemFiles
-from service.kv.messages import StorageClosed, StorageSettings
+from service.kv.messages import StorageClosed
 from service.kv.storage import Storage
+from service.kv.storage_settings import StorageSettings
 from tests.cache.token_runner import TOKEN_BYTES, TokenRunner
 from tests.engine.fakes import FakeClock, Recorder, memory_model, model_info
 

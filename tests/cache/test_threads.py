@@ -15,7 +15,8 @@ import pytest
 
 from service.domain.blocks import HostBlock, HostTensor
 from service.kv.credit import Credit
-from service.kv.messages import Evicted, Inventory, Loaded, Outcome, Persisted
+from service.kv.loads import Loaded
+from service.kv.messages import Evicted, Inventory, Outcome, Persisted
 from service.kv.storage import Storage
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt

@@ -79,15 +79,19 @@ def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine() -> None
         engine.submit(request("after"))
 
 
-def test_a_model_that_does_not_load_fails_with_its_own_error() -> None:
+def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that() -> None:
     class Broken(FakeRunner):
         def load(self) -> ModelInfo:
-            raise ModelError(Reason.MODEL_INVALID, "no such folder")
+            raise ModelError(Reason.MODEL_INVALID, "no folder /secret/place")
 
     engine, recorder = make(Broken())
     engine.start()
     recorder.wait_for_state(EngineState.FAILED)
-    assert isinstance(recorder.error, ModelError) and recorder.error.message == "no such folder"
+    assert isinstance(engine.error, ModelError) and engine.error.message == "no folder /secret/place"
+    assert isinstance(recorder.error, EngineFailed) and "/secret" not in recorder.error.message
+    with pytest.raises(EngineFailed) as refused:
+        engine.submit(request("after"))
+    assert "/secret" not in refused.value.message
 
 
 def test_a_full_mailbox_refuses_at_once_and_cancels_still_get_in() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.domain.blocks import RegionKind
 from service.domain.cache_stats import CacheStats
 from service.domain.stats import EngineStats
-from service.kv.messages import StorageStats
+from service.kv.storage_stats import StorageStats
 from tests.sim.house import House
 
 

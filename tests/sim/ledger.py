@@ -12,18 +12,9 @@ from service.domain.ids import BlockHash
 from service.domain.request import CacheUse, GenerationRequest
 from service.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from service.kv.block_head import Damage
-from service.kv.messages import (
-    BlockFailure,
-    Evicted,
-    Inventory,
-    Loaded,
-    LoadFailed,
-    Outcome,
-    Persisted,
-    StatsAnswer,
-    StorageStats,
-    Verified,
-)
+from service.kv.loads import BlockFailure, Loaded, LoadFailed
+from service.kv.messages import Evicted, Inventory, Outcome, Persisted, StatsAnswer, Verified
+from service.kv.storage_stats import StorageStats
 from tests.sim.model import Reply
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from service.engine.prefix_cache import PrefixSettings
 from service.engine.scheduler import SchedulerLimits
 from service.engine.waiting import WaitingLimits
 from service.kv.manifest import LOG_ALLOWANCE_BYTES
-from service.kv.messages import StorageSettings
+from service.kv.storage_settings import StorageSettings
 from tests.sim.model import ModelSpec
 
 BLOCK = 4

@@ -6,8 +6,9 @@ import dataclasses
 import os
 
 from service.kv.files import SystemFiles
-from service.kv.messages import Evicted, Inventory, Persisted, StatsAnswer, StorageClosed, StorageSettings
+from service.kv.messages import Evicted, Inventory, Persisted, StatsAnswer, StorageClosed
 from service.kv.storage import Storage
+from service.kv.storage_settings import StorageSettings
 from service.kv.store import BlockStore
 from service.kv.store_paths import StorePaths
 from tests.storage.blocks import FINGERPRINT

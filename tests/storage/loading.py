@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from service.domain.blocks import HostBlock
-from service.kv.messages import Loaded, LoadId, LoadRequest, PlannedBlock
+from service.kv.loads import Loaded, LoadId, LoadRequest, PlannedBlock
 
 
 def plan(blocks, *, last_token_count=None, regions=None, capacity=64, origin=None) -> LoadRequest:

@@ -8,8 +8,9 @@ import sqlite3
 import pytest
 
 from service.kv.files import SystemFiles
+from service.kv.loads import Loaded, LoadFailed
 from service.kv.manifest import Manifest
-from service.kv.messages import Loaded, LoadFailed, Persisted
+from service.kv.messages import Persisted
 from service.kv.reconcile import Walk
 from service.kv.store_paths import StorePaths
 from tests.storage.blocks import make_block, make_chain

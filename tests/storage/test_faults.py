@@ -11,15 +11,8 @@ import pytest
 
 from service.domain.cache_stats import SpillDropCause
 from service.kv.block_head import Damage
-from service.kv.messages import (
-    Evicted,
-    Health,
-    Inventory,
-    Loaded,
-    LoadFailed,
-    Persisted,
-    SpillDropped,
-)
+from service.kv.loads import Loaded, LoadFailed
+from service.kv.messages import Evicted, Health, Inventory, Persisted, SpillDropped, TaskGivenUp
 from tests.storage.blocks import make_block, make_chain
 from tests.storage.faults import VERBS, FaultyFiles
 from tests.storage.house import ManualClock, StorageHouse
@@ -167,6 +160,20 @@ def test_a_read_only_directory_leaves_the_tier_off_but_alive(tmp_path):
         assert [type(o) for o in house.take()] == [Inventory, Health, Persisted]
 
 
+def test_orders_to_a_directory_given_up_are_answered_at_once(tmp_path):
+    files = FaultyFiles("create", 1, errno.EIO, times=10_000)
+    with StorageHouse(tmp_path, files=files, task_queue_limit_count=3) as house:
+        house.take()
+        files.is_armed = True
+        house.spill(make_block())
+        house.take()
+        ids = [house.storage.verify(), house.storage.evict([make_block().header.hash]), house.storage.purge()]
+        outcomes = house.take()
+        assert [o.task_id for o in outcomes if isinstance(o, TaskGivenUp)] == ids
+        assert all("nothing is written until" in o.detail for o in outcomes)
+        assert house.storage.verify() is not None, "their places in the queue were not given back"
+
+
 def test_a_manifest_that_fails_at_run_time_is_opened_anew(tmp_path, monkeypatch):
     blocks = [make_block(seed=seed) for seed in range(3)]
     with StorageHouse(tmp_path) as house:
@@ -214,7 +221,7 @@ def test_a_directory_that_could_not_be_locked_is_not_touched_until_it_is(tmp_pat
             house.clock.advance(100)
             house.spill(make_block())
             assert house.take()[-1].cause is SpillDropCause.WRITES_OFF
-            assert "in use by process" in house.stats().writes_detail
+            assert "in use by another process" in house.stats().writes_detail
             other.spill(make_block())
         house.clock.advance(100)
         house.settle()
