@@ -40,12 +40,3 @@ class ModelInfo:
     has_chat_template: bool
     eos_token_ids: tuple[int, ...]
     device: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation, as the chat template sees it."""
-
-    role: str
-    content: str
-    name: str | None = None

@@ -8,11 +8,18 @@ threads may call at once; the Python wrapper around it may not be shared so.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from service.domain.model import ChatMessage
+from service.domain.chat import Conversation, RenderedChat
+from service.engine.chat_renderer import ChatRenderer, common_text_length
+from service.engine.chat_template import ChatTemplate, offer
+from service.engine.chat_tokens import TurnTokens
+from service.engine.reply_splitter import ReplySplitter
+from service.engine.upstream_reply import read_reply_format
 from service.errors import InvalidRequest, Reason
+
+_HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
 class Tokenizer:
@@ -22,7 +29,20 @@ class Tokenizer:
         self._wrapper = wrapper
         self._fast = getattr(wrapper, "backend_tokenizer", None)
         # Only the slow path and the chat template share Python state between callers.
-        self._wrapper_lock = threading.Lock()
+        self._wrapper_lock = threading.RLock()
+        self._format = read_reply_format(wrapper)
+        named = (getattr(wrapper, name, None) for name in _HIDDEN_NAMES)
+        self._hidden_ids = frozenset(i for i in (*named, *self.eos_token_ids) if i is not None)
+        self._renderer = ChatRenderer(
+            template=ChatTemplate(wrapper),
+            turns=TurnTokens(
+                encode=lambda text: self._encode(text, add_special_tokens=False),
+                decode=lambda ids: self._decode(ids, hides_special_tokens=False),
+                eos_token_ids=frozenset(self.eos_token_ids),
+            ),
+            format=self._format,
+            common_tokens=self._common_tokens,
+        )
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -42,8 +62,8 @@ class Tokenizer:
         """Return the token ids of `text` with the model's own special tokens around it (`<bos>`)."""
         return self._encode(text, add_special_tokens=True)
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's next turn.
+    def render_chat(self, conversation: Conversation) -> RenderedChat:
+        """Return the prompt of a conversation.
 
         Raises InvalidRequest when the model has no chat template or the template refuses.
         """
@@ -53,24 +73,36 @@ class Tokenizer:
                 "this model has no chat template; send `text` or `tokens` instead of `chat`",
                 field="chat",
             )
-        turns = [
-            {"role": m.role, "content": m.content} | ({"name": m.name} if m.name else {}) for m in messages
-        ]
-        try:
-            with self._wrapper_lock:
-                text = self._wrapper.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the model's author and raises what it likes
-            raise InvalidRequest(
-                Reason.CHAT_INVALID, f"the model's chat template refused the messages: {error}", field="chat"
-            ) from error
-        return self._encode(str(text), add_special_tokens=False)
+        with self._wrapper_lock:
+            return self._renderer.render(conversation)
+
+    def reply_splitter(
+        self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
+    ) -> ReplySplitter | None:
+        """Return what tells the parts of this conversation's reply apart; None where there is but text."""
+        has_tools = conversation.reads_tool_calls and self._format.marks_calls
+        if not (has_tools or self._format.marks_reasoning or self._format.initial_state):
+            return None
+        return ReplySplitter(
+            format=self._format,
+            tools=[offer(tool) for tool in conversation.tools] if has_tools else [],
+            make_call_id=make_call_id,
+            opening=rendered.opening,
+            is_reasoning=rendered.is_reasoning,
+        )
+
+    def hides_markers(self, conversation: Conversation) -> bool:
+        """Whether plain decoding hides what tells the parts of this conversation's reply apart."""
+        return self._format.hidden_markers[conversation.reads_tool_calls]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens, bytes that are no UTF-8 as U+FFFD."""
-        if self._fast is not None:
-            return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
-        with self._wrapper_lock:
-            return str(self._wrapper.decode(list(token_ids), skip_special_tokens=True))
+        return self._decode(token_ids, hides_special_tokens=True)
+
+    def decode_with_markers(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, hiding only those special tokens that begin, end or pad a text."""
+        shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        return self._decode(shown, hides_special_tokens=False)
 
     def piece(self, token_id: int) -> str:
         """Return one token's own spelling, special tokens included; empty outside the vocabulary."""
@@ -79,8 +111,20 @@ class Tokenizer:
         with self._wrapper_lock:
             return str(self._wrapper.convert_ids_to_tokens(token_id) or "")
 
+    def _decode(self, token_ids: Sequence[int], *, hides_special_tokens: bool) -> str:
+        if self._fast is not None:
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
+        with self._wrapper_lock:
+            return str(self._wrapper.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._fast is not None:
             return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
         with self._wrapper_lock:
             return [int(i) for i in self._wrapper.encode(text, add_special_tokens=add_special_tokens)]
+
+    def _common_tokens(self, texts: Sequence[str]) -> int:
+        if self._fast is None:
+            return common_text_length(texts, None)
+        encodings = [self._fast.encode(text, add_special_tokens=False) for text in texts]
+        return common_text_length(texts, [[end for _, end in encoding.offsets] for encoding in encodings])

@@ -6,6 +6,7 @@ fails when that moves.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     make_prompt_cache,
 )
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper, _infer_tool_parser
 from mlx_lm.utils import (
     _tokenizer_defaults,
     load_adapters,
@@ -117,17 +118,28 @@ def read_adapter(model: Any, path: str) -> Any:
 def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -> Any:
     """Load mlx-lm's TokenizerWrapper from a model folder.
 
-    mlx-lm's own loader also makes a streaming detokenizer out of the whole vocabulary and looks for a
-    parser of tool calls. Neither is used here, and they were a third of the CPU time for a vocabulary
-    of 262,144 tokens (2.9 s against 1.9 s on an x86 core, mlx-lm 0.32.2). That loader is called only
-    where the chat template is a Python module of mlx-lm.
+    mlx-lm's own loader also makes a streaming detokenizer out of the whole vocabulary. It is not used
+    here, and was a third of the CPU time for a vocabulary of 262,144 tokens (2.9 s against 1.9 s on an
+    x86 core, mlx-lm 0.32.2). That loader is called only where the chat template is a Python module of
+    mlx-lm.
     """
     extra: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     inner = AutoTokenizer.from_pretrained(path, **extra)
     if inner.init_kwargs.get("chat_template_type") or _tokenizer_defaults(path):
         return load_tokenizer(path, extra, eos_token_ids=eos_token_ids)  # type: ignore[no-untyped-call]
     ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
-    return TokenizerWrapper(inner, eos_token_ids=ids)
+    name = inner.init_kwargs.get("tool_parser_type") or _infer_tool_parser(inner)  # type: ignore[no-untyped-call]
+    if name is None:
+        return TokenizerWrapper(inner, eos_token_ids=ids)
+    inner.init_kwargs["tool_parser_type"] = name
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    return TokenizerWrapper(
+        inner,
+        eos_token_ids=ids,
+        tool_call_start=parser.tool_call_start,
+        tool_call_end=parser.tool_call_end,
+        tool_parser=parser.parse_tool_call,
+    )
 
 
 def wire_memory() -> None:

@@ -9,7 +9,9 @@ from typing import Protocol
 from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.ids import RequestId
-from service.domain.model import ChatMessage, ModelInfo
+from service.domain.chat import Conversation, RenderedChat
+from service.domain.model import ModelInfo
+from service.domain.reply import Piece
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
 from service.errors import IcehouseError
@@ -52,6 +54,23 @@ class EnginePort(Protocol):
         ...
 
 
+class SplitterPort(Protocol):
+    """Tells apart what one output says, thinks and calls. For one thread."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call that can be read has ended."""
+        ...
+
+    def push(self, text: str) -> Sequence[Piece]:
+        """Add text; return what has become certain."""
+        ...
+
+    def finish(self) -> Sequence[Piece]:
+        """End the output; return the rest."""
+        ...
+
+
 class TokenizerPort(Protocol):
     """A tokenizer that several threads may use at once."""
 
@@ -59,8 +78,18 @@ class TokenizerPort(Protocol):
         """Return the tokens of plain text, the model's start token included if it wants one."""
         ...
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the tokens of a conversation; raises InvalidRequest when the template refuses."""
+    def render_chat(self, conversation: Conversation) -> RenderedChat:
+        """Return the prompt of a conversation; raises InvalidRequest when the template refuses."""
+        ...
+
+    def reply_splitter(
+        self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
+    ) -> SplitterPort | None:
+        """Return what tells the parts of the reply apart; None where there is but text."""
+        ...
+
+    def hides_markers(self, conversation: Conversation) -> bool:
+        """Whether the engine hides what the splitter goes by, unless told to show it."""
         ...
 
     def piece(self, token_id: int) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
-from icehouse.v1 import prompt_pb2
+from icehouse.v1 import prompt_pb2, tool_pb2
 
-from service.domain.model import ChatMessage, ModelInfo
+from service.domain.chat import Conversation, RenderedChat
+from service.domain.model import ModelInfo
 from service.errors import InvalidRequest, Reason
+from service.rpc.chat import check_no_tools, conversation_of
 from service.rpc.ports import ServedModel, TokenizerPort
-from service.rpc.validation import shown
-
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+from service.rpc.token_ids import check_token_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Text:
 class Chat:
     """A conversation."""
 
-    messages: tuple[ChatMessage, ...]
+    conversation: Conversation
     field: str = "chat"
 
 
@@ -48,6 +49,14 @@ class Tokens:
 Prompt = Text | Chat | Tokens
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt's tokens; `rendered` where it was a conversation."""
+
+    token_ids: tuple[int, ...]
+    rendered: RenderedChat | None = None
+
+
 class TextMessage(Protocol):
     """A request message with a prompt in plain text or as a conversation."""
 
@@ -55,6 +64,8 @@ class TextMessage(Protocol):
     def text(self) -> str: ...
     @property
     def chat(self) -> prompt_pb2.ChatPrompt: ...
+    @property
+    def tools(self) -> Sequence[tool_pb2.Tool]: ...
 
 
 class PromptMessage(TextMessage, Protocol):
@@ -64,22 +75,28 @@ class PromptMessage(TextMessage, Protocol):
     def tokens(self) -> prompt_pb2.TokenPrompt: ...
 
 
-def text_prompt_of(message: TextMessage, kind: str | None, info: ModelInfo) -> Text | Chat:
+def text_prompt_of(
+    message: TextMessage, kind: str | None, info: ModelInfo, choice: tool_pb2.ToolChoice | None = None
+) -> Text | Chat:
     """Return the prompt that `kind` (the oneof's set field) names; raises InvalidRequest."""
+    if kind == "chat":
+        return Chat(conversation_of(message.chat, tools=message.tools, choice=choice, info=info))
+    check_no_tools(message.tools, choice)
     if kind == "text":
         return Text(message.text)
-    if kind == "chat":
-        return _chat_of(message.chat, info)
     raise _missing("`text` or `chat`")
 
 
-def prompt_of(message: PromptMessage, kind: str | None, info: ModelInfo) -> Prompt:
+def prompt_of(
+    message: PromptMessage, kind: str | None, info: ModelInfo, choice: tool_pb2.ToolChoice | None = None
+) -> Prompt:
     """Return the prompt that `kind` names, not empty; raises InvalidRequest."""
     if kind is None:
         raise _missing("`text`, `chat` or `tokens`")
     if kind == "tokens":
+        check_no_tools(message.tools, choice)
         return _tokens_of(message.tokens, info)
-    prompt = text_prompt_of(message, kind, info)
+    prompt = text_prompt_of(message, kind, info, choice)
     if isinstance(prompt, Text) and not prompt.text:
         raise _empty("text")
     return prompt
@@ -93,24 +110,21 @@ class PromptReader:
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
 
-    async def read(self, prompt: Prompt, model: ServedModel) -> tuple[int, ...]:
-        """Return the prompt's token ids; raises InvalidRequest if none, or if it fills the context."""
+    async def read(self, prompt: Prompt, model: ServedModel) -> ReadPrompt:
+        """Return the prompt's tokens; raises InvalidRequest if none, or if it fills the context."""
         if isinstance(prompt, Tokens):
-            return prompt.token_ids
-        token_ids = await self._run(prompt, model.tokenizer)
-        if not token_ids:
+            return ReadPrompt(prompt.token_ids)
+        loop = asyncio.get_running_loop()
+        read = await loop.run_in_executor(self._executor, _read, prompt, model.tokenizer)
+        if not read.token_ids:
             raise _empty(prompt.field)
-        check_length(len(token_ids), model.info, field=prompt.field)
-        return tuple(token_ids)
+        check_length(len(read.token_ids), model.info, field=prompt.field)
+        return read
 
     async def pieces(self, prompt: Text | Chat, model: ServedModel) -> list[tuple[int, str]]:
         """Return each token's id and spelling, without a limit but the message's own."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, _read_pieces, prompt, model.tokenizer)
-
-    async def _run(self, prompt: Text | Chat, tokenizer: TokenizerPort) -> list[int]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, _read, prompt, tokenizer)
 
     def close(self) -> None:
         """Let running work end and take no more."""
@@ -130,40 +144,15 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def _read(prompt: Text | Chat, tokenizer: TokenizerPort) -> list[int]:
+def _read(prompt: Text | Chat, tokenizer: TokenizerPort) -> ReadPrompt:
     if isinstance(prompt, Text):
-        return tokenizer.encode(prompt.text)
-    return tokenizer.render_chat(prompt.messages)
+        return ReadPrompt(tuple(tokenizer.encode(prompt.text)))
+    rendered = tokenizer.render_chat(prompt.conversation)
+    return ReadPrompt(rendered.token_ids, rendered)
 
 
 def _read_pieces(prompt: Text | Chat, tokenizer: TokenizerPort) -> list[tuple[int, str]]:
-    return [(token_id, tokenizer.piece(token_id)) for token_id in _read(prompt, tokenizer)]
-
-
-def _chat_of(chat: prompt_pb2.ChatPrompt, info: ModelInfo) -> Chat:
-    if not info.has_chat_template:
-        raise InvalidRequest(
-            Reason.CHAT_TEMPLATE_MISSING,
-            f"the model {info.model_id!r} has no chat template; send `text` or `tokens` instead",
-            field="chat",
-        )
-    if not chat.messages:
-        raise _bad_chat("the conversation has no messages; send at least one", field="chat.messages")
-    return Chat(tuple(_message_of(message, index) for index, message in enumerate(chat.messages)))
-
-
-def _message_of(message: prompt_pb2.ChatMessage, index: int) -> ChatMessage:
-    field = f"chat.messages[{index}]"
-    if message.role not in CHAT_ROLES:
-        known = ", ".join(CHAT_ROLES)
-        raise _bad_chat(
-            f"{field}.role is {shown(message.role)}; it must be one of {known}", field=f"{field}.role"
-        )
-    if not message.content and message.role != "assistant":
-        raise _bad_chat(f"{field}.content is empty; only the assistant's may be", field=f"{field}.content")
-    return ChatMessage(
-        role=message.role, content=message.content, name=message.name if message.HasField("name") else None
-    )
+    return [(token_id, tokenizer.piece(token_id)) for token_id in _read(prompt, tokenizer).token_ids]
 
 
 def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo) -> Tokens:
@@ -171,20 +160,8 @@ def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo) -> Tokens:
         raise _empty("tokens")
     # Before the ids are looked at one by one, so that the longest message costs the loop little.
     check_length(len(tokens.ids), info, field="tokens")
-    for index, token_id in enumerate(tokens.ids):
-        if not 0 <= token_id < info.vocabulary_size:
-            field = f"tokens.ids[{index}]"
-            raise InvalidRequest(
-                Reason.TOKEN_OUT_OF_RANGE,
-                f"{field} is {token_id}; token ids of this model are 0 to {info.vocabulary_size - 1}",
-                field=field,
-                metadata={"index": index, "token_id": token_id, "vocabulary_size": info.vocabulary_size},
-            )
+    check_token_ids(tokens.ids, info, field="tokens.ids")
     return Tokens(tuple(tokens.ids))
-
-
-def _bad_chat(message: str, *, field: str) -> InvalidRequest:
-    return InvalidRequest(Reason.CHAT_INVALID, message, field=field)
 
 
 def _missing(choices: str) -> InvalidRequest:

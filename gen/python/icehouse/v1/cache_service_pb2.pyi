@@ -12,6 +12,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from icehouse.v1 import cache_policy_pb2 as _cache_policy_pb2
 from icehouse.v1 import inference_service_pb2 as _inference_service_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
+from icehouse.v1 import tool_pb2 as _tool_pb2
 from icehouse.v1 import usage_pb2 as _usage_pb2
 import builtins as _builtins
 import sys
@@ -59,6 +60,7 @@ class ExplainRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
@@ -75,6 +77,12 @@ class ExplainRequest(_message.Message):
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """Whose blocks to look among. Absent: the default tenant."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
+        Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -83,10 +91,11 @@ class ExplainRequest(_message.Message):
         chat: _prompt_pb2.ChatPrompt | None = ...,
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -201,6 +210,7 @@ class WarmRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As for Generate."""
     model: _builtins.str
@@ -223,6 +233,12 @@ class WarmRequest(_message.Message):
         Absent: read and write, default tenant.
         """
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
+        Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -233,10 +249,11 @@ class WarmRequest(_message.Message):
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -289,6 +306,7 @@ class PinRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
@@ -305,6 +323,12 @@ class PinRequest(_message.Message):
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """Whose prompt it is. Absent: the default tenant."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
+        Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -313,10 +337,11 @@ class PinRequest(_message.Message):
         chat: _prompt_pb2.ChatPrompt | None = ...,
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -365,6 +390,7 @@ class UnpinRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
@@ -381,6 +407,12 @@ class UnpinRequest(_message.Message):
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """Whose prompt it is. Absent: the default tenant."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
+        Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -389,10 +421,11 @@ class UnpinRequest(_message.Message):
         chat: _prompt_pb2.ChatPrompt | None = ...,
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -442,6 +475,7 @@ class EvictRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
@@ -460,6 +494,12 @@ class EvictRequest(_message.Message):
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """Whose prompt it is. Absent: the default tenant. Ignored with `all`."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
+        Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -469,10 +509,11 @@ class EvictRequest(_message.Message):
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         all: _builtins.bool = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache", b"cache", "chat", b"chat", "target", b"target", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache", b"cache", "chat", b"chat", "model", b"model", "target", b"target", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache", b"cache", "chat", b"chat", "model", b"model", "target", b"target", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["text", "chat", "tokens", "all"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015

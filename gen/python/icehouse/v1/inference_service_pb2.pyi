@@ -15,6 +15,7 @@ from icehouse.v1 import engine_stats_pb2 as _engine_stats_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
 from icehouse.v1 import tenant_stats_pb2 as _tenant_stats_pb2
+from icehouse.v1 import tool_pb2 as _tool_pb2
 from icehouse.v1 import usage_pb2 as _usage_pb2
 import builtins as _builtins
 import sys
@@ -41,8 +42,10 @@ class GenerateRequest(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
     Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
@@ -77,8 +80,19 @@ class GenerateRequest(_message.Message):
         """
 
     @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
+        refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
+        Absent: none.
+        """
+
+    @_builtins.property
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """What may be done with the prefix cache. Absent: read and write, default tenant."""
+
+    @_builtins.property
+    def tool_choice(self) -> _tool_pb2.ToolChoice:
+        """Whether, and which tool, the model calls. Absent: it decides."""
 
     def __init__(
         self,
@@ -91,12 +105,14 @@ class GenerateRequest(_message.Message):
         max_output_tokens: _builtins.int = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
+        tool_choice: _tool_pb2.ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -119,18 +135,27 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
     model: _builtins.str
     """The model that answered."""
     text: _builtins.str
-    """The generated text, without the prompt and without a stop string."""
+    """The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+    without its reasoning, its tool calls and the markers around them.
+    """
     finish_reason: _usage_pb2.FinishReason.ValueType
     """Why it ended."""
     stop_string: _builtins.str
     """The stop string that ended it. Absent: it ended otherwise."""
     seed: _builtins.int
     """The seed that was used, the request's or the one drawn for it."""
+    reasoning: _builtins.str
+    """What the model thought before it spoke, without markers. Only of a chat with a model that marks its
+    reasoning. Absent: none.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The generated tokens. They may reach beyond the text when a stop string cut it."""
@@ -142,6 +167,16 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def cache(self) -> _usage_pb2.CacheReport:
         """What was reused of the prompt."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.ToolCall]:
+        """The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
+        the output. Absent: none.
+        """
+
+    @_builtins.property
+    def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
+        """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
 
     def __init__(
         self,
@@ -155,10 +190,13 @@ class GenerateResponse(_message.Message):
         usage: _usage_pb2.Usage | None = ...,
         cache: _usage_pb2.CacheReport | None = ...,
         seed: _builtins.int = ...,
+        tool_calls: _abc.Iterable[_tool_pb2.ToolCall] | None = ...,
+        reasoning: _builtins.str = ...,
+        malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "finish_reason", b"finish_reason", "model", b"model", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "finish_reason", b"finish_reason", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -290,23 +328,39 @@ class Delta(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_FIELD_NUMBER: _builtins.int
+    MALFORMED_TOOL_CALL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only. May be empty: some tokens complete no character."""
+    reasoning: _builtins.str
+    """More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens generated since the last delta. Their text may come later, or never when a stop string
-        removed it.
+        removed it. One token can bring several deltas; it comes with the first of them.
         """
+
+    @_builtins.property
+    def tool_call(self) -> _tool_pb2.ToolCallDelta:
+        """A piece of a tool call; never with `text` or `reasoning`. Absent: none."""
+
+    @_builtins.property
+    def malformed_tool_call(self) -> _tool_pb2.MalformedToolCall:
+        """Says that `text` of this delta is a call that cannot be read as one. Absent: it is not."""
 
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_call: _tool_pb2.ToolCallDelta | None = ...,
+        malformed_tool_call: _tool_pb2.MalformedToolCall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["malformed_tool_call", b"malformed_tool_call", "tool_call", b"tool_call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["malformed_tool_call", b"malformed_tool_call", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +409,7 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model whose tokenizer to use; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
@@ -363,16 +418,21 @@ class TokenizeRequest(_message.Message):
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """A conversation."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """Tools that the conversation's template shows, as for Generate. Absent: none."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         text: _builtins.str = ...,
         chat: _prompt_pb2.ChatPrompt | None = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -44,7 +44,7 @@ class InferenceServiceStub:
     """Generates and answers once, when the output is complete."""
     Stream: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.StreamResponse]
     """Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-    deltas, joined, are the text that Generate returns. A caller who goes away, or whose deadline
+    deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
     passes, frees the sequence within a step; one who stops reading is cut off with
     RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
     """
@@ -69,7 +69,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Generates and answers once, when the output is complete."""
     Stream: _aio.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.StreamResponse]  # type: ignore[assignment]
     """Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-    deltas, joined, are the text that Generate returns. A caller who goes away, or whose deadline
+    deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
     passes, frees the sequence within a step; one who stops reading is cut off with
     RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
     """
@@ -103,7 +103,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.StreamResponse], _abc.AsyncIterator[_inference_service_pb2.StreamResponse]]:
         """Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-        deltas, joined, are the text that Generate returns. A caller who goes away, or whose deadline
+        deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
         passes, frees the sequence within a step; one who stops reading is cut off with
         RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
         """

@@ -6,7 +6,9 @@ What a model is asked to continue."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
+from icehouse.v1 import tool_pb2 as _tool_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -20,27 +22,58 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ChatPrompt(_message.Message):
-    """A conversation, rendered to tokens by the model's own chat template."""
+    """A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
+    is refused with CHAT_INVALID and the template's words.
+
+    Turns are made to fit the template: where it knows no "developer" the role becomes "system"; system
+    messages in a row become one; where it takes no system message, that text goes before the next user's;
+    where it wants roles to alternate, messages of one role in a row become one. Joined texts are
+    separated by an empty line.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    add_generation_prompt: _builtins.bool
+    """Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
+    `continue_final_message`.
+    """
+    continue_final_message: _builtins.bool
+    """Continue the last message, which must be the assistant's, instead of answering it. Its reasoning is
+    continued when it has no content. With `add_generation_prompt` it is refused with CHAT_INVALID.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, oldest first; at least one. Refused with CHAT_INVALID when empty, and with
         CHAT_TEMPLATE_MISSING when the model has no chat template.
         """
 
+    @_builtins.property
+    def template_arguments(self) -> _struct_pb2.Struct:
+        """Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
+        arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
+        ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
+        defaults, with thinking on where the model can.
+        """
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        template_arguments: _struct_pb2.Struct | None = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "template_arguments", b"template_arguments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 
@@ -53,30 +86,92 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
     word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
     """
     content: _builtins.str
-    """The text of the turn. May be empty only for "assistant"."""
+    """The text of the turn. Without `parts` it may be empty only for "assistant" and "tool"."""
     name: _builtins.str
     """The speaker's name, for templates that show it. Absent: none."""
+    reasoning: _builtins.str
+    """What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
+    "assistant"; the template decides which turns keep theirs. Absent: none.
+    """
+    tool_call_id: _builtins.str
+    """The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
+    goes by the order.
+    """
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.ToolCall]:
+        """The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
+        where the template would drop them.
+        """
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
+        Text does not say which tokens a model drew: the same words can be cut differently, and a cached
+        prefix ends where the tokens differ. Where these spell what the template writes for the turn they
+        are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
+        without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+        is tokenized.
+        """
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
+        """The text of the turn in parts, joined without a separator. Refused with CHAT_INVALID beside `content`."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
         name: _builtins.str | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[_tool_pb2.ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parts: _abc.Iterable[Global___ContentPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "name", b"name"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "content", b"content", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "content", b"content", "name", b"name", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ContentPart(_message.Message):
+    """A part of a turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
 
 @_typing.final
 class TokenPrompt(_message.Message):

@@ -34,6 +34,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """`max_output_tokens` were generated."""
     FINISH_REASON_CONTEXT_LENGTH: _FinishReason.ValueType  # 4
     """Prompt and output together filled the model's context."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
+    """The model ended its turn after at least one tool call that could be read: answer it with "tool"
+    messages.
+    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -48,6 +52,10 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 """`max_output_tokens` were generated."""
 FINISH_REASON_CONTEXT_LENGTH: FinishReason.ValueType  # 4
 """Prompt and output together filled the model's context."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
+"""The model ended its turn after at least one tool call that could be read: answer it with "tool"
+messages.
+"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ReuseLimit:
