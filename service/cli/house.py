@@ -102,6 +102,7 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         listener=announcer,
         clock=clock,
         decode=tokenizer.decode,
+        decode_with_markers=tokenizer.decode_with_markers,
     )
     announcer.engine = engine
     server = RpcServer(

@@ -18,6 +18,8 @@ class FinishReason(enum.Enum):
     STOP_STRING = enum.auto()
     LENGTH = enum.auto()
     CONTEXT_LENGTH = enum.auto()
+    TOOL_CALLS = enum.auto()
+    """The model ended its turn after a tool call; told apart from STOP_TOKEN by who reads the text."""
 
 
 class ReuseLimit(enum.Enum):

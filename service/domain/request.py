@@ -36,3 +36,5 @@ class GenerationRequest:
     tenant: Tenant = DEFAULT_TENANT
     priority: int = 0
     """Higher runs first."""
+    shows_markers: bool = False
+    """Whether special tokens are a part of the text, but for those that begin, end or pad it."""

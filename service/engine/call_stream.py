@@ -124,7 +124,9 @@ class CallStream:
         except Exception as error:  # a parser of a text that a model has written raises what it likes
             ended = "" if has_end or not self._format.call_end else ", and the output ended inside it"
             kind = type(error).__name__
-            raise UnreadableCall(f"the {self._format.parser_name} parser cannot read it: {kind}{ended}") from error
+            raise UnreadableCall(
+                f"the {self._format.parser_name} parser cannot read it: {kind}{ended}"
+            ) from error
         calls = [_checked(entry, self._tools) for entry in (parsed if isinstance(parsed, list) else [parsed])]
         if not calls:
             raise UnreadableCall("there is no call in it")

@@ -6,7 +6,6 @@ Runs in the rpc room's small executor, one caller at a time.
 from __future__ import annotations
 
 import dataclasses
-import os.path
 from collections.abc import Callable, Sequence
 
 from service.domain.chat import ChatMessage, Conversation, RenderedChat, ToolCall, ToolMode
@@ -52,9 +51,9 @@ class ChatRenderer:
             is_reasoning = self._is_open(header)
         opening = ""
         if conversation.tool_choice.is_forced:
-            reply = self._forced(conversation, messages, base)
-            text, is_reasoning = base + reply, False
-            opening = reply[reply.index(self.format.call_start) :]
+            thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
+            text, opening = self._forced(conversation, messages, base=base, begun=text + thought)
+            is_reasoning = False
         tokens = self.turns.tokens(text, turns=drawn, headers=[header, self._unthinking(header)])
         return RenderedChat(tuple(tokens), opening=opening, is_reasoning=is_reasoning)
 
@@ -97,29 +96,39 @@ class ChatRenderer:
         continues_reasoning = bool(message.reasoning) and not message.content
         return continues_reasoning or self._is_open(message.content)
 
-    def _forced(self, conversation: Conversation, messages: Sequence[ChatMessage], base: str) -> str:
-        """Return the beginning of a reply that calls a tool, as far as it is the same for all choices.
+    def _forced(
+        self, conversation: Conversation, messages: Sequence[ChatMessage], *, base: str, begun: str
+    ) -> tuple[str, str]:
+        """Return a prompt that ends with the beginning of a call, and that beginning.
 
         The template writes it: the form of the calls is the one that the model was trained on. What
         does not depend on the tool or its arguments is the beginning; it ends where a token ends.
+        Most templates go on from `base`; one that writes the past anew when it grows cannot, and then
+        the call goes behind the usual prompt, `begun`.
         """
+        start = self.format.call_start
         replies = []
         for arguments in ("{}", f'{{"{_ARGUMENT}": "{_ARGUMENT}"}}'):
             call = ChatMessage("assistant", "", tool_calls=(ToolCall(_ID, _NAME, arguments),))
             text = self._text(conversation, [*messages, call])
-            replies.append(text[len(base) :] if text.startswith(base) else "")
+            if not text.startswith(base):
+                base = begun
+            if text.startswith(base):
+                replies.append(text[len(base) :])
+            elif start in text[: text.find(_NAME)]:
+                replies.append(text[text.rindex(start, 0, text.index(_NAME)) :])
         choice = conversation.tool_choice
         names = [choice.name] if choice.mode is ToolMode.NAMED else [t.name for t in conversation.tools]
         texts = [reply.replace(_NAME, name) for reply in replies for name in names]
-        common = texts[0][: self.common_tokens(texts)]
-        if self.format.call_start not in common:
+        common = texts[0][: self.common_tokens(texts)] if texts else ""
+        if start not in common:
             raise InvalidRequest(
                 Reason.TOOLS_UNSUPPORTED,
                 "this model's chat template does not show how a call begins, so none can be required; "
                 "leave tool_choice out",
                 field="tool_choice",
             )
-        return common
+        return base + common, common[common.index(start) :]
 
     def _check(self, conversation: Conversation, traits: TemplateTraits) -> None:
         if conversation.tools and not (traits.shows_tools and self.format.marks_calls):
@@ -147,7 +156,8 @@ def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | Non
 
     Without `ends` nothing is known of tokens, and the whole common beginning counts.
     """
-    common = len(os.path.commonprefix(list(texts)))
+    different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+    common = next(different, min(map(len, texts)))
     if ends is None:
         return common
     shared = set(ends[0]).intersection(*ends[1:])

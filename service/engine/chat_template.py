@@ -71,7 +71,8 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of the model's author and raises what it likes
             kind = type(error).__name__
             raise _invalid(
-                f"the model's chat template failed with {kind}; it cannot render this conversation", error=kind
+                f"the model's chat template failed with {kind}; it cannot render this conversation",
+                error=kind,
             ) from error
 
     def _render(
@@ -125,8 +126,8 @@ class ChatTemplate:
             takes_later_system=bool(shows(user, assistant, system, later, words=(_ORDERED, _RETURNED))),
             takes_repeated_roles=bool(shows(user, later, words=(_ASKED, _RETURNED))),
             shows_tools=shows(user, words=(_TOOL.name,), tools=(_TOOL,)) is not False,
-            shows_tool_calls=shows(user, calling, result, words=(_TOOL.name,), tools=(_TOOL,)) is not False,
-            shows_tool_results=shows(user, calling, result, words=(_RETURNED,), tools=(_TOOL,)) is not False,
+            shows_tool_calls=shows(user, calling, words=(_TOOL.name,)) is not False,
+            shows_tool_results=shows(user, calling, result, words=(_RETURNED,)) is not False,
             reasoning_key=key[1] if key else TemplateTraits().reasoning_key,
         )
 

@@ -37,7 +37,9 @@ class TurnTokens:
             return plain
         return spliced
 
-    def _spliced(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int] | None:
+    def _spliced(
+        self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]
+    ) -> list[int] | None:
         tokens: list[int] = []
         position = 0
         for turn in turns:

@@ -54,6 +54,7 @@ class Engine:
         listener: Listener,
         clock: Clock,
         decode: Callable[[Sequence[int]], str],
+        decode_with_markers: Callable[[Sequence[int]], str] | None = None,
         make_prefix: Callable[[], PrefixDesk],
         memory_limit_bytes: Callable[[], int] = lambda: 0,
         flush_timeout_s: float = 0.0,
@@ -68,6 +69,7 @@ class Engine:
         self._listener = listener
         self._clock = clock
         self._decode = decode
+        self._decode_with_markers = decode_with_markers or decode
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._state = EngineState.LOADING
         self._heartbeat_time = clock.monotonic()
@@ -170,6 +172,7 @@ class Engine:
                 listener=self._listener,
                 clock=self._clock,
                 decode=self._decode,
+                decode_with_markers=self._decode_with_markers,
                 model=self._model,
                 prefix=prefix,
             )

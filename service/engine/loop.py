@@ -46,6 +46,7 @@ class EngineLoop:
         listener: Listener,
         clock: Clock,
         decode: Decode,
+        decode_with_markers: Decode,
         model: ModelInfo,
         prefix: PrefixDesk,
         guard: MemoryGuard,
@@ -55,7 +56,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._mailbox = mailbox
         self._clock = clock
-        self._decode = decode
+        self._decode, self._decode_with_markers = decode, decode_with_markers
         self._model = model
         self._prefix = prefix
         self._room = room
@@ -150,7 +151,7 @@ class EngineLoop:
         sequence = Sequence.of(
             request,
             sequence_id=self._live.next_id(),
-            decode=self._decode,
+            decode=self._decode_with_markers if request.shows_markers else self._decode,
             context_token_limit=self._model.context_token_limit,
             is_fed_ahead=self._runner.is_pipelined,
         )

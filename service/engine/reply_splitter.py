@@ -85,5 +85,3 @@ class ReplySplitter:
         self._readable_call_count += section.call_count
         self._next_call_index = section.next_index
         return pieces
-
-

@@ -1,6 +1,6 @@
 """mlx-lm's text state machine and parsers of tool calls, behind a format of ours.
 
-As in `upstream`, what is relied on is said here, and `tests/engine/test_upstream_reply.py` fails when it moves.
+As in `upstream`: `tests/engine/test_upstream_reply.py` fails when what is relied on moves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from service.engine.reply_format import ReplyFormat
 
 def read_reply_format(wrapper: Any) -> ReplyFormat:
     """Return how this tokenizer's model marks reasoning and tool calls, as far as mlx-lm knows."""
-    with_tools = make_text_state_machine(wrapper)
+    with_tools = make_text_state_machine(wrapper)  # type: ignore[no-untyped-call]
     # The same tokenizer as the machine sees it, but for the tools.
     view = SimpleNamespace(
         has_thinking=wrapper.has_thinking,
@@ -29,7 +29,7 @@ def read_reply_format(wrapper: Any) -> ReplyFormat:
             for state, edges in wrapper.response_transitions.items()
         },
     )
-    without_tools = make_text_state_machine(view)
+    without_tools = make_text_state_machine(view)  # type: ignore[no-untyped-call]
     initial = wrapper.response_initial_state or ""
     markers = [wrapper.think_start, wrapper.think_end, *wrapper.structural_markers]
     markers += [text for edges in wrapper.response_transitions.values() for text, _ in edges]

@@ -60,28 +60,28 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         """Answer with what Generate would reuse."""
         async with self._desk.call("Explain", context) as call:
             tenant = tenant_of(request.cache, call.caller)
-            _, token_ids = await self._generation.read_prompt(
+            _, prompt = await self._generation.read_prompt(
                 request, request.WhichOneof("prompt"), model_id=request.model, call=call
             )
-            explanation = await self._order(Explain(token_ids, tenant), Explanation)
-            return explain_response(explanation, prompt_token_count=len(token_ids))
+            explanation = await self._order(Explain(prompt.token_ids, tenant), Explanation)
+            return explain_response(explanation, prompt_token_count=len(prompt.token_ids))
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
         """Run the prompt without output."""
         async with self._desk.call("Warm", context) as call:
-            _, domain_request = await self._generation.prepare(
+            prepared = await self._generation.prepare(
                 request,
                 request.WhichOneof("prompt"),
                 call=call,
                 max_output_tokens=0,
                 sampling=SamplingParams(),
             )
-            async with self._generation.run(domain_request) as events:
+            async with self._generation.run(prepared.request) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         call.finish(event)
                         return messages.WarmResponse(
-                            request_id=domain_request.request_id,
+                            request_id=prepared.request.request_id,
                             cache=cache_report_proto(event.usage.cache),
                             usage=usage_proto(event.usage),
                         )
@@ -91,10 +91,10 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         """Pin a prompt's blocks."""
         async with self._desk.call("Pin", context) as call:
             tenant = tenant_of(request.cache, call.caller)
-            _, token_ids = await self._generation.read_prompt(
+            _, prompt = await self._generation.read_prompt(
                 request, request.WhichOneof("prompt"), model_id=request.model, call=call
             )
-            report = await self._order(Pin(token_ids, tenant), PinReport)
+            report = await self._order(Pin(prompt.token_ids, tenant), PinReport)
             return messages.PinResponse(
                 block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
             )
@@ -103,10 +103,10 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         """Take a prompt's pins off."""
         async with self._desk.call("Unpin", context) as call:
             tenant = tenant_of(request.cache, call.caller)
-            _, token_ids = await self._generation.read_prompt(
+            _, prompt = await self._generation.read_prompt(
                 request, request.WhichOneof("prompt"), model_id=request.model, call=call
             )
-            report = await self._order(Unpin(token_ids, tenant), PinReport)
+            report = await self._order(Unpin(prompt.token_ids, tenant), PinReport)
             return messages.UnpinResponse(
                 block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
             )
@@ -128,10 +128,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 call.caller.require_operator("evicting everything")
                 check_model(request.model, self._router.require_model().info)
                 return evict_response(await self._order(Evict(None), EvictReport))
-            _, token_ids = await self._generation.read_prompt(
-                request, kind, model_id=request.model, call=call
-            )
-            return evict_response(await self._order(Evict(token_ids, tenant), EvictReport))
+            _, prompt = await self._generation.read_prompt(request, kind, model_id=request.model, call=call)
+            return evict_response(await self._order(Evict(prompt.token_ids, tenant), EvictReport))
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""

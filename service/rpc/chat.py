@@ -88,7 +88,9 @@ def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
         field = f"tools[{index}]"
         if TOOL_NAME_PATTERN.fullmatch(proto.name) is None:
             wanted = "1 to 64 of A-Z a-z 0-9 _ . -"
-            raise _bad_tool(f"{field}.name is {shown(proto.name)}; it must be {wanted}", field=f"{field}.name")
+            raise _bad_tool(
+                f"{field}.name is {shown(proto.name)}; it must be {wanted}", field=f"{field}.name"
+            )
         if proto.name in tools:
             raise _bad_tool(
                 f"{field}.name is {proto.name!r}, and so is an earlier tool's; names are unique",
@@ -114,7 +116,9 @@ def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> Tool
         return ToolChoice()
     mode = _MODES.get(proto.mode)
     if mode is None:
-        raise _bad_choice(f"tool_choice.mode is {int(proto.mode)}; it is no ToolChoiceMode of this API", "mode")
+        raise _bad_choice(
+            f"tool_choice.mode is {int(proto.mode)}; it is no ToolChoiceMode of this API", "mode"
+        )
     if mode is not ToolMode.NAMED:
         if proto.name:
             wanted = "TOOL_CHOICE_MODE_NAMED"
@@ -140,20 +144,25 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
     content = _content_of(message, field)
     if not content and role not in _SILENT_ROLES:
         raise _bad_chat(
-            f'{field}.content is empty; only an "assistant" or a "tool" may say nothing', field=f"{field}.content"
+            f'{field}.content is empty; only an "assistant" or a "tool" may say nothing',
+            field=f"{field}.content",
         )
     for name in ("reasoning", "tool_calls", "token_ids"):
         if role != "assistant" and getattr(message, name):
             raise _bad_chat(f'{field}.{name} is for "assistant" only, not {role!r}', field=f"{field}.{name}")
     if role != "tool" and message.tool_call_id:
-        raise _bad_chat(f'{field}.tool_call_id is for "tool" only, not {role!r}', field=f"{field}.tool_call_id")
+        raise _bad_chat(
+            f'{field}.tool_call_id is for "tool" only, not {role!r}', field=f"{field}.tool_call_id"
+        )
     check_token_ids(message.token_ids, info, field=f"{field}.token_ids")
     return ChatMessage(
         role=role,
         content=content,
         name=message.name if message.HasField("name") else None,
         reasoning=message.reasoning,
-        tool_calls=tuple(_call_of(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)),
+        tool_calls=tuple(
+            _call_of(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ),
         tool_call_id=message.tool_call_id,
         token_ids=tuple(message.token_ids),
     )
@@ -181,7 +190,7 @@ def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
 
 
 def _arguments_of(struct: Struct) -> dict[str, Any]:
-    """Return the template's arguments. The order of a Struct's keys is chance: sorted, a prompt stays as it is."""
+    """Return the template's arguments; sorted, since the order of a Struct's keys is chance."""
     arguments = _settled(MessageToDict(struct))
     assert isinstance(arguments, dict), "a Struct is an object"
     return arguments

@@ -24,6 +24,7 @@ _FINISH_REASONS = {
     FinishReason.STOP_STRING: usage_pb2.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: usage_pb2.FINISH_REASON_LENGTH,
     FinishReason.CONTEXT_LENGTH: usage_pb2.FINISH_REASON_CONTEXT_LENGTH,
+    FinishReason.TOOL_CALLS: usage_pb2.FINISH_REASON_TOOL_CALLS,
 }
 
 REUSE_LIMITS = {
@@ -101,39 +102,15 @@ def finished_proto(event: Finished) -> inference.Finished:
     )
 
 
-def stream_response(
-    event: Started | PrefillProgress | Delta | Finished, *, request_id: str, model_id: str, seed: int
-) -> inference.StreamResponse:
-    """Return one event of a stream."""
-    match event:
-        case Started():
-            started = started_proto(event, request_id=request_id, model_id=model_id, seed=seed)
-            return inference.StreamResponse(started=started)
-        case PrefillProgress():
-            progress = inference.PrefillProgress(
-                processed_tokens=event.processed_token_count, prompt_tokens=event.prompt_token_count
-            )
-            return inference.StreamResponse(prefill_progress=progress)
-        case Delta():
-            return inference.StreamResponse(delta=inference.Delta(text=event.text, token_ids=event.token_ids))
-        case Finished():
-            return inference.StreamResponse(finished=finished_proto(event))
+def delta_proto(event: Delta) -> inference.Delta:
+    """Return new output, all of it as text."""
+    return inference.Delta(text=event.text, token_ids=event.token_ids)
 
 
-def generate_response(
-    event: Finished, deltas: list[Delta], *, request_id: str, model_id: str, seed: int
-) -> inference.GenerateResponse:
-    """Return the complete output."""
-    return inference.GenerateResponse(
-        request_id=request_id,
-        model=model_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        finish_reason=_FINISH_REASONS[event.reason],
-        stop_string=event.stop_string,
-        usage=usage_proto(event.usage),
-        cache=cache_report_proto(event.usage.cache),
-        seed=seed,
+def progress_proto(event: PrefillProgress) -> inference.PrefillProgress:
+    """Return how far the prompt is computed."""
+    return inference.PrefillProgress(
+        processed_tokens=event.processed_token_count, prompt_tokens=event.prompt_token_count
     )
 
 

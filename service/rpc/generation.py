@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
-from icehouse.v1 import cache_policy_pb2
+from icehouse.v1 import cache_policy_pb2, tool_pb2
 
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
@@ -16,7 +16,8 @@ from service.domain.sampling import SamplingParams
 from service.rpc.calls import Call
 from service.rpc.outbox import Outbox
 from service.rpc.ports import EnginePort, ServedModel
-from service.rpc.prompts import PromptMessage, PromptReader, prompt_of
+from service.rpc.prepared import Prepared
+from service.rpc.prompts import PromptMessage, PromptReader, ReadPrompt, prompt_of
 from service.rpc.router import Router
 from service.rpc.tenants import Stay, Tenants
 from service.rpc.validation import (
@@ -75,7 +76,8 @@ class Generation:
         max_output_tokens: int,
         sampling: SamplingParams,
         stop: tuple[str, ...] = (),
-    ) -> tuple[ServedModel, GenerationRequest]:
+        tool_choice: tool_pb2.ToolChoice | None = None,
+    ) -> Prepared:
         """Return the served model and the engine's request; raises what refuses it.
 
         `kind` is the prompt's set field. What needs no tokenizer is refused first: it costs nothing.
@@ -87,10 +89,12 @@ class Generation:
             refuse_value("cache.use", cache_use.name, "one that writes, for a warm-up")
         tenant = tenant_of(message.cache, call.caller)
         priority = priority_of(message.priority)
-        model, token_ids = await self.read_prompt(message, kind, model_id=message.model, call=call)
+        model, prompt = await self.read_prompt(
+            message, kind, model_id=message.model, call=call, tool_choice=tool_choice
+        )
         request = GenerationRequest(
             request_id=request_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=prompt.token_ids,
             max_output_tokens=max_output_tokens,
             sampling=sampling,
             stop=stop,
@@ -99,18 +103,25 @@ class Generation:
             cache_use=cache_use,
             tenant=tenant,
             priority=priority,
+            shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
-        return model, request
+        return Prepared(model, request, prompt.chat)
 
     async def read_prompt(
-        self, message: PromptMessage, kind: str | None, *, model_id: str, call: Call
-    ) -> tuple[ServedModel, tuple[int, ...]]:
+        self,
+        message: PromptMessage,
+        kind: str | None,
+        *,
+        model_id: str,
+        call: Call,
+        tool_choice: tool_pb2.ToolChoice | None = None,
+    ) -> tuple[ServedModel, ReadPrompt]:
         """Return the served model and the prompt's tokens; raises what refuses them."""
         model = self._router.require_model()
         check_model(model_id, model.info)
-        token_ids = await self._prompts.read(prompt_of(message, kind, model.info), model)
-        call.prompt_token_count = len(token_ids)
-        return model, token_ids
+        prompt = await self._prompts.read(prompt_of(message, kind, model.info, tool_choice), model)
+        call.prompt_token_count = len(prompt.token_ids)
+        return model, prompt
 
     @contextlib.asynccontextmanager
     async def run(

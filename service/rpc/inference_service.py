@@ -6,13 +6,13 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 
 from service.config import ServerConfig
-from service.domain.events import Delta, Failed, Finished
-from service.domain.request import GenerationRequest
+from service.domain.events import Finished
 from service.rpc.calls import Call, CallDesk, Context
-from service.rpc.convert import generate_response, stream_response
+from service.rpc.convert import cache_report_proto
 from service.rpc.generation import Generation
-from service.rpc.ports import ServedModel
+from service.rpc.prepared import Prepared
 from service.rpc.prompts import PromptReader, text_prompt_of
+from service.rpc.reply import ReplySum
 from service.rpc.router import Router
 from service.rpc.stall_timer import StallTimer
 from service.rpc.stats import StatsReader
@@ -44,21 +44,14 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> messages.GenerateResponse:
         """Answer once, with the complete output."""
         async with self._desk.call("Generate", context) as call:
-            model, domain_request = await self._read(request, call)
-            deltas: list[Delta] = []
-            async with self._generation.run(domain_request) as events:
+            prepared = await self._read(request, call)
+            reply, total = prepared.new_reply(), ReplySum()
+            async with self._generation.run(prepared.request) as events:
                 async for event in events:
-                    if isinstance(event, Delta):
-                        deltas.append(event)
-                    elif isinstance(event, Finished):
+                    total.add(reply.responses(event))
+                    if isinstance(event, Finished):
                         call.finish(event)
-                        return generate_response(
-                            event,
-                            deltas,
-                            request_id=domain_request.request_id,
-                            model_id=model.info.model_id,
-                            seed=domain_request.sampling.seed,
-                        )
+                        return total.response(cache_report_proto(event.usage.cache))
         raise AssertionError("a request's events ended without Finished or Failed")
 
     # Written with context.write, not as a generator: only so can a write that blocks be timed.
@@ -68,19 +61,15 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         """Answer event by event."""
         timer = StallTimer(timeout_s=self._config.stall_timeout_s)
         async with self._desk.call("Stream", context) as call:
-            model, domain_request = await self._read(request, call)
-            async with self._generation.run(domain_request, on_stall=timer.expire) as events, timer.guard():
+            prepared = await self._read(request, call)
+            reply = prepared.new_reply()
+            running = self._generation.run(prepared.request, on_stall=timer.expire)
+            async with running as events, timer.guard():
                 async for event in events:
-                    assert not isinstance(event, Failed), "a failure is raised, not handed out"
-                    response = stream_response(
-                        event,
-                        request_id=domain_request.request_id,
-                        model_id=model.info.model_id,
-                        seed=domain_request.sampling.seed,
-                    )
-                    timer.writing()
-                    await context.write(response)
-                    timer.written()
+                    for response in reply.responses(event):
+                        timer.writing()
+                        await context.write(response)
+                        timer.written()
                     if isinstance(event, Finished):
                         call.finish(event)
 
@@ -104,9 +93,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._desk.call("CacheStats", context) as call:
             return await self._stats.read(call.caller)
 
-    async def _read(
-        self, request: messages.GenerateRequest, call: Call
-    ) -> tuple[ServedModel, GenerationRequest]:
+    async def _read(self, request: messages.GenerateRequest, call: Call) -> Prepared:
         return await self._generation.prepare(
             request,
             request.WhichOneof("prompt"),
@@ -114,4 +101,5 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             max_output_tokens=max_output_tokens_of(request.max_output_tokens, self._config),
             sampling=sampling_of(request.sampling, generated_seed=self._generation.draw_seed()),
             stop=stop_of(request.stop, self._config),
+            tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
         )

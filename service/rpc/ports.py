@@ -8,8 +8,8 @@ from typing import Protocol
 
 from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
-from service.domain.ids import RequestId
 from service.domain.chat import Conversation, RenderedChat
+from service.domain.ids import RequestId
 from service.domain.model import ModelInfo
 from service.domain.reply import Piece
 from service.domain.request import GenerationRequest

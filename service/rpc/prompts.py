@@ -14,11 +14,12 @@ from typing import Protocol
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
-from service.domain.chat import Conversation, RenderedChat
+from service.domain.chat import Conversation
 from service.domain.model import ModelInfo
 from service.errors import InvalidRequest, Reason
 from service.rpc.chat import check_no_tools, conversation_of
 from service.rpc.ports import ServedModel, TokenizerPort
+from service.rpc.prepared import RenderedConversation
 from service.rpc.token_ids import check_token_ids
 
 
@@ -51,10 +52,10 @@ Prompt = Text | Chat | Tokens
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt's tokens; `rendered` where it was a conversation."""
+    """A prompt's tokens; `chat` where it was a conversation."""
 
     token_ids: tuple[int, ...]
-    rendered: RenderedChat | None = None
+    chat: RenderedConversation | None = None
 
 
 class TextMessage(Protocol):
@@ -148,7 +149,7 @@ def _read(prompt: Text | Chat, tokenizer: TokenizerPort) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(tokenizer.encode(prompt.text)))
     rendered = tokenizer.render_chat(prompt.conversation)
-    return ReadPrompt(rendered.token_ids, rendered)
+    return ReadPrompt(rendered.token_ids, RenderedConversation(prompt.conversation, rendered))
 
 
 def _read_pieces(prompt: Text | Chat, tokenizer: TokenizerPort) -> list[tuple[int, str]]:

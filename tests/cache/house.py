@@ -149,6 +149,7 @@ class House:
             listener=self.recorder,
             clock=clock,
             decode=tokenizer.decode,
+            decode_with_markers=tokenizer.decode_with_markers,
             make_prefix=make_prefix,
             flush_timeout_s=BOUND_S,
         )

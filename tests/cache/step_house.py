@@ -137,6 +137,7 @@ class StepHouse:
             listener=self.recorder,
             clock=self.clock,
             decode=lambda ids: "".join(chr(i % 26 + 97) for i in ids),
+            decode_with_markers=lambda ids: "".join(chr(i % 26 + 97) for i in ids),
             model=model_info(),
             prefix=self.desk,
             room=self.room,

@@ -57,6 +57,7 @@ class House:
             listener=self.recorder,
             clock=self.clock,
             decode=decode_ascii,
+            decode_with_markers=decode_ascii,
             model=model_info(context_token_limit=context_token_limit),
             prefix=self.prefix,
             room=self.room,

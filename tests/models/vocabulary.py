@@ -6,6 +6,7 @@ Any text round-trips: all 256 bytes are tokens. Ids 0-4 are the special tokens.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -77,9 +78,17 @@ def byte_fallback_tokenizer() -> Tokenizer:
     return built
 
 
-def write_tokenizer(folder: Path, *, context_token_limit: int, chat_template: bool) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
-    tokenizer().save(str(folder / "tokenizer.json"))
+def write_tokenizer(
+    folder: Path,
+    *,
+    context_token_limit: int,
+    chat_template: bool,
+    added: Sequence[tuple[str, bool]] = (),
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json; `added` tokens, special or not, come last."""
+    built = tokenizer()
+    built.add_tokens([AddedToken(token, special=special, normalized=False) for token, special in added])
+    built.save(str(folder / "tokenizer.json"))
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL_TOKENS[BOS_ID],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
+from service.domain.chat import Conversation, RenderedChat
 from service.domain.events import (
     CacheReport,
     Delta,
@@ -20,11 +21,11 @@ from service.domain.events import (
     Usage,
 )
 from service.domain.ids import RequestId
-from service.domain.model import ChatMessage, ModelInfo
+from service.domain.model import ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
 from service.errors import Cancelled, CannotFit, IcehouseError, InvalidRequest, Overloaded, Reason
-from service.rpc.ports import OrderReply, StatsReply
+from service.rpc.ports import OrderReply, SplitterPort, StatsReply
 from service.rpc.router import Router
 
 Script = Callable[[GenerationRequest], Iterable[Event]]
@@ -54,15 +55,26 @@ class FakeTokenizer:
 
     def __init__(self) -> None:
         self.thread_names: set[str] = set()
+        self.conversations: list[Conversation] = []
 
     def encode(self, text: str) -> list[int]:
         self.thread_names.add(threading.current_thread().name)
         return list(text.encode("utf-8"))
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        if messages[-1].role == "assistant":
+    def render_chat(self, conversation: Conversation) -> RenderedChat:
+        if conversation.messages[-1].role == "assistant":
             raise InvalidRequest(Reason.CHAT_INVALID, "the template wants the user last", field="chat")
-        return self.encode("".join(f"{m.role}:{m.content};" for m in messages))
+        self.conversations.append(conversation)
+        turns = "".join(f"{m.role}:{m.content};" for m in conversation.messages)
+        return RenderedChat(tuple(self.encode(turns)))
+
+    def reply_splitter(
+        self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
+    ) -> SplitterPort | None:
+        return None
+
+    def hides_markers(self, conversation: Conversation) -> bool:
+        return bool(conversation.tools)
 
     def piece(self, token_id: int) -> str:
         return f"<{token_id}>"

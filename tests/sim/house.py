@@ -134,6 +134,7 @@ class House:
             listener=self.recorder,
             clock=clock,
             decode=decode_ascii,
+            decode_with_markers=decode_ascii,
             model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
             prefix=self.desk,
             room=self.room,

@@ -1,0 +1,46 @@
+"""A request that has been read: what the engine is asked, and how its output is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from service.domain.chat import Conversation, RenderedChat
+from service.domain.request import GenerationRequest
+from service.rpc.call_ids import call_id_maker
+from service.rpc.ports import ServedModel, SplitterPort
+from service.rpc.reply import Reply
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RenderedConversation:
+    """A conversation and its prompt."""
+
+    conversation: Conversation
+    rendered: RenderedChat
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """Ready to run. `chat` is None where the prompt was plain text or tokens: then nothing is told apart."""
+
+    model: ServedModel
+    request: GenerationRequest
+    chat: RenderedConversation | None
+
+    def new_reply(self) -> Reply:
+        """Return what turns the events of one run into messages."""
+        return Reply(
+            request_id=self.request.request_id,
+            model_id=self.model.info.model_id,
+            seed=self.request.sampling.seed,
+            splitter=self._new_splitter(),
+        )
+
+    def _new_splitter(self) -> SplitterPort | None:
+        if self.chat is None:
+            return None
+        return self.model.tokenizer.reply_splitter(
+            self.chat.conversation,
+            self.chat.rendered,
+            make_call_id=call_id_maker(self.request.request_id, self.request.prompt_token_ids),
+        )
