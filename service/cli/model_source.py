@@ -48,7 +48,7 @@ def _download(hub_id: str) -> Path:
     # Imported here: it takes a while, and most servers serve a folder.
     from huggingface_hub import snapshot_download
 
-    logging.getLogger("icehouse.boot").info("looked for the model on the hub", extra={"model": hub_id})
+    logging.getLogger("icehouse.boot").info("hub_searched", extra={"model": hub_id})
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises its own, its HTTP library's and plain OSErrors

@@ -46,11 +46,11 @@ def serve(loaded: LoadedConfig) -> None:
 
 async def _serve(config: Config, clock: Clock) -> None:
     narrator = Narrator(clock)
-    with narrator.phase("found the model") as fields, build_progress() as on_progress:
+    with narrator.phase("model_found") as fields, build_progress() as on_progress:
         model = locate_model(config.model, on_progress=on_progress)
         fields.update(model=model.model_id, path=model.path)
     router = Router(asyncio.get_running_loop())
-    with narrator.phase("read the tokenizer"):
+    with narrator.phase("tokenizer_read"):
         house = build_house(config, model=model, router=router, clock=clock)
     stop_signal = _listen_for_signals()
     address = await house.server.start()
@@ -61,12 +61,14 @@ async def _serve(config: Config, clock: Clock) -> None:
         raise
     house.engine.start()
     try:
-        with narrator.phase("loaded the model") as fields:
+        with narrator.phase("model_loaded") as fields:
             await _until(house, EngineState.READY, stop_signal)
             if router.model is not None:
                 info = router.model.info
                 fields.update(parameters=info.parameter_count, dtype=info.dtype, device=info.device)
-        _log.info("serving", extra={"address": address, "model": model.model_id, "boot_s": narrator.total_s})
+        _log.info(
+            "serving_started", extra={"address": address, "model": model.model_id, "boot_s": narrator.total_s}
+        )
         await _until(house, EngineState.STOPPED, stop_signal)
     finally:
         await _drain(house, grace_s=config.server.drain_grace_s, narrator=narrator)
@@ -78,7 +80,7 @@ def _open_storage(house: House, config: Config, narrator: Narrator) -> None:
     """Take the cache directory; raises StartError naming its owner when another process has it."""
     if house.storage is None:
         return
-    with narrator.phase("locked the cache") as fields:
+    with narrator.phase("cache_locked") as fields:
         house.storage.lock()
         house.storage.start()
         fields.update(directory=config.cache.block_directory)
@@ -97,12 +99,12 @@ class Narrator:
         return self._clock.monotonic() - self._start_time
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[dict[str, object]]:
-        """Log `name` with its duration and the yielded fields when the block ends well."""
+    def phase(self, event: str) -> Iterator[dict[str, object]]:
+        """Log `event` with its duration and the yielded fields when the block ends well."""
         began = self._clock.monotonic()
         fields: dict[str, object] = {}
         yield fields
-        _log.info(name, extra={**fields, "duration_s": round(self._clock.monotonic() - began, 3)})
+        _log.info(event, extra={**fields, "duration_s": round(self._clock.monotonic() - began, 3)})
 
 
 def _listen_for_signals() -> asyncio.Event:
@@ -112,7 +114,7 @@ def _listen_for_signals() -> asyncio.Event:
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
             os._exit(128 + number)
-        _log.info("draining; a second signal ends at once", extra={"signal": number.name})
+        _log.info("drain_started", extra={"signal": number.name, "detail": "a second signal ends at once"})
         stop.set()
 
     loop = asyncio.get_running_loop()
@@ -137,7 +139,7 @@ async def _until(house: House, state: EngineState, stop: asyncio.Event) -> None:
 
 
 async def _drain(house: House, *, grace_s: float, narrator: Narrator) -> None:
-    with narrator.phase("drained"):
+    with narrator.phase("server_drained"):
         house.engine.drain(grace_s=grace_s)
         # The engine ends what does not finish in time, so the edge need not cut in before it has told.
         await house.server.stop(grace_s=grace_s + 1)
@@ -146,5 +148,5 @@ async def _drain(house: House, *, grace_s: float, narrator: Narrator) -> None:
             house.storage.close(deadline_time=house.clock.monotonic() + _CLOSE_S)
             await asyncio.to_thread(house.storage.join, timeout_s=_CLOSE_S)
     if not ended:
-        _log.error("the inference thread is stuck; ending without it", extra={"waited_s": _STUCK_S})
+        _log.error("stuck_inference_abandoned", extra={"waited_s": _STUCK_S})
         os._exit(1)

@@ -44,9 +44,9 @@ def flush(cache: PrefixCache, *, wait: Callable[[float], None], clock: Clock, de
     block_count = under_way.left_count
     if not block_count:
         return
-    _log.info("flushing blocks to SSD", extra={"block_count": block_count})
+    _log.info("flush_started", extra={"block_count": block_count})
     while under_way.proceed() and clock.monotonic() < deadline_time:
         wait(deadline_time - clock.monotonic())
     left_count = under_way.left_count
     facts = {"block_count": block_count - left_count, "left_count": left_count}
-    _log.info("flushed", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})
+    _log.info("flush_ended", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})

@@ -60,7 +60,7 @@ class RunnerBlocks:
             )
         except CacheUnsupported as error:
             self.facts = CacheFacts(unsupported_detail=error.message)
-            _log.warning("prefix_reuse_unsupported", extra={"detail": error.message})
+            _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
             return
         self.facts = _facts_of(self._layout)
 

@@ -123,7 +123,7 @@ def _load_manifest(
         # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
         raise
     except sqlite3.DatabaseError as error:
-        _log.warning("manifest could not be read and was moved aside: %s", error)
+        _log.warning("manifest_moved_aside", extra={"detail": str(error)})
     _move_aside(files, paths)
     _create_private(files, paths)
     return Manifest.open(paths.manifest), [], [], True

@@ -90,7 +90,7 @@ class Storage:
         try:
             self._store.lock()
         except OSError as error:
-            _log.error("cache directory could not be locked: %s", error)
+            _log.error("cache_lock_refused", extra={"detail": str(error)})
 
     def start(self) -> None:
         """Start the storage thread and the readers."""
@@ -202,7 +202,7 @@ class Storage:
         try:
             body()
         except Exception as error:
-            _log.exception("storage failed")
+            _log.exception("storage_failed")
             if not self._has_failed:
                 self._has_failed = True
                 self._post(StorageFailed(f"{type(error).__name__}: {error}"))

@@ -103,7 +103,7 @@ class StorageLoop:
             return
         report = self._store.report
         _log.info(
-            "opened the cache",
+            "cache_opened",
             extra={
                 "blocks": len(self._store.index),
                 "was_clean": report.was_clean,
@@ -205,7 +205,7 @@ class StorageLoop:
         for block_hash in hashes:
             record = self._store.index.get(block_hash)
             if record is not None and not self._store.check_row(record):
-                _log.warning("block was not what its row says: %s", block_hash.hex())
+                _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
         return bool(hashes)
 
     def _pin(self, hashes: tuple[BlockHash, ...], *, pinned: bool) -> bool:
@@ -231,7 +231,10 @@ class StorageLoop:
         self._counters.read_bytes_per_s = report.read_bytes_per_s
         for failure in report.failures:
             self._counters.load_failed[failure.cause] += 1
-            _log.warning("block %s could not be used: %s", failure.hash.hex(), failure.detail)
+            _log.warning(
+                "block_retired",
+                extra={"block": failure.hash.hex(), "cause": failure.cause.value, "detail": failure.detail},
+            )
             if self._store.is_open:
                 retire(self._store, failure)
         return True
@@ -270,7 +273,9 @@ class StorageLoop:
         # Callers see the detail, so it names no path; the log does.
         reason = "Disk is full" if is_disk_full(error) else "Disk refused"
         detail = f"{reason}: {outline(error)}; nothing is written until the cache directory works again"
-        _log.error("cache directory %s given up for now: %s", self._store.paths.root, error)
+        _log.error(
+            "cache_directory_given_up", extra={"directory": self._store.paths.root, "detail": str(error)}
+        )
         self._gate.shut(detail, now=self._clock.monotonic())
         self._store.abandon()
 

@@ -57,7 +57,7 @@ def _refuse_open_door(config: ServerConfig, security: SecurityConfig) -> None:
     if not missing:
         return
     if security.allow_insecure_public:
-        _logger.warning("listening on %s without %s", config.host, " and without ".join(missing))
+        _logger.warning("door_left_open", extra={"host": config.host, "missing": " and ".join(missing)})
         return
     raise StartError(
         Reason.ADDRESS_INSECURE,

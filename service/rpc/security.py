@@ -41,12 +41,14 @@ class Security:
         if self._tokens is not None:
             self._tokens.refresh()
             if not self._tokens.token_count:
-                _logger.warning("the token file has no tokens: nobody can call")
+                _logger.warning("empty_token_file_read", extra={"detail": "nobody can call"})
         if self._certificates is not None:
             self._certificates.refresh()
             self.credentials = self._certificates.credentials()
             if self._certificates.key_is_open_to_others:
-                _logger.warning("other users may read the private key; chmod 600 mends that")
+                _logger.warning(
+                    "open_private_key_read", extra={"detail": "other users may read it; chmod 600 mends that"}
+                )
 
     async def run(self) -> None:
         """Look at the files at the interval, until cancelled."""
@@ -68,12 +70,10 @@ class Security:
             if self._told.get(name) != error.message:
                 self._told[name] = error.message
                 _logger.error(
-                    "kept the old %s: %s",
-                    name,
-                    error.message,
-                    extra={"facts": {"reason": error.reason.value}},
+                    "old_secrets_kept",
+                    extra={"kind": name, "reason": error.reason.value, "detail": error.message},
                 )
             return
         self._told.pop(name, None)
         if changed:
-            _logger.info("took new %s into use", name)
+            _logger.info("new_secrets_taken", extra={"kind": name})

@@ -129,7 +129,7 @@ async def test_half_replaced_files_change_nothing_and_are_told_once(
             (tmp_path / "server.key").unlink()
             await house.server.refresh_security()
         assert await served_name(house) == "first"
-        assert len([r for r in caplog.records if "kept the old certificate" in r.getMessage()]) == 3
+        assert len([r for r in caplog.records if r.getMessage() == "old_secrets_kept"]) == 3
 
 
 @pytest.mark.parametrize("damage", ["missing", "no key of it", "locked key", "no authority"])
@@ -212,4 +212,4 @@ async def test_an_open_key_is_warned_of(
     (tmp_path / "server.key").chmod(0o644)
     async with running_house(security=security):
         pass
-    assert "other users may read the private key" in caplog.text
+    assert "open_private_key_read" in caplog.text
