@@ -23,7 +23,7 @@ from service.engine.prefix_promises import Promises
 from service.engine.prefix_restore import Restore
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
 from service.errors import StorageError
-from service.kv.loads import HeadsRead, Loaded, LoadFailed, LoadId, LoadRequest
+from service.kv.loads import HeadsRead, Loaded, LoadFailed, LoadId
 from service.kv.messages import (
     Evicted,
     Inventory,
@@ -75,8 +75,7 @@ class PrefixDesk:
         if restore is None:
             restore = Restore(sequence, self._clock.monotonic(), plan)
         else:
-            restore.attempt_count += 1
-            restore.plan, restore.loaded, restore.is_begun = plan, None, False
+            restore.plan_again(plan)
         if not plan.is_hit or restore.attempt_count > _ATTEMPT_LIMIT:
             self._restores.pop(sequence.sequence_id, None)
             sequence.note_cache(
@@ -214,13 +213,7 @@ class PrefixDesk:
     def _load(self, restore: Restore) -> Phase:
         assert self._cache.storage is not None
         load_id = LoadId(next(self._load_ids))
-        request = LoadRequest(
-            load_id=load_id,
-            blocks=restore.plan.to_load,
-            origin_token_index=restore.plan.origin_token_index,
-            capacity_token_count=restore.capacity_token_count - restore.plan.origin_token_index,
-        )
-        if not self._cache.storage.load(request):
+        if not self._cache.storage.load(restore.make_request(load_id, self._runner)):
             return self._without_ssd(restore)
         self._cache.counters.load_total += 1
         self._loads[load_id] = restore
@@ -228,6 +221,7 @@ class PrefixDesk:
 
     def _without_ssd(self, restore: Restore) -> Phase:
         """The read queue is full: take what RAM has."""
+        restore.target = None
         request = restore.sequence.request
         restore.plan = self._cache.planner.plan(
             root=self._cache.root(request.tenant),

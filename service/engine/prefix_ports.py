@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from service.domain.blocks import HostBlock, HostRegion, RegionKind
+from service.domain.blocks import HostBlock, HostRegion, HostTensor, RegionKind
 from service.domain.ids import BlockHash
 from service.engine.ids import SequenceId
 from service.kv.index import Region
@@ -49,6 +49,14 @@ class PlacedBlock:
     regions: Mapping[RegionKind, Region]
 
 
+class KvTarget(Protocol):
+    """Arrays on the device that will be a sequence's kv once readers have filled them."""
+
+    def views(self) -> tuple[HostTensor, ...]:
+        """Return the arrays' own bytes, row 0 being token 0, for other threads to write and drop."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestoreInput:
     """All a restore is made from: blocks in RAM in ascending order, then what was loaded from SSD."""
@@ -56,7 +64,9 @@ class RestoreInput:
     blocks: tuple[PlacedBlock, ...]
     loaded: Loaded | None
     origin_token_index: int
-    """Sequence position of row 0 of the loaded buffers."""
+    """Sequence position of the first kv token that was loaded; row 0 of buffers the readers made."""
+    target: KvTarget | None
+    """What the readers filled, unless they made buffers of their own (`Loaded.tensors`)."""
     token_count: int
     capacity_token_count: int
 
@@ -68,6 +78,10 @@ class CacheRunner(Protocol):
         self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
     ) -> dict[RegionKind, Region]:
         """Return evaluated copies of these regions of an open or decoding sequence."""
+        ...
+
+    def make_target(self, *, capacity_token_count: int) -> KvTarget | None:
+        """Return kv arrays of so many tokens for readers to fill; None when they are to find memory."""
         ...
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:

@@ -7,10 +7,10 @@ import dataclasses
 from service.domain.blocks import RegionKind
 from service.domain.ids import BlockHash
 from service.engine.prefix_plan import PrefixPlan
-from service.engine.prefix_ports import CacheRunner, PlacedBlock, RestoreInput
+from service.engine.prefix_ports import CacheRunner, KvTarget, PlacedBlock, RestoreInput
 from service.engine.sequence import Sequence
 from service.kv.index import Region
-from service.kv.loads import Loaded
+from service.kv.loads import Loaded, LoadId, LoadRequest
 
 _GROWTH_TOKEN_COUNT = 256
 """mlx-lm's caches grow by this many tokens; restored ones get room in the same unit."""
@@ -26,6 +26,8 @@ class Restore:
     attempt_count: int = 1
     has_failed: bool = False
     loaded: Loaded | None = None
+    target: KvTarget | None = None
+    """Where the kv on SSD was read to, if it is a matter of kv."""
     read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
     """Window and checkpoint regions that came from SSD and are on the device now."""
     is_begun: bool = False
@@ -38,6 +40,21 @@ class Restore:
         room = len(sequence.input_token_ids) + min(left, _GROWTH_TOKEN_COUNT)
         return -(-room // _GROWTH_TOKEN_COUNT) * _GROWTH_TOKEN_COUNT
 
+    def make_request(self, load_id: LoadId, runner: CacheRunner) -> LoadRequest:
+        """Ask for what RAM lacks, kv straight into the arrays that will be the sequence's where it can be."""
+        blocks, origin = self.plan.to_load, self.plan.origin_token_index
+        capacity = self.capacity_token_count
+        if any(RegionKind.KV in block.regions for block in blocks):
+            self.target = runner.make_target(capacity_token_count=capacity)
+        if self.target is not None:
+            return LoadRequest(load_id, blocks, 0, capacity, self.target.views())
+        return LoadRequest(load_id, blocks, origin, capacity - origin)
+
+    def plan_again(self, plan: PrefixPlan) -> None:
+        """Begin anew with another plan; what was read for the last one is let go of."""
+        self.attempt_count += 1
+        self.plan, self.loaded, self.target, self.is_begun = plan, None, None, False
+
     def make_input(self, runner: CacheRunner) -> RestoreInput:
         """Put together what RAM holds and what was read from SSD."""
         plan = self.plan
@@ -45,6 +62,7 @@ class Restore:
             blocks=plan.placed if self.loaded is None else self._place(self.loaded, runner),
             loaded=self.loaded,
             origin_token_index=plan.origin_token_index,
+            target=self.target,
             token_count=plan.token_count,
             capacity_token_count=self.capacity_token_count,
         )

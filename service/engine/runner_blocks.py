@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol, cast
 
 from service.clock import Clock
-from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.domain.blocks import HostRegion, RegionKind
 from service.engine import upstream
 from service.engine.ids import SequenceId
 from service.engine.one_thread import OneThread
@@ -16,7 +16,8 @@ from service.kv.index import Region
 from service.kv.layout import CacheLayout, CacheUnsupported
 from service.kv.layout_regions import ArrayRegion, evaluate, from_host, to_host
 from service.kv.layout_restore import Restoring
-from service.kv.layout_source import KvBuffers, RestoreBlock, RestoreSource
+from service.kv.layout_source import LoadedKv, RestoreBlock, RestoreSource
+from service.kv.layout_target import KvShape, KvTarget
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -48,6 +49,7 @@ class RunnerBlocks:
         self._clock = clock
         self._thread = thread
         self._layout: CacheLayout | None = None
+        self._kv_shapes: tuple[KvShape, ...] = ()
         self._restoring: dict[SequenceId, Restoring] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
@@ -73,6 +75,7 @@ class RunnerBlocks:
         if layout is None:
             return sum(cache.nbytes for cache in caches) // token_count, 0
         window = layout.cut_window(caches, start=0, stop=token_count).size_bytes // token_count
+        self._kv_shapes = layout.kv_shapes(caches)
         fixed = window * layout.window_token_count + layout.cut_checkpoint(caches).size_bytes
         return layout.kv_bytes_per_token(caches), fixed
 
@@ -90,6 +93,11 @@ class RunnerBlocks:
         regions = {kind: cuts[kind](self._layout) for kind in kinds}
         evaluate(regions.values())
         return dict(regions)
+
+    def make_target(self, *, capacity_token_count: int) -> KvTarget:
+        self._thread.check()
+        assert self._kv_shapes, "kv is wanted of a model that was seen to have none"
+        return KvTarget.make(self._kv_shapes, capacity_token_count=capacity_token_count)
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         self._thread.check()
@@ -152,9 +160,7 @@ def _source_of(restore: RestoreInput) -> RestoreSource:
         )
         for block in restore.blocks
     )
-    if restore.loaded is None or not restore.loaded.tensors:
+    if restore.loaded is None or restore.target is None:
         return RestoreSource(blocks)
-    tensors = tuple(HostTensor(t.name, t.dtype, t.shape, t.data) for t in restore.loaded.tensors)
-    return RestoreSource(
-        blocks, KvBuffers(restore.origin_token_index, restore.loaded.end_token_index, tensors)
-    )
+    target = cast("KvTarget", restore.target)
+    return RestoreSource(blocks, LoadedKv(target, restore.origin_token_index, restore.loaded.end_token_index))

@@ -19,7 +19,7 @@ from service.domain.ids import BlockHash
 from service.kv.block_file import GROUP_BYTES, groups, read_head, slices
 from service.kv.block_head import DTYPE_BYTES, BlockFile, BlockFileError, Damage, FileRegion, FileTensor
 from service.kv.files import Files
-from service.kv.loads import LoadedBlock, PlannedBlock
+from service.kv.loads import LoadedBlock, LoadRequest, PlannedBlock
 
 _TOKEN_AXIS = -2
 _ALIGNMENT_BYTES = 64
@@ -37,6 +37,14 @@ class KvBuffers:
     tensors: tuple[HostTensor, ...]
     origin_token_index: int
     capacity_token_count: int
+
+    @classmethod
+    def of(cls, request: LoadRequest) -> KvBuffers:
+        """Return the buffers that the request brought along."""
+        for target in request.targets:
+            rows = target.shape[_TOKEN_AXIS]
+            assert rows == request.capacity_token_count, f"{target.name} has {rows} rows"
+        return cls(request.targets, request.origin_token_index, request.capacity_token_count)
 
     @classmethod
     def like(cls, region: FileRegion, *, origin_token_index: int, capacity_token_count: int) -> KvBuffers:

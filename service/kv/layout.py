@@ -22,6 +22,7 @@ from service.kv.layout_parts import Part, leaf, parts_of
 from service.kv.layout_regions import ArrayRegion
 from service.kv.layout_restore import Restoring
 from service.kv.layout_source import RestoreSource
+from service.kv.layout_target import KvShape
 from service.kv.layout_whole import CacheUnsupported, cut_whole
 
 __all__ = ["CacheLayout", "CacheUnsupported", "Part"]
@@ -91,6 +92,14 @@ class CacheLayout:
         ends = {store.end for _, store in self._held(caches, row, RegionKind.KV, RegionKind.WINDOW)}
         assert len(ends) <= 1, f"Layers disagree about the sequence's length: {sorted(ends)}"
         return ends.pop() if ends else None
+
+    def kv_shapes(self, caches: Sequence[Any]) -> tuple[KvShape, ...]:
+        """Return the tensors of the kv region, names ascending, as caches that hold a token have them."""
+        return tuple(
+            KvShape(f"{part.name}.{suffix}", array.dtype, array.shape[1], array.shape[-1])
+            for part, store in self._held(caches, 0, RegionKind.KV)
+            for suffix, array in store.tensors
+        )
 
     def kv_bytes_per_token(self, caches: Sequence[Any]) -> int:
         """Bytes one more token takes in the kv region; 0 while the caches are empty or have none."""

@@ -60,6 +60,11 @@ def can_hold(dtype: mx.Dtype) -> bool:
     return dtype in _DTYPE_NAMES
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return what safetensors calls this dtype; `can_hold` says whether there is such a name."""
+    return _DTYPE_NAMES[dtype]
+
+
 def evaluate(regions: Iterable[ArrayRegion]) -> None:
     """Compute every array of these regions in one go."""
     mx.eval([array for region in regions for _, array in region.arrays])
@@ -74,7 +79,7 @@ def to_host(region: ArrayRegion) -> HostRegion:
     flat = [array.reshape(-1).view(mx.uint8) if array.size else array for _, array in contiguous]
     mx.eval(flat)
     tensors = tuple(
-        HostTensor(name, _DTYPE_NAMES[array.dtype], tuple(array.shape), _bytes_of(view))
+        HostTensor(name, _DTYPE_NAMES[array.dtype], tuple(array.shape), bytes_of(view))
         for (name, array), view in zip(contiguous, flat, strict=True)
     )
     return HostRegion(region.kind, tensors)
@@ -108,7 +113,8 @@ def array_of(tensor: HostTensor) -> mx.array:
     return mx.array(carrier).view(dtype)
 
 
-def _bytes_of(flat: mx.array) -> memoryview:
+def bytes_of(flat: mx.array) -> memoryview:
+    """Return a writable view of an evaluated array of bytes; it owns a reference to the array's buffer."""
     if flat.size == 0:
         return memoryview(b"")
     # An mx.array has the buffer protocol; its type stubs do not say so.

@@ -13,10 +13,10 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, QuantizedKVCache
 
-from service.domain.blocks import HostTensor, RegionKind
+from service.domain.blocks import RegionKind
 from service.errors import Reason, StorageError
 from service.kv.layout_parts import Part, leaf, put
-from service.kv.layout_regions import TOKEN_AXIS, array_of
+from service.kv.layout_regions import TOKEN_AXIS
 from service.kv.layout_source import RestoreSource
 from service.kv.layout_whole import rebuild_whole
 
@@ -51,9 +51,6 @@ class Restoring:
         self._window_blocks = [
             (block, dict(block.window.arrays)) for block in source.blocks if block.window is not None
         ]
-        self._buffers: dict[str, HostTensor] = {}
-        if source.kv_buffers is not None:
-            self._buffers = {tensor.name: tensor for tensor in source.kv_buffers.tensors}
         if any(part.kind is RegionKind.KV for part in parts):
             self._check_kv_cover()
 
@@ -121,20 +118,20 @@ class Restoring:
         return rebuild_whole(template, arrays)
 
     def _check_kv_cover(self) -> None:
-        """Raise StorageError unless blocks from token 0, then buffers, reach the end."""
+        """Raise StorageError unless blocks from token 0, then what was loaded, reach the end."""
         covered = 0
         for block, _ in self._kv_blocks:
             if block.start_token_index != covered:
                 raise _unusable(f"kv starts at token {block.start_token_index} where {covered} is next")
             covered = block.end_token_index
-        buffers = self._source.kv_buffers
-        if covered < self._token_count and buffers is not None and buffers.start_token_index <= covered:
-            covered = buffers.end_token_index
+        loaded = self._source.loaded_kv
+        if covered < self._token_count and loaded is not None and loaded.start_token_index <= covered:
+            covered = loaded.end_token_index
         if covered < self._token_count:
             raise _unusable(f"kv ends at token {covered} of {self._token_count}")
 
     def _join_kv(self, name: str) -> mx.array:
-        """Return [1, heads, capacity, width] with the tokens in front, in one concatenation at most."""
+        """Return [1, heads, capacity, width] with the tokens in front; what was read stays where it is."""
         pieces: list[mx.array] = []
         covered = 0
         for block, arrays in self._kv_blocks:
@@ -145,16 +142,13 @@ class Restoring:
             pieces.append(array if wanted == block.token_count else array[:, :, :wanted])
             covered += wanted
         if covered < self._token_count:
-            assert self._source.kv_buffers is not None
-            first = covered - self._source.kv_buffers.start_token_index
-            stop = self._token_count - self._source.kv_buffers.start_token_index
-            tensor = self._buffers[name]
-            array = array_of(tensor)
-            if array.shape[TOKEN_AXIS] < stop:
-                raise ValueError(f"{name} has {array.shape[TOKEN_AXIS]} slots, {stop} are needed")
-            if first == 0 and not pieces and array.shape[TOKEN_AXIS] % _STEP_TOKEN_COUNT == 0:
-                return array
-            pieces.append(array[:, :, first:stop])
+            assert self._source.loaded_kv is not None
+            target = self._source.loaded_kv.target.take(name, token_count=self._token_count)
+            if pieces:
+                _check_alike(name, [*pieces, target])
+                # Nobody else holds the array, so this writes rows and does not copy the others.
+                target[:, :, :covered] = _concatenate(name, pieces)
+            return target
         room = self._capacity - self._token_count
         if room:
             batch, heads, _, width = pieces[0].shape
@@ -182,11 +176,14 @@ class Restoring:
 
 def _concatenate(name: str, pieces: Sequence[mx.array]) -> mx.array:
     """Join along the token axis without ever promoting a dtype; the result is a new, compact array."""
-    first = pieces[0]
+    _check_alike(name, pieces)
+    return mx.concatenate(list(pieces), axis=TOKEN_AXIS) if len(pieces) > 1 else mx.contiguous(pieces[0])
+
+
+def _check_alike(name: str, pieces: Sequence[mx.array]) -> None:
     shapes = {(str(piece.dtype), *piece.shape[:TOKEN_AXIS], piece.shape[-1]) for piece in pieces}
-    if len(shapes) > 1 or first.ndim != 4:
+    if len(shapes) > 1 or pieces[0].ndim != 4:
         raise ValueError(f"{name} does not fit together: {sorted(map(str, shapes))}")
-    return mx.concatenate(list(pieces), axis=TOKEN_AXIS) if len(pieces) > 1 else mx.contiguous(first)
 
 
 def _of_length(name: str, array: mx.array, token_count: int) -> mx.array:

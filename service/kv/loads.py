@@ -36,6 +36,8 @@ class LoadRequest:
     """Sequence position of row 0 of the assembled buffers; the first block's start, or earlier."""
     capacity_token_count: int
     """Rows of each assembled buffer along the token axis."""
+    targets: tuple[HostTensor, ...] = ()
+    """Buffers of so many rows to read kv into, let go of before the answer; none: readers make their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Loaded:
 
     load_id: LoadId
     tensors: tuple[HostTensor, ...]
-    """The kv tensors of all loaded blocks together, each [..., capacity, width].
+    """The kv of all loaded blocks, each [..., capacity, width]; none when the request's `targets` hold it.
 
     Rows before the first block and from `end_token_index` on are not initialised.
     """

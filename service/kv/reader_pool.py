@@ -65,11 +65,13 @@ class LoadJob:
 
     def __init__(self, request: LoadRequest) -> None:
         assert request.blocks, f"Load {request.load_id} asks for no block"
-        self.request = request
+        # What the request brought is held once, so that it is let go of before the answer.
+        self.request = dataclasses.replace(request, targets=())
+        self.is_own_memory = not request.targets
         self.started_s = 0.0
         self.is_shared = False
         """Set by the first block's reader before others get a part."""
-        self.buffers: KvBuffers | None = None
+        self.buffers = KvBuffers.of(request) if request.targets else None
         self.results: list[LoadedBlock | BlockFailure | None] = [None] * len(request.blocks)
         self.tickets = collections.deque(range(len(request.blocks)))
 
@@ -113,6 +115,8 @@ class ReaderPool:
         """Read until `stop`; the body of each reader's thread."""
         while (work := self._work.get()) is not None:
             self._do(work)
+            # While this thread waits for the next one, nothing of the last one is kept.
+            del work
         # The others are told too.
         self._work.put(None)
 
@@ -171,9 +175,10 @@ class ReaderPool:
             self._deliver(job)
 
     def _begin(self, job: LoadJob, file: BlockFile) -> None:
-        """Make the buffers in the shape of the first block, then let all readers at the others."""
+        """Make buffers like the first block if none came along, then let all readers at the others."""
         region = file.region(RegionKind.KV)
-        if region is not None and any(RegionKind.KV in block.regions for block in job.request.blocks):
+        wants_kv = any(RegionKind.KV in block.regions for block in job.request.blocks)
+        if job.buffers is None and region is not None and wants_kv:
             job.buffers = KvBuffers.like(
                 region,
                 origin_token_index=job.request.origin_token_index,
@@ -192,8 +197,9 @@ class ReaderPool:
                 break
             loaded.append(result)
         failures = tuple(result for result in job.results if isinstance(result, BlockFailure))
-        tensors = job.buffers.tensors if job.buffers else ()
+        tensors = job.buffers.tensors if job.buffers and job.is_own_memory else ()
         read_bytes = _read_bytes(job, loaded)
+        job.buffers = None
         self._rate.add(size_bytes=read_bytes, elapsed_s=elapsed_s)
         if loaded:
             last = request.blocks[len(loaded) - 1]

@@ -75,6 +75,9 @@ class TokenRunner(FakeRunner):
         for sequence_id in sequence_ids:
             self._restoring.pop(sequence_id, None)
 
+    def make_target(self, *, capacity_token_count: int) -> None:
+        """The readers find memory themselves."""
+
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         if self.refuse_restore(restore):
             raise StorageError(Reason.BLOCK_NOT_FOUND, "the test refused this restore")

@@ -9,10 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from service.domain.blocks import HostRegion, HostTensor
+from service.domain.blocks import HostRegion
 from service.errors import Reason, StorageError
 from service.kv.layout_regions import ArrayRegion, evaluate, to_host
-from service.kv.layout_source import KvBuffers, RestoreBlock, RestoreSource
+from service.kv.layout_source import LoadedKv, RestoreBlock, RestoreSource
+from service.kv.layout_target import KvTarget
 from tests.mlx.runs import (
     BLOCK,
     CHUNK,
@@ -28,17 +29,17 @@ from tests.mlx.runs import (
 LENGTH = 4 * CHUNK
 
 
-def _buffers(recording: Recording, *, start: int, stop: int, slots: int, dirt: int = 0xFF) -> KvBuffers:
-    """Assemble kv as the readers do: full-length buffers, room filled with dirt (NaN)."""
-    tensors = []
-    for tensor in to_host(recording.layout.cut_kv(recording.caches, start=start, stop=stop)).tensors:
-        _, heads, count, width = tensor.shape
-        item_bytes = tensor.data.nbytes // (heads * count * width)
-        buffer = np.full((1, heads, slots, width * item_bytes), dirt, dtype=np.uint8)
-        buffer[:, :, :count] = np.frombuffer(tensor.data, dtype=np.uint8).reshape(1, heads, count, -1)
-        flat = buffer.reshape(-1).data
-        tensors.append(HostTensor(tensor.name, tensor.dtype, (1, heads, slots, width), flat))
-    return KvBuffers(start, stop, tuple(tensors))
+def _loaded(recording: Recording, *, start: int, stop: int, slots: int, dirt: int = 0xFF) -> LoadedKv:
+    """Fill rows [start, stop) of a target as the readers do; all others hold dirt (NaN)."""
+    target = KvTarget.make(recording.layout.kv_shapes(recording.caches), capacity_token_count=slots)
+    region = to_host(recording.layout.cut_kv(recording.caches, start=start, stop=stop))
+    for view, tensor in zip(target.views(), region.tensors, strict=True):
+        assert (view.name, view.dtype) == (tensor.name, tensor.dtype)
+        _, heads, count, _ = tensor.shape
+        rows = np.frombuffer(view.data, dtype=np.uint8).reshape(1, heads, slots, -1)
+        rows[:] = dirt
+        rows[:, :, start : start + count] = np.frombuffer(tensor.data, np.uint8).reshape(1, heads, count, -1)
+    return LoadedKv(target, start, stop)
 
 
 def _restore(
@@ -61,7 +62,7 @@ def _check(recording: Recording, restored: list[Any], position: int) -> None:
 def test_a_pure_ssd_hit_takes_the_buffers_as_they_are(architecture: str, dtype: str) -> None:
     recording = Recording(model_of(architecture, dtype), prompt(LENGTH))
     windows = tuple(dataclasses.replace(b, kv=None) for b in recording.blocks(stop=LENGTH))
-    source = RestoreSource(windows, _buffers(recording, start=0, stop=LENGTH, slots=256))
+    source = RestoreSource(windows, _loaded(recording, start=0, stop=LENGTH, slots=256))
     restored = _restore(recording, source, LENGTH, capacity=200)
     assert restored[-1 if architecture == "llama" else 2].keys.shape[2] == 256
     expected = uninterrupted(recording.model, recording.tokens)
@@ -70,16 +71,14 @@ def test_a_pure_ssd_hit_takes_the_buffers_as_they_are(architecture: str, dtype: 
 
 
 @pytest.mark.parametrize("ram_block_count", [1, 3])
-@pytest.mark.parametrize("buffers_from_zero", [True, False])
-def test_a_ram_prefix_and_an_ssd_suffix_are_one_hit(ram_block_count: int, buffers_from_zero: bool) -> None:
+def test_a_ram_prefix_and_an_ssd_suffix_are_one_hit(ram_block_count: int) -> None:
     recording = Recording(model_of("gemma3_text", "bfloat16"), prompt(LENGTH))
     split = ram_block_count * BLOCK
     blocks = tuple(
         block if block.end_token_index <= split else dataclasses.replace(block, kv=None)
         for block in recording.blocks(stop=LENGTH)
     )
-    start = 0 if buffers_from_zero else split
-    source = RestoreSource(blocks, _buffers(recording, start=start, stop=LENGTH, slots=LENGTH - start))
+    source = RestoreSource(blocks, _loaded(recording, start=split, stop=LENGTH, slots=512))
     restored = _restore(recording, source, LENGTH, capacity=300)
     assert restored[2].keys.shape[2] == 512
     expected = uninterrupted(recording.model, recording.tokens)
@@ -98,9 +97,9 @@ def test_a_match_may_end_inside_a_block(architecture: str, overrides: dict[str, 
         _check(recording, recording.restore(position), position)
 
 
-def test_a_match_may_end_inside_the_buffers() -> None:
+def test_a_match_may_end_inside_what_was_read() -> None:
     recording = Recording(model_of("llama"), prompt(LENGTH))
-    source = RestoreSource((), _buffers(recording, start=0, stop=LENGTH, slots=256))
+    source = RestoreSource((), _loaded(recording, start=0, stop=LENGTH, slots=256))
     _check(recording, _restore(recording, source, LENGTH - 9), LENGTH - 9)
 
 
@@ -204,10 +203,10 @@ def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, m
     assert caught.value.reason is Reason.BLOCK_NOT_FOUND
 
 
-def test_buffers_shorter_than_the_hit_are_refused() -> None:
+def test_arrays_shorter_than_the_hit_are_refused() -> None:
     recording = Recording(model_of("llama"), prompt(4 * BLOCK))
-    honest = _buffers(recording, start=0, stop=2 * BLOCK, slots=2 * BLOCK)
-    lying = KvBuffers(0, 4 * BLOCK, honest.tensors)
+    honest = _loaded(recording, start=0, stop=2 * BLOCK, slots=2 * BLOCK)
+    lying = LoadedKv(honest.target, 0, 4 * BLOCK)
     with pytest.raises(StorageError, match="32 slots, 64 are needed"):
         _restore(recording, RestoreSource((), lying), 4 * BLOCK)
 

@@ -40,6 +40,19 @@ class SimRegion:
         return 8 * len(self.rows) * len(_NAMES[self.kind])
 
 
+class SimTarget:
+    """Rows of both kv tensors that readers fill; full of dirt until they do."""
+
+    def __init__(self, capacity_token_count: int) -> None:
+        self._shape = (1, 1, capacity_token_count, 1)
+        self._buffers = [bytearray(b"\xfa" * 8 * capacity_token_count) for _ in _NAMES[RegionKind.KV]]
+
+    def views(self) -> tuple[HostTensor, ...]:
+        """Return views of both."""
+        named = zip(_NAMES[RegionKind.KV], self._buffers, strict=True)
+        return tuple(HostTensor(name, "U64", self._shape, memoryview(buffer)) for name, buffer in named)
+
+
 @dataclasses.dataclass(slots=True)
 class _Row:
     """One decoding sequence. When pipelined, what is drawn is run through the model before it is told."""
@@ -57,6 +70,7 @@ class SimRunner:
         self._block_token_count = block_token_count
         self._dice = dice
         self.is_pipelined = spec.weights % 2 == 1
+        self._has_targets = spec.weights % 3 > 0
         self.open_caches: dict[SequenceId, Caches] = {}
         self.restoring: dict[SequenceId, RestoreInput] = {}
         self.joining: dict[SequenceId, tuple[Caches, int, int]] = {}
@@ -150,6 +164,9 @@ class SimRunner:
             cuts[kind] = SimRegion(kind, tuple(rows))
         return cuts
 
+    def make_target(self, *, capacity_token_count: int) -> SimTarget | None:
+        return SimTarget(capacity_token_count) if self._has_targets else None
+
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         assert sequence_id not in self.open_caches, sequence_id
         self.restoring[sequence_id] = restore
@@ -205,11 +222,15 @@ def _joined_kv(restore: RestoreInput) -> list[int]:
     rows = rows[: restore.token_count]
     if len(rows) < restore.token_count:
         loaded = restore.loaded
-        if loaded is None or not loaded.tensors or loaded.end_token_index < restore.token_count:
+        if loaded is None or loaded.end_token_index < restore.token_count:
             raise _unusable(f"kv ends at {len(rows)} of {restore.token_count}")
-        first, second = (_rows_of(tensor) for tensor in loaded.tensors)
-        low = len(rows) - restore.origin_token_index
-        high = restore.token_count - restore.origin_token_index
+        assert bool(loaded.tensors) is (restore.target is None), "the kv is in one place, not in two"
+        tensors, origin = loaded.tensors, restore.origin_token_index
+        if isinstance(restore.target, SimTarget):
+            tensors, origin = restore.target.views(), 0
+        first, second = (_rows_of(tensor) for tensor in tensors)
+        low = len(rows) - origin
+        high = restore.token_count - origin
         assert low >= 0 and high <= len(first), (low, high, len(first))
         assert second[low:high] == [row ^ _SECOND for row in first[low:high]], "two tensors disagree"
         rows += first[low:high]
