@@ -27,7 +27,7 @@ class Delivery:
             sequence.first_token_time = now
         sequence.output_token_ids.append(token_id)
         sequence.undelivered_token_ids.append(token_id)
-        if token_id in self._eos:
+        if token_id in self._eos and not sequence.request.sampling.ignores_end_tokens:
             return self.finish(sequence, FinishReason.STOP_TOKEN, now)
         step = sequence.text.push(token_id)
         self._deliver(sequence, step.text)

@@ -83,7 +83,12 @@ class Sequence:
         return cls(
             sequence_id=sequence_id,
             request=request,
-            text=TextStream(decode=decode, prompt_token_ids=prompt, stops=request.stop),
+            text=TextStream(
+                decode=decode,
+                prompt_token_ids=prompt,
+                stops=request.stop,
+                unsearched_token_count=request.sampling.min_output_token_count,
+            ),
             output_token_limit=min(request.max_output_tokens, context_token_limit - len(prompt)),
             is_fed_ahead=is_fed_ahead,
         )

@@ -151,13 +151,26 @@ class StopFilter:
 class TextStream:
     """One sequence's way from token to sendable text."""
 
-    def __init__(self, *, decode: Decode, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        *,
+        decode: Decode,
+        prompt_token_ids: Sequence[int],
+        stops: Sequence[str],
+        unsearched_token_count: int = 0,
+    ) -> None:
+        """`unsearched_token_count` tokens come before the text in which a stop string counts."""
         self._detokenizer = Detokenizer(decode, prompt_token_ids)
         self._stop_filter = StopFilter(stops)
+        self._unsearched_token_count = unsearched_token_count
 
     def push(self, token_id: int) -> TextStep:
         """Add one sampled token."""
-        return self._stop_filter.push(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if self._unsearched_token_count:
+            self._unsearched_token_count -= 1
+            return TextStep(text, None)
+        return self._stop_filter.push(text)
 
     def finish(self) -> TextStep:
         """End the output: everything held back is text after all, unless it completes a stop string."""

@@ -62,6 +62,10 @@ class Tokenizer:
         """Return the token ids of `text` with the model's own special tokens around it (`<bos>`)."""
         return self._encode(text, add_special_tokens=True)
 
+    def spell(self, text: str) -> list[int]:
+        """Return the token ids of a piece of text by itself, without a start token."""
+        return self._encode(text, add_special_tokens=False)
+
     def render_chat(self, conversation: Conversation) -> RenderedChat:
         """Return the prompt of a conversation.
 

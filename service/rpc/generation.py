@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from icehouse.v1 import cache_policy_pb2, tool_pb2
@@ -19,6 +20,7 @@ from service.rpc.ports import EnginePort, ServedModel
 from service.rpc.prepared import Prepared
 from service.rpc.prompts import PromptMessage, PromptReader, ReadPrompt, prompt_of
 from service.rpc.router import Router
+from service.rpc.sampling_fields import check_bad_words, spellings
 from service.rpc.tenants import Stay, Tenants
 from service.rpc.validation import (
     cache_use_of,
@@ -75,6 +77,7 @@ class Generation:
         call: Call,
         max_output_tokens: int,
         sampling: SamplingParams,
+        bad_words: Sequence[str] = (),
         stop: tuple[str, ...] = (),
         tool_choice: tool_pb2.ToolChoice | None = None,
     ) -> Prepared:
@@ -89,9 +92,13 @@ class Generation:
             refuse_value("cache.use", cache_use.name, "one that writes, for a warm-up")
         tenant = tenant_of(message.cache, call.caller)
         priority = priority_of(message.priority)
+        check_bad_words(bad_words)
         model, prompt = await self.read_prompt(
             message, kind, model_id=message.model, call=call, tool_choice=tool_choice
         )
+        if bad_words:
+            banned = await self._prompts.run(lambda: spellings(bad_words, model.tokenizer))
+            sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
         request = GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,

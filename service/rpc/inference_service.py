@@ -14,9 +14,10 @@ from service.rpc.prepared import Prepared
 from service.rpc.prompts import PromptReader, text_prompt_of
 from service.rpc.reply import ReplySum
 from service.rpc.router import Router
+from service.rpc.sampling_fields import sampling_of
 from service.rpc.stall_timer import StallTimer
 from service.rpc.stats import StatsReader
-from service.rpc.validation import check_model, max_output_tokens_of, sampling_of, stop_of
+from service.rpc.validation import check_model, max_output_tokens_of, stop_of
 
 
 class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -94,12 +95,20 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             return await self._stats.read(call.caller)
 
     async def _read(self, request: messages.GenerateRequest, call: Call) -> Prepared:
+        max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
+        sampling = sampling_of(
+            request.sampling,
+            generated_seed=self._generation.draw_seed(),
+            max_output_tokens=max_output_tokens,
+            info=self._router.require_model().info,
+        )
         return await self._generation.prepare(
             request,
             request.WhichOneof("prompt"),
             call=call,
-            max_output_tokens=max_output_tokens_of(request.max_output_tokens, self._config),
-            sampling=sampling_of(request.sampling, generated_seed=self._generation.draw_seed()),
+            max_output_tokens=max_output_tokens,
+            sampling=sampling,
+            bad_words=request.sampling.bad_words,
             stop=stop_of(request.stop, self._config),
             tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
         )

@@ -92,6 +92,10 @@ class TokenizerPort(Protocol):
         """Whether the engine hides what the splitter goes by, unless told to show it."""
         ...
 
+    def spell(self, text: str) -> list[int]:
+        """Return the tokens of a piece of text by itself, without a start token."""
+        ...
+
     def piece(self, token_id: int) -> str:
         """Return one token's own spelling."""
         ...

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
@@ -21,6 +21,8 @@ from service.rpc.chat import check_no_tools, conversation_of
 from service.rpc.ports import ServedModel, TokenizerPort
 from service.rpc.prepared import RenderedConversation
 from service.rpc.token_ids import check_token_ids
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +128,10 @@ class PromptReader:
         """Return each token's id and spelling, without a limit but the message's own."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, _read_pieces, prompt, model.tokenizer)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns, off the event loop: for whatever else needs the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         """Let running work end and take no more."""

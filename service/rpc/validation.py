@@ -5,19 +5,17 @@ Pure functions; tokenization and the checks that need its result are in `prompts
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import NoReturn
 
 from google.protobuf.duration_pb2 import Duration
-from icehouse.v1 import cache_policy_pb2, sampling_pb2
+from icehouse.v1 import cache_policy_pb2
 
 from service.config import ServerConfig
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.model import ModelInfo
 from service.domain.request import CacheUse
-from service.domain.sampling import SamplingParams
 from service.errors import Forbidden, InvalidRequest, NotFound, Reason
 from service.rpc.caller import Caller, Role
 
@@ -83,25 +81,6 @@ def max_output_tokens_of(value: int, config: ServerConfig) -> int:
     if not 1 <= value <= config.max_output_tokens_limit:
         refuse_value("max_output_tokens", value, f"1 to {config.max_output_tokens_limit}, or absent")
     return value
-
-
-def sampling_of(proto: sampling_pb2.SamplingParams, *, generated_seed: int) -> SamplingParams:
-    """Return the sampling parameters with the API's defaults (greedy) filled in."""
-    temperature = proto.temperature if proto.HasField("temperature") else 0.0
-    top_p = proto.top_p if proto.HasField("top_p") else 1.0
-    if not (math.isfinite(temperature) and temperature >= 0):
-        refuse_value("sampling.temperature", temperature, "a finite number >= 0; 0 is greedy")
-    # NaN fails every comparison, so each range is written as what is allowed.
-    if not 0 < top_p <= 1:
-        refuse_value("sampling.top_p", top_p, "> 0 and <= 1; 1 keeps all tokens")
-    if proto.top_k < 0:
-        refuse_value("sampling.top_k", proto.top_k, ">= 0; 0 keeps all tokens")
-    if not 0 <= proto.min_p < 1:
-        refuse_value("sampling.min_p", proto.min_p, ">= 0 and < 1; 0 keeps all tokens")
-    seed = proto.seed if proto.HasField("seed") else generated_seed
-    return SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=proto.top_k, min_p=proto.min_p, seed=seed
-    )
 
 
 def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:

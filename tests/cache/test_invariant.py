@@ -25,7 +25,16 @@ from tests.models import tiny_model_dir
 
 _ARCHITECTURES = ("llama", "gemma3_text", "falcon_h1", "llama4")
 _STEM = prompt(6 * BLOCK)
-_SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=11))
+_SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=11),
+    SamplingParams(
+        temperature=0.8, seed=12, repetition_penalty=1.3, frequency_penalty=0.8, xtc_probability=0.5
+    ),
+    SamplingParams(
+        presence_penalty=1.5, presence_window=4, logit_bias=((60, 2.0),), banned=((60, 61), (62,))
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

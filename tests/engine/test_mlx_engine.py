@@ -30,6 +30,9 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, seed=1),
     SamplingParams(temperature=1.2, top_p=0.8, seed=2),
     SamplingParams(temperature=0.7, top_k=20, min_p=0.02, seed=3),
+    SamplingParams(frequency_penalty=1.5, repetition_penalty=1.3, repetition_window=5),
+    SamplingParams(temperature=0.8, presence_penalty=2.0, xtc_probability=0.5, seed=4),
+    SamplingParams(temperature=0.9, banned=((40,), (41, 42)), logit_bias=((41, 3.0),), seed=5),
 )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from service.domain.sampling import SamplingParams
 from service.engine.decode_row import DecodeRow
@@ -94,3 +96,86 @@ def test_filters_apply_to_their_own_row_only() -> None:
 def test_keys_differ_by_seed_and_by_draw() -> None:
     keys = {row_key(seed=s, drawn_count=n) for s in range(50) for n in range(50)}
     assert len(keys) == 2500
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("end_token_ids", [(), (3, 17, 40)])
+def test_xtc_leaves_out_what_mlx_lm_leaves_out(threshold: float, end_token_ids: tuple[int, ...]) -> None:
+    table = logits(8)
+    rows = [
+        row_of(
+            SamplingParams(
+                temperature=1, top_p=0.9, min_p=0.01, top_k=4, xtc_probability=1.0, xtc_threshold=threshold
+            ),
+            end_token_ids=end_token_ids,
+        )
+        for _ in range(8)
+    ]
+    expected = table - mx.logsumexp(table, axis=-1, keepdims=True)
+    expected = apply_min_p(apply_top_p(expected, 0.9), 0.01)
+    expected = apply_top_k(apply_xtc(expected, 1.0, threshold, list(end_token_ids)), 4)
+    ours = np.isfinite(np.array(filter_logits(table, rows)))
+    assert (ours == np.isfinite(np.array(expected))).all()
+    if threshold == 0.02:
+        plain = [row_of(SamplingParams(temperature=1, top_p=0.9, min_p=0.01, top_k=4))] * 8
+        assert (ours != np.isfinite(np.array(filter_logits(table, plain)))).any(), "XTC does something"
+
+
+def test_xtc_comes_as_often_as_asked_and_is_drawn_apart_from_the_token() -> None:
+    count = 2000
+    table = mx.broadcast_to(mx.log(mx.array([[0.5, 0.3, 0.2]])), (count, 3))
+    params = SamplingParams(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.25, seed=9)
+    rows = [row_of(params, i) for i in range(count)]
+    is_left_out = np.isneginf(np.array(filter_logits(table, rows)))[:, 0]
+    assert abs(is_left_out.mean() - 0.3) < 0.03
+    drawn = np.array(sample(table, rows))
+    shares = np.bincount(drawn, minlength=3) / count
+    # 0.3 of the draws are without token 0: 0.3 / 0.5 and 0.2 / 0.5 of those go to 1 and 2.
+    assert np.abs(shares - [0.35, 0.39, 0.26]).max() < 0.03, shares
+
+
+def test_filters_and_xtc_do_not_touch_a_greedy_row() -> None:
+    table = logits(4)
+    params = SamplingParams(top_k=1, top_p=0.1, min_p=0.9, xtc_probability=1.0, xtc_threshold=0.0)
+    assert sample(table, [row_of(params)] * 4).tolist() == mx.argmax(table, axis=-1).tolist()
+
+
+any_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5]),
+    top_k=st.sampled_from([0, 1, 7]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    xtc_probability=st.sampled_from([0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.02, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    repetition_window=st.sampled_from([0, 3]),
+    presence_penalty=st.sampled_from([0.0, 1.0, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_window=st.sampled_from([0, 2]),
+    logit_bias=st.sampled_from([(), ((4, 2.0), (9, -3.0))]),
+    banned=st.sampled_from([(), ((5,), (1, 6))]),
+    min_output_token_count=st.sampled_from([0, 4]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(params=st.lists(any_params, min_size=1, max_size=9), step=st.integers(0, 6), data=st.data())
+def test_any_row_draws_the_same_in_any_place_of_any_batch(
+    params: list[SamplingParams], step: int, data: st.DataObject
+) -> None:
+    table = logits(len(params), seed=step)
+    outputs = data.draw(
+        st.lists(st.tuples(*[st.integers(0, 9)] * step), min_size=len(params), max_size=len(params))
+    )
+
+    def rows(indices: list[int]) -> list[SamplingRow]:
+        made = [DecodeRow(params[i], (1, 2, 3), outputs[i]) for i in indices]
+        return [SamplingRow(row, end_token_ids=(7, 8)) for row in made]
+
+    everyone = list(range(len(params)))
+    alone = [sample(table[i : i + 1], rows([i])).item() for i in everyone]
+    order = data.draw(st.permutations(everyone))
+    assert sample(table, rows(everyone)).tolist() == alone
+    assert sample(table[mx.array(order)], rows(order)).tolist() == [alone[i] for i in order]

@@ -80,3 +80,16 @@ def test_text_held_for_a_stop_is_sent_when_the_output_ends() -> None:
     sent = "".join(stream.push(t).text for t in encode("abxy"))
     assert sent == "ab"
     assert stream.finish().text == "xy"
+
+
+def test_a_stop_string_counts_only_behind_the_tokens_that_must_come() -> None:
+    stream = TextStream(
+        decode=lambda ids: "".join(chr(i) for i in ids),
+        prompt_token_ids=[],
+        stops=("ab",),
+        unsearched_token_count=3,
+    )
+    steps = [stream.push(ord(character)) for character in "abababx"]
+    # The second "ab" begins among the first three characters, so only the third one ends the text.
+    assert [step.stop_string for step in steps[:6]] == [None] * 5 + ["ab"]
+    assert "".join(step.text for step in steps[:6]) == "abab"

@@ -76,6 +76,9 @@ class FakeTokenizer:
     def hides_markers(self, conversation: Conversation) -> bool:
         return bool(conversation.tools)
 
+    def spell(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def piece(self, token_id: int) -> str:
         return f"<{token_id}>"
 

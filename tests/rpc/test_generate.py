@@ -9,6 +9,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from service.domain.events import Delta, FinishReason, PrefillProgress
 from service.domain.events import Finished as FinishedEvent
 from service.domain.request import CacheUse
+from service.domain.sampling import SamplingParams
 from tests.rpc.conftest import SEED, House
 from tests.rpc.fake_engine import started, usage_of
 
@@ -52,6 +53,51 @@ async def test_every_parameter_reaches_the_engine(house: House) -> None:
     assert request.stop == ("x", "y")
     assert (request.priority, request.tenant) == (-5, "blue")
     assert request.cache_use is CacheUse.READ_ONLY
+
+
+async def test_every_sampling_parameter_reaches_the_engine(house: House) -> None:
+    sampling = sampling_pb2.SamplingParams(
+        temperature=0.5,
+        xtc_probability=0.25,
+        xtc_threshold=0.2,
+        repetition_penalty=1.5,
+        repetition_window=1,
+        presence_penalty=-0.5,
+        presence_window=2,
+        frequency_penalty=0.75,
+        frequency_window=3,
+        logit_bias={9: 1.0, 3: -100.0},
+        bad_words=["no", " yes", "no"],
+        bad_token_sequences=[sampling_pb2.TokenSequence(ids=[5, 6])],
+        min_output_tokens=2,
+        ignore_end_tokens=True,
+        seed=1,
+    )
+    await house.inference.Generate(messages.GenerateRequest(text="Hi", sampling=sampling))
+    assert house.engine.submitted[0].sampling == SamplingParams(
+        temperature=0.5,
+        xtc_probability=0.25,
+        xtc_threshold=0.2,
+        repetition_penalty=1.5,
+        repetition_window=1,
+        presence_penalty=-0.5,
+        presence_window=2,
+        frequency_penalty=0.75,
+        frequency_window=3,
+        logit_bias=((3, -100.0), (9, 1.0)),
+        banned=((5, 6), tuple(b"no"), tuple(b" no"), tuple(b" yes")),
+        min_output_token_count=2,
+        ignores_end_tokens=True,
+        seed=1,
+    )
+    assert house.tokenizer.thread_names and all(
+        n.startswith("tokenizer") for n in house.tokenizer.thread_names
+    )
+
+
+async def test_absent_sampling_changes_nothing(house: House) -> None:
+    await house.inference.Generate(messages.GenerateRequest(text="Hi"))
+    assert house.engine.submitted[0].sampling == SamplingParams(seed=SEED)
 
 
 async def test_stream_and_generate_say_the_same(house: House) -> None:

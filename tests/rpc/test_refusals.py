@@ -39,6 +39,13 @@ def sampled(**fields: Any) -> messages.GenerateRequest:
     return request(sampling=sampling_pb2.SamplingParams(**fields))
 
 
+samplings = sampling_pb2.SamplingParams
+
+
+def token_sequence(*ids: int) -> sampling_pb2.TokenSequence:
+    return sampling_pb2.TokenSequence(ids=ids)
+
+
 def chat(*turns: tuple[str, str]) -> messages.GenerateRequest:
     turns_proto = [prompt_pb2.ChatMessage(role=role, content=content) for role, content in turns]
     return messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=turns_proto))
@@ -60,6 +67,26 @@ OUT_OF_RANGE = [
     ("sampling.top_k", sampled(top_k=-1)),
     ("sampling.min_p", sampled(min_p=1)),
     ("sampling.min_p", sampled(min_p=math.nan)),
+    ("sampling.xtc_probability", sampled(xtc_probability=1.5)),
+    ("sampling.xtc_threshold", sampled(xtc_threshold=0.6)),
+    ("sampling.repetition_penalty", sampled(repetition_penalty=0)),
+    ("sampling.repetition_penalty", sampled(repetition_penalty=math.nan)),
+    ("sampling.repetition_window", sampled(repetition_window=-1)),
+    ("sampling.presence_penalty", sampled(presence_penalty=2.5)),
+    ("sampling.frequency_penalty", sampled(frequency_penalty=math.nan)),
+    ("sampling.frequency_window", sampled(frequency_window=-3)),
+    ("sampling.logit_bias[7]", sampled(logit_bias={7: 101.0})),
+    ("sampling.logit_bias[7]", sampled(logit_bias={7: math.inf})),
+    ("sampling.logit_bias", sampled(logit_bias=dict.fromkeys(range(1025), 1.0))),
+    ("sampling.bad_words[1]", sampled(bad_words=["a", ""])),
+    ("sampling.bad_words[0]", sampled(bad_words=["x" * 257])),
+    ("sampling.bad_words[0]", sampled(bad_words=["x" * 33])),
+    ("sampling.bad_words", sampled(bad_words=["a"] * 129)),
+    ("sampling.bad_token_sequences[0]", sampled(bad_token_sequences=[token_sequence()])),
+    ("sampling.bad_token_sequences[0]", sampled(bad_token_sequences=[token_sequence(*[1] * 33)])),
+    ("sampling.bad_token_sequences", sampled(bad_token_sequences=[token_sequence(1)] * 129)),
+    ("sampling.min_output_tokens", sampled(min_output_tokens=-1)),
+    ("sampling.min_output_tokens", request(max_output_tokens=4, sampling=samplings(min_output_tokens=5))),
     ("stop", request(stop=[str(i) for i in range(17)])),
     ("stop[1]", request(stop=["a", ""])),
     ("stop[0]", request(stop=["é" * 129])),
@@ -78,6 +105,12 @@ BAD_PROMPTS = [
     (Reason.PROMPT_TOO_LONG, "tokens", tokens(*[1] * 64)),
     (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[1]", tokens(0, 300)),
     (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[0]", tokens(-1)),
+    (Reason.TOKEN_OUT_OF_RANGE, "sampling.logit_bias[300]", sampled(logit_bias={4: 1.0, 300: 1.0})),
+    (
+        Reason.TOKEN_OUT_OF_RANGE,
+        "sampling.bad_token_sequences[0].ids[1]",
+        sampled(bad_token_sequences=[token_sequence(1, 300)]),
+    ),
     (Reason.CHAT_INVALID, "chat.messages", chat()),
     (Reason.CHAT_INVALID, "chat.messages[0].role", chat(("wizard", "hi"))),
     (Reason.CHAT_INVALID, "chat.messages[1].content", chat(("user", "hi"), ("user", ""))),
