@@ -8,11 +8,13 @@ from pathlib import Path
 
 from service.cli.machine import cache_limit
 from service.clock import Clock
-from service.config import CacheConfig, ModelConfig
+from service.config import CacheConfig, ModelConfig, TenantConfig
 from service.engine.fingerprint import ModelFingerprint, model_fingerprint
 from service.engine.mlx_runner import MlxRunner
-from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_desk import PrefixDesk
+from service.engine.prefix_settings import PrefixSettings
+from service.engine.prefix_shares import ShareLimits
 from service.kv.files import SystemFiles
 from service.kv.messages import Outcome
 from service.kv.storage import Storage
@@ -46,7 +48,12 @@ class CacheRoom:
 
 
 def build_cache_room(
-    config: CacheConfig, fingerprint: ModelFingerprint, *, clock: Clock, post: Callable[[Outcome], None]
+    config: CacheConfig,
+    tenants: TenantConfig,
+    fingerprint: ModelFingerprint,
+    *,
+    clock: Clock,
+    post: Callable[[Outcome], None],
 ) -> CacheRoom:
     """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here."""
     settings = PrefixSettings(
@@ -58,6 +65,7 @@ def build_cache_room(
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
+        shares=ShareLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
     )
     storage = None

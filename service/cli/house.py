@@ -85,7 +85,7 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
     )
-    room = build_cache_room(config.cache, fingerprint, clock=clock, post=announcer.pass_on)
+    room = build_cache_room(config.cache, config.tenant, fingerprint, clock=clock, post=announcer.pass_on)
     engine = Engine(
         runner=runner,
         make_prefix=lambda: room.open_desk(runner, clock),

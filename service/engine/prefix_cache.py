@@ -6,42 +6,26 @@ in decode alike, so that a cancelled request leaves its blocks behind and no ste
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadSequence
 
 from service.clock import Clock
-from service.domain.blocks import RegionKind, block_hash, root_hash
+from service.domain.blocks import RegionKind, block_hash
 from service.domain.events import CacheReport, ReuseLimit
-from service.domain.ids import BlockHash, Fingerprint, Tenant
+from service.domain.ids import BlockHash, Tenant
 from service.domain.request import CacheUse, GenerationRequest
 from service.engine.prefix_capture import CaptureRules
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_plan import Planner, PrefixPlan, Rates
 from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
 from service.engine.prefix_room import Room
+from service.engine.prefix_settings import PrefixSettings
+from service.engine.prefix_shares import Shares
 from service.engine.prefix_spill import Spills
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
 from service.kv.index import BlockIndex, Entry, IndexRules, Region
 from service.kv.ram_tier import RamTier
 from service.kv.records import BlockRecord
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefixSettings:
-    """What the cache may do; from the configuration and the model's fingerprint."""
-
-    fingerprint: Fingerprint
-    block_token_count: int
-    is_enabled: bool
-    ram_limit_bytes: int
-    checkpoint_interval_tokens: int
-    spill_policy: str = "off"
-    """"on_evict", "write_behind" or "off"."""
-    min_prefix_token_count: int = 0
-    may_recompute: bool = True
-    min_reuse_token_count: int = 0
-    """Matches of fewer tokens, such as a lone start token, are computed instead."""
 
 
 class PrefixCache:
@@ -70,6 +54,9 @@ class PrefixCache:
         self.ram = RamTier(limit_bytes=settings.ram_limit_bytes)
         self.rates = Rates()
         self.counters = PrefixCounters()
+        self.shares = Shares(
+            limits=settings.shares, fingerprint=settings.fingerprint, index=self.index, ram=self.ram
+        )
         self.spills = Spills(
             index=self.index,
             facts=facts,
@@ -79,8 +66,9 @@ class PrefixCache:
             runner=runner,
             storage=storage,
             counters=self.counters,
+            shares=self.shares,
         )
-        self.room = Room(ram=self.ram, index=self.index, spills=self.spills)
+        self.room = Room(ram=self.ram, index=self.index, spills=self.spills, shares=self.shares)
         self.planner = Planner(
             self.index,
             settings.fingerprint,
@@ -105,7 +93,7 @@ class PrefixCache:
 
     def root(self, tenant: Tenant) -> BlockHash:
         """Return h0 for this model and tenant."""
-        return root_hash(fingerprint=self.settings.fingerprint, tenant=tenant)
+        return self.shares.root(tenant)
 
     def may_read(self, request: GenerationRequest) -> bool:
         """Whether this request may reuse what is cached."""
@@ -118,11 +106,11 @@ class PrefixCache:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
         if not self.is_supported:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.UNSUPPORTED))
+        root = self.root(request.tenant)
         plan = self.planner.plan(
-            root=self.root(request.tenant),
-            token_ids=sequence.input_token_ids,
-            with_ssd=self.storage is not None,
+            root=root, token_ids=sequence.input_token_ids, with_ssd=self.storage is not None
         )
+        self.shares.claim(plan.entries, root)
         self._note_use(plan.entries)
         return plan
 
@@ -156,16 +144,20 @@ class PrefixCache:
         for entry in list(self.index):
             if entry.ssd:
                 self.forget_stored(entry.hash)
-        for record in records:
-            self.index.add_stored(record)
+        # A chain from its beginning, so that each block finds its owner in the one before it.
+        for record in sorted(records, key=lambda record: record.start_token_index):
+            self._add_stored(record)
 
     def forget_stored(self, block: BlockHash) -> None:
         """Note that a block is gone from SSD."""
-        self.index.forget_stored(block)
+        entry = self.index.get(block)
+        if entry is not None:
+            self.shares.note_stored(entry, change_bytes=-entry.ssd_bytes)
+            self.index.forget_stored(block)
 
     def note_persisted(self, record: BlockRecord) -> None:
         """Note that a block is committed on SSD: pinned there as here, and instead of shorter ones."""
-        entry = self.index.add_stored(record)
+        entry = self._add_stored(record)
         if self.storage is not None:
             if entry.is_pinned and not record.pinned:
                 self.storage.pin([entry.hash])
@@ -219,6 +211,13 @@ class PrefixCache:
         self.room.spill_ended(entry)
         self.index.discard_if_empty(entry)
 
+    def _add_stored(self, record: BlockRecord) -> Entry:
+        known = self.index.get(record.hash)
+        before_bytes = 0 if known is None else known.ssd_bytes
+        entry = self.index.add_stored(record)
+        self.shares.note_stored(entry, change_bytes=entry.ssd_bytes - before_bytes)
+        return entry
+
     def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its hash."""
         parent = sequence.chain[-1] if sequence.chain else self.root(sequence.request.tenant)
@@ -227,6 +226,7 @@ class PrefixCache:
         if not kinds:
             return block_hash(parent=parent, token_ids=tokens)
         entry = self.index.add(parent=parent, start_token_index=start, token_ids=tokens)
+        self.shares.claim([entry], self.root(sequence.request.tenant))
         missing = [kind for kind in kinds if kind not in entry.ram]
         if missing:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
@@ -262,7 +262,7 @@ class PrefixCache:
             # Without an SSD tier a block is worth nothing once one before it is gone.
             spared.update(chain)
         size_bytes = sum(region.size_bytes for region in regions.values())
-        if self.room.make(size_bytes, spared=spared):
+        if self.room.make(size_bytes, spared=spared, owner=entry.owner):
             self.ram.put(entry, regions)
 
     def _is_cut_off(self, chain: ReadSequence[BlockHash]) -> bool:
@@ -297,12 +297,13 @@ class PrefixCache:
         stored = [entry.hash for entry in reversed(entries) if entry.ssd]
         if stored and self.storage is not None:
             self.storage.touch(stored)
+        spared = [entry.hash for entry in entries]
         for entry in entries:
             entry.hit_count += 1
             self.room.keep(entry)
             is_early = self.settings.spill_policy == "write_behind"
             if is_early and self.spills.wants(entry) and self.spills.has_credit(entry):
-                self.spills.send(entry)
+                self.spills.send(entry, spared=spared)
 
     def may_write(self, sequence: Sequence) -> bool:
         """Whether this request's blocks are kept for others."""

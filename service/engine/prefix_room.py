@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from service.domain.ids import BlockHash
+from service.engine.prefix_shares import Shares
 from service.engine.prefix_spill import Spills
 from service.kv.index import BlockIndex, Entry
 from service.kv.ram_tier import RamTier
@@ -17,10 +18,11 @@ from service.kv.ram_tier import RamTier
 class Room:
     """Keeps the RAM tier within its budget plus what is leaving."""
 
-    def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills) -> None:
+    def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills, shares: Shares) -> None:
         self._ram = ram
         self._index = index
         self._spills = spills
+        self._shares = shares
         self._leaving: set[BlockHash] = set()
 
     @property
@@ -28,12 +30,22 @@ class Room:
         """Blocks that leave RAM when they are written."""
         return self._leaving
 
-    def make(self, size_bytes: int, *, spared: Collection[BlockHash]) -> bool:
-        """Let blocks go until `size_bytes` more fit; False, and nothing changed, when they cannot."""
-        victims = self._ram.victims(size_bytes - self._leaving_bytes(), spared={*spared, *self._leaving})
-        for victim in victims or ():
-            self._let_go(victim)
-        return victims is not None
+    def make(self, size_bytes: int, *, spared: Collection[BlockHash], owner: BlockHash | None) -> bool:
+        """Let blocks go until `size_bytes` more of this owner fit into its share and into the whole.
+
+        False, and nothing changed, when they cannot.
+        """
+        own = self._shares.ram_victims(owner, size_bytes, leaving=self._leaving, spared=set(spared))
+        if own is None:
+            return False
+        needed_bytes = size_bytes - self._leaving_bytes() - sum(entry.ram_bytes for entry in own)
+        kept = {*spared, *self._leaving, *(entry.hash for entry in own)}
+        others = self._ram.victims(needed_bytes, spared=kept)
+        if others is None:
+            return False
+        for victim in (*own, *others):
+            self._let_go(victim, spared=spared)
+        return True
 
     def yield_bytes(self, size_bytes: int) -> int:
         """Drop least recently used blocks of at least this size from RAM; return the bytes let go.
@@ -54,7 +66,7 @@ class Room:
         if entry.hash not in self._leaving:
             return True
         self._leaving.discard(entry.hash)
-        if not self.make(0, spared=(entry.hash,)):
+        if not self.make(0, spared=(entry.hash,), owner=entry.owner):
             self._leaving.add(entry.hash)
             return False
         return True
@@ -70,8 +82,8 @@ class Room:
             self.spill_ended(entry)
         self._leaving.clear()
 
-    def _let_go(self, entry: Entry) -> None:
-        if entry.is_spilling or self._spills.send(entry):
+    def _let_go(self, entry: Entry, *, spared: Collection[BlockHash]) -> None:
+        if entry.is_spilling or self._spills.send(entry, spared=spared):
             self._leaving.add(entry.hash)
         else:
             self._drop(entry)

@@ -5,11 +5,14 @@ Inference thread only. Accepted here means handed over; the row is the commit.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from service.domain.blocks import HostBlock, RegionKind
 from service.domain.cache_stats import SpillDropCause
 from service.domain.ids import BlockHash, Fingerprint
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
+from service.engine.prefix_shares import Shares
 from service.kv.index import BlockIndex, Entry
 
 _FILE_OVERHEAD_BYTES = 64 * 1024
@@ -30,6 +33,7 @@ class Spills:
         runner: CacheRunner,
         storage: StoragePort | None,
         counters: PrefixCounters,
+        shares: Shares,
     ) -> None:
         self.storage = storage
         self._index = index
@@ -39,6 +43,7 @@ class Spills:
         self._min_prefix_token_count = min_prefix_token_count
         self._runner = runner
         self._counters = counters
+        self._shares = shares
         self._under_way: set[BlockHash] = set()
 
     @property
@@ -64,22 +69,31 @@ class Spills:
         credit.cancel()
         return True
 
-    def send(self, entry: Entry) -> bool:
-        """Send a block if it may go and is not there yet; False when it was not sent."""
+    def send(self, entry: Entry, *, spared: Collection[BlockHash] = ()) -> bool:
+        """Send a block if it may go and is not there yet; False when it was not sent.
+
+        `spared` are not removed from SSD for it, where its owner's share is full.
+        """
         if not self._is_due(entry):
             return False
         if self._is_short(entry):
             self._counters.note_drop(SpillDropCause.PREFIX_SHORT)
             return False
         assert self.storage is not None
-        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
+        size_bytes = entry.ram_bytes + _FILE_OVERHEAD_BYTES
+        credit = self.storage.try_reserve(size_bytes)
         if credit is None:
             self._counters.note_drop(SpillDropCause.NO_CREDIT)
+            return False
+        if not self._make_share(entry, size_bytes, spared):
+            credit.cancel()
+            self._counters.note_drop(SpillDropCause.TENANT_SHARE)
             return False
         kinds = sorted(entry.ram, key=list(RegionKind).index)
         regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
         header = entry.header(self._fingerprint, self._index.rules.block_token_count)
         self.storage.spill(HostBlock(header, regions), credit)
+        self._shares.promise(entry, size_bytes)
         entry.is_spilling = True
         self._under_way.add(entry.hash)
         return True
@@ -87,6 +101,7 @@ class Spills:
     def end(self, entry: Entry) -> None:
         """Note that a block was written or dropped."""
         entry.is_spilling = False
+        self._shares.fulfil(entry)
         self._under_way.discard(entry.hash)
 
     def lose_storage(self) -> None:
@@ -94,7 +109,21 @@ class Spills:
         self.storage = None
         for entry in self._index:
             entry.is_spilling = False
+        self._shares.break_promises()
         self._under_way.clear()
+
+    def _make_share(self, entry: Entry, size_bytes: int, spared: Collection[BlockHash]) -> bool:
+        """Remove older blocks of the same owner from SSD where its share asks for it."""
+        victims = self._shares.ssd_victims(entry, size_bytes, spared=spared)
+        if not victims:
+            return victims is not None
+        assert self.storage is not None
+        if self.storage.evict([victim.hash for victim in victims]) is None:
+            return False
+        for victim in victims:
+            self._shares.note_stored(victim, change_bytes=-victim.ssd_bytes)
+            self._index.forget_stored(victim.hash)
+        return True
 
     def _is_due(self, entry: Entry) -> bool:
         is_whole = not self._facts.has_kv or RegionKind.KV in entry.ram

@@ -51,6 +51,7 @@ def cache_stats(cache: PrefixCache, storage: StorageStats | None, *, now: float)
         integrity=_integrity(storage),
         disk=_disk(storage) if storage is not None else None,
         last_reconcile=_reconcile(storage) if storage is not None else None,
+        tenants=cache.shares.snapshot(),
     )
 
 

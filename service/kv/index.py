@@ -49,6 +49,8 @@ class Entry:
     is_pinned: bool = False
     hit_count: int = 0
     last_used_time: float = 0.0
+    owner: BlockHash | None = None
+    """The root that its chain begins below; None when a block between is not known."""
 
     @property
     def end_token_index(self) -> int:
@@ -238,6 +240,11 @@ class BlockIndex:
                 yield level.covered, level.chain
 
     def _insert(self, entry: Entry) -> None:
+        above = self._entries.get(entry.parent)
+        if entry.start_token_index == 0:
+            entry.owner = entry.parent
+        elif above is not None:
+            entry.owner = above.owner
         self._entries[entry.hash] = entry
         self._children.setdefault(entry.parent, {})[entry.hash] = entry
 

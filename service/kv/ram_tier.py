@@ -23,6 +23,8 @@ class RamTier:
         self.evicted_block_total = 0
         self.evicted_byte_total = 0
         self.purged_block_total = 0
+        self.used_by: collections.Counter[BlockHash | None] = collections.Counter()
+        """Bytes by the root that owns them."""
         self._entries: collections.OrderedDict[BlockHash, Entry] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -36,6 +38,7 @@ class RamTier:
         before = entry.ram_bytes
         entry.ram.update(regions)
         self.used_bytes += entry.ram_bytes - before
+        self.used_by[entry.owner] += entry.ram_bytes - before
         self._entries[entry.hash] = entry
         self._entries.move_to_end(entry.hash)
 
@@ -77,5 +80,8 @@ class RamTier:
         if self._entries.pop(entry.hash, None) is None:
             return False
         self.used_bytes -= entry.ram_bytes
+        self.used_by[entry.owner] -= entry.ram_bytes
+        if not self.used_by[entry.owner]:
+            del self.used_by[entry.owner]
         entry.ram.clear()
         return True

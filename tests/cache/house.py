@@ -20,8 +20,9 @@ from service.engine import model_loader
 from service.engine.engine import Engine
 from service.engine.fingerprint import model_fingerprint
 from service.engine.mlx_runner import MlxRunner, RunnerSettings
-from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_desk import PrefixDesk
+from service.engine.prefix_settings import PrefixSettings
 from service.engine.scheduler import SchedulerLimits
 from service.engine.waiting import WaitingLimits
 from service.errors import IcehouseError

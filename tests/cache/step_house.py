@@ -7,13 +7,14 @@ clock that stands still. Nothing waits, so every interleaving a test asks for is
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, Failed, Finished, Started
-from service.domain.ids import DEFAULT_TENANT, Fingerprint, RequestId, Tenant
+from service.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, RequestId, Tenant
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.sampling import SamplingParams
 from service.engine.endings import cancelled_by_client
@@ -22,9 +23,11 @@ from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
 from service.engine.memory_guard import MemoryGuard
 from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
-from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.prefix_ports import CacheFacts
+from service.engine.prefix_settings import PrefixSettings
+from service.engine.prefix_shares import ShareLimits
 from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.engine.waiting import WaitingLimits, WaitingRoom
 from service.errors import IcehouseError
@@ -71,6 +74,7 @@ class StepHouse:
         checkpoint_interval_tokens: int = 2 * BLOCK,
         checkpoint_padding_bytes: int = 0,
         may_recompute: bool = False,
+        shares: ShareLimits | None = None,
         files=None,
         clock=None,
         **storage_changes,
@@ -113,6 +117,7 @@ class StepHouse:
                 spill_policy=spill_policy,
                 min_prefix_token_count=min_prefix_token_count,
                 may_recompute=may_recompute,
+                shares=shares or ShareLimits(),
             ),
             facts=facts,
             runner=self.runner,
@@ -265,6 +270,7 @@ class StepHouse:
         assert all(indexed.get(entry.hash) is entry for entry in held), "RAM holds what the index forgot"
         assert {e.hash for e in indexed.values() if e.ram} == {e.hash for e in held}
         assert self.cache.ram.used_bytes == sum(entry.ram_bytes for entry in held)
+        check_shares(self.cache)
         assert all(entry.ram or entry.ssd or entry.is_spilling for entry in indexed.values())
 
     def ram_starts(self) -> list[int]:
@@ -275,6 +281,19 @@ class StepHouse:
         if isinstance(outcome, StorageClosed):
             self.closed = outcome
         self.mailbox.post(outcome)
+
+
+def check_shares(cache: PrefixCache) -> None:
+    """Assert that the bytes by owner are what the blocks say."""
+    for sizes, accounts in (
+        ([(e.owner, e.ram_bytes) for e in cache.ram], cache.ram.used_by),
+        ([(e.owner, e.ssd_bytes) for e in cache.index], cache.shares._stored_bytes),
+    ):
+        counted: Counter[BlockHash | None] = Counter()
+        for owner, size_bytes in sizes:
+            counted[owner] += size_bytes
+        assert +counted == +accounts, (counted, accounts)
+        assert all(size_bytes >= 0 for size_bytes in accounts.values()), accounts
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:

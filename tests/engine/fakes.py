@@ -14,9 +14,10 @@ from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.memory_guard import MemoryModel, ModelShape
 from service.engine.ports import Drawn, MemoryUse
-from service.engine.prefix_cache import PrefixCache, PrefixSettings
+from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.prefix_ports import CacheFacts
+from service.engine.prefix_settings import PrefixSettings
 from service.errors import IcehouseError
 
 EOS = 0

@@ -10,9 +10,11 @@ from service.domain.blocks import HostBlock, RegionKind
 from service.domain.cache_stats import SpillDropCause
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_ports import CacheFacts
+from service.engine.prefix_shares import ShareLimits, Shares
 from service.engine.prefix_spill import Spills
 from service.kv.credit import Credit, Meter
 from service.kv.index import Entry
+from service.kv.ram_tier import RamTier
 from tests.cache.token_runner import TokenRegion, TokenRunner
 from tests.kv.known_blocks import FINGERPRINT, SIZE, Shelf, record_of
 
@@ -52,6 +54,9 @@ class Desk:
 def desk(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20) -> Desk:
     shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
     runner = TokenRunner(CacheFacts())
+    shares = Shares(
+        limits=ShareLimits(), fingerprint=FINGERPRINT, index=shelf.index, ram=RamTier(limit_bytes=0)
+    )
     spills = Spills(
         index=shelf.index,
         facts=CacheFacts(),
@@ -61,6 +66,7 @@ def desk(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 
         runner=runner,
         storage=queue,
         counters=counters,
+        shares=shares,
     )
     return Desk(shelf, queue, runner, counters, spills)
 

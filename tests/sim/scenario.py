@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from tests.sim.house import House, Life, SimClock
 from tests.sim.ledger import Ledger, Promise
 from tests.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.sim.pins import PinWatch
-from tests.sim.setup import make_setup
+from tests.sim.setup import draw_shares, make_setup
 from tests.storage.faults import Crash
 from tests.storage.test_crash import check_is_clean
 
@@ -51,7 +52,8 @@ class Scenario:
         self.seed = seed
         self.log: list[str] = []
         self.dice = random.Random(seed)
-        self.setup = make_setup(self.dice)
+        setup = make_setup(self.dice)
+        self.setup = dataclasses.replace(setup, shares=draw_shares(setup, random.Random(-1 - seed)))
         self.ledger = Ledger()
         self.clock = SimClock()
         self._folder = folder

@@ -6,7 +6,8 @@ import dataclasses
 import random
 
 from service.domain.ids import Fingerprint
-from service.engine.prefix_cache import PrefixSettings
+from service.engine.prefix_settings import PrefixSettings
+from service.engine.prefix_shares import ShareLimits
 from service.engine.scheduler import SchedulerLimits
 from service.engine.waiting import WaitingLimits
 from service.kv.manifest import LOG_ALLOWANCE_BYTES
@@ -40,6 +41,7 @@ class Setup:
     spill_queue_bytes: int
     load_queue_count: int
     task_queue_count: int
+    shares: ShareLimits
 
     def prefix_settings(self, model: int) -> PrefixSettings:
         """Return the prefix cache's settings for one of the models."""
@@ -52,6 +54,7 @@ class Setup:
             spill_policy=self.spill_policy,
             min_prefix_token_count=self.min_prefix_token_count,
             may_recompute=self.may_recompute,
+            shares=self.shares,
         )
 
     def storage_settings(self, directory: str, model: int) -> StorageSettings:
@@ -118,4 +121,13 @@ def make_setup(dice: random.Random) -> Setup:
         spill_queue_bytes=_CREDIT_BYTES * dice.choice((1, 3, 60)),
         load_queue_count=dice.choice((1, 16)),
         task_queue_count=dice.choice((1, 64, 64)),
+        shares=ShareLimits(),
     )
+
+
+def draw_shares(setup: Setup, dice: random.Random) -> ShareLimits:
+    """Draw each tenant's share of the tiers; most houses have none."""
+    ram_bytes = dice.choice((0, 0, 0, setup.ram_limit_bytes // 2, setup.ram_limit_bytes // 5))
+    blocks = dice.choice((0, 0, 0, 3, 10))
+    # What a block on its way to SSD may take at most is more than it takes there in the end.
+    return ShareLimits(ram_bytes, _CREDIT_BYTES + blocks * _FILE_BYTES if blocks else 0)

@@ -1,0 +1,126 @@
+"""Tenants: nothing of one is another's, and one that fills its share loses blocks of its own only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.domain.cache_orders import Pin
+from service.domain.cache_stats import SpillDropCause, TenantShare
+from service.domain.events import ReuseLimit
+from service.domain.ids import Tenant
+from service.engine.prefix_shares import ShareLimits
+from tests.cache.step_house import BLOCK, BLOCK_BYTES, HYBRID, KV, STATE_ONLY, WINDOWS, StepHouse, prompt
+
+A, B = Tenant("a"), Tenant("b")
+
+FILE_BYTES = 2_000
+"""More than a file of one block takes here."""
+
+PROMISE_BYTES = 66_000
+"""What a block on its way to SSD counts for, until its file's real size is known."""
+
+
+def share_of(house: StepHouse, tenant: Tenant) -> TenantShare:
+    """Return a tenant's row of the statistics."""
+    [found] = [share for share in house.stats().tenants if share.tenant == tenant]
+    return found
+
+
+@pytest.mark.parametrize("facts", [KV, WINDOWS, HYBRID, STATE_ONLY])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_prompt_cached_by_one_tenant_saves_another_nothing(tmp_path: Path, facts, restarted: bool) -> None:
+    tokens = prompt(6 * BLOCK + 1)
+    with StepHouse(tmp_path, facts=facts) as house:
+        house.ask("a", tokens, tenant=A)
+        if not restarted:
+            own = house.ask("a again", tokens, tenant=A)
+    if restarted:
+        with StepHouse(tmp_path, facts=facts) as house:
+            own = house.ask("a again", tokens, tenant=A)
+    assert own.cache.cached_token_count == 6 * BLOCK
+    with StepHouse(tmp_path, facts=facts) as house:
+        house.ask("a", tokens, tenant=A)
+        before = house.loop.counters.prefilled_token_total
+        other = house.ask("b", tokens, tenant=B)
+        # All of it was computed, up to the last token, which always runs: its first token waits as if cold.
+        assert house.loop.counters.prefilled_token_total - before == len(tokens) - 1
+        assert (other.cache.cached_token_count, other.cache.limit) == (0, ReuseLimit.NO_MATCH)
+
+
+def test_a_prompt_that_one_tenant_computes_right_now_is_not_followed_by_another() -> None:
+    tokens = prompt(6 * BLOCK + 1)
+    with StepHouse() as house:
+        for name, tenant in (("a", A), ("b", B)):
+            house.submit(name, tokens, tenant=tenant)
+        house.step_until_idle()
+        assert house.loop.counters.prefilled_token_total == 2 * (len(tokens) - 1)
+        alone = house.loop.counters.prefilled_token_total
+        # The same at once from one tenant: the second follows the first.
+        for name in ("c", "d"):
+            house.submit(name, prompt(6 * BLOCK + 1, salt=1), tenant=A)
+        house.step_until_idle()
+        assert house.loop.counters.prefilled_token_total - alone < 2 * (len(tokens) - 1)
+
+
+@pytest.mark.parametrize("facts", [KV, WINDOWS, HYBRID])
+def test_a_tenant_that_fills_its_share_of_ram_pushes_out_its_own_only(facts) -> None:
+    share_bytes = 8 * BLOCK_BYTES
+    with StepHouse(facts=facts, shares=ShareLimits(ram_bytes=share_bytes)) as house:
+        house.ask("b", prompt(2 * BLOCK + 1), tenant=B)
+        before = share_of(house, B)
+        for salt in range(1, 12):
+            house.ask("a", prompt(3 * BLOCK + 1, salt=salt), tenant=A)
+            house.check()
+            assert 0 < share_of(house, A).ram_bytes <= share_bytes
+        assert share_of(house, B) == before
+        assert house.ask("b", prompt(2 * BLOCK + 1), tenant=B).cache.cached_token_count == 2 * BLOCK
+        # Its latest is still there, its first is not.
+        assert house.ask("a", prompt(3 * BLOCK + 1, salt=11), tenant=A).cache.cached_token_count > 0
+        assert house.ask("a", prompt(3 * BLOCK + 1, salt=1), tenant=A).cache.cached_token_count == 0
+
+
+def test_a_tenant_that_fills_its_share_of_the_ssd_loses_its_own_only(tmp_path: Path) -> None:
+    limits = ShareLimits(ssd_bytes=PROMISE_BYTES + 8 * FILE_BYTES)
+    with StepHouse(tmp_path, ram_blocks=4, shares=limits) as house:
+        house.ask("b", prompt(2 * BLOCK + 1), tenant=B)
+        for salt in range(1, 40):
+            house.ask("a", prompt(3 * BLOCK + 1, salt=salt), tenant=A)
+            house.check()
+            assert share_of(house, A).ssd_bytes <= limits.ssd_bytes
+        assert share_of(house, A).ssd_bytes > 8 * FILE_BYTES
+        held = share_of(house, B).ssd_bytes
+    with StepHouse(tmp_path, ram_blocks=4, shares=limits) as house:
+        assert house.ask("b", prompt(2 * BLOCK + 1), tenant=B).cache.ssd_token_count == 2 * BLOCK
+        assert house.ask("a", prompt(3 * BLOCK + 1, salt=39), tenant=A).cache.ssd_token_count > 0
+        assert house.ask("a", prompt(3 * BLOCK + 1, salt=1), tenant=A).cache.cached_token_count == 0
+        # A name was never stored, and still the blocks found their owners.
+        assert share_of(house, B).ssd_bytes >= held > 0
+        house.check()
+
+
+def test_a_share_full_of_pins_drops_what_would_go_to_ssd_and_counts_it(tmp_path: Path) -> None:
+    limits = ShareLimits(ssd_bytes=PROMISE_BYTES + 3 * FILE_BYTES)
+    with StepHouse(tmp_path, spill_policy="write_behind", shares=limits) as house:
+        drops = 0
+        for salt in range(1, 60):
+            tokens = prompt(BLOCK + 1, salt=salt)
+            house.ask("a", tokens, tenant=A)
+            house.ask("a", tokens, tenant=A)
+            house.order(Pin(tuple(tokens), A))
+            house.check()
+            found = {drop.cause: drop.block_total for drop in house.stats().spill.drops}
+            drops = found.get(SpillDropCause.TENANT_SHARE, 0)
+        assert drops > 0
+        assert share_of(house, A).ssd_bytes <= limits.ssd_bytes
+
+
+def test_an_owner_that_could_not_be_told_shows_when_the_block_is_used(tmp_path: Path) -> None:
+    with StepHouse(tmp_path, facts=STATE_ONLY) as house:
+        house.ask("a", prompt(6 * BLOCK + 1), tenant=A)
+    with StepHouse(tmp_path, facts=STATE_ONLY) as house:
+        assert {entry.owner for entry in house.cache.index} == {None}
+        house.ask("a", prompt(6 * BLOCK + 1), tenant=A)
+        assert share_of(house, A).ssd_bytes > 0
+        house.check()
