@@ -241,10 +241,8 @@ class BlockIndex:
 
     def _insert(self, entry: Entry) -> None:
         above = self._entries.get(entry.parent)
-        if entry.start_token_index == 0:
-            entry.owner = entry.parent
-        elif above is not None:
-            entry.owner = above.owner
+        owner_above = None if above is None else above.owner
+        entry.owner = owner_above if entry.start_token_index else entry.parent
         self._entries[entry.hash] = entry
         self._children.setdefault(entry.parent, {})[entry.hash] = entry
 
