@@ -14,7 +14,9 @@ Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 
 _HEADER_TOKEN_COUNT = 8
-"""Tokens decoded before a turn's own, so that its leading space survives."""
+"""Tokens decoded before a turn's own."""
+_LONGEST_ADDED_TOKEN = 64
+"""Characters of the longest special token that is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class TurnTokens:
     encode: Encode
     decode: Decode
     eos_token_ids: frozenset[int]
+    added_token_ids: frozenset[int]
+    """Tokens that are cut out of a text before anything else, so that text may end before them."""
 
     def tokens(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
         """Return the tokens of `text`, in which the drawn `turns` follow one of `headers`, in order.
@@ -32,33 +36,53 @@ class TurnTokens:
         returned decodes to the same text as the plain encoding does.
         """
         plain = self.encode(text)
-        spliced = self._spliced(text, turns=turns, headers=[header for header in headers if header])
-        if spliced is None or self.decode(spliced) != self.decode(plain):
+        if not turns:
             return plain
-        return spliced
+        spliced = self._spliced(text, turns=turns, headers=[header for header in headers if header])
+        return spliced if self.decode(spliced) == self.decode(plain) else plain
 
-    def _spliced(
-        self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]
-    ) -> list[int] | None:
+    def _spliced(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
         tokens: list[int] = []
         position = 0
         for turn in turns:
-            drawn = self._without_end(turn)
-            start = length = -1
-            for header in headers:
-                spelled = self._spelled(drawn, header)
-                found = text.find(header + spelled, position) if spelled else -1
-                if found >= 0:
-                    start, length = found + len(header), len(spelled)
-                    break
-            if start < 0:
-                continue
-            tokens += self.encode(text[position:start])
-            tokens += drawn
-            position = start + length
-        if not position:
-            return None
+            place = self._place(text, position, self._without_end(turn), headers)
+            if place is not None:
+                tokens += self.encode(text[position : place.start])
+                tokens += place.token_ids
+                position = place.stop
         return tokens + self.encode(text[position:])
+
+    def _place(self, text: str, position: int, drawn: Sequence[int], headers: Sequence[str]) -> _Place | None:
+        """Return where the turn stands whole; failing that, how it begins after the next header."""
+        for header in headers:
+            spelling = _Spelling(self, header)
+            spelled = spelling.text(drawn)
+            found = text.find(header + spelled, position) if spelled else -1
+            if found >= 0:
+                start = found + len(header)
+                return _Place(start, start + len(spelled), drawn)
+        for header in headers:
+            found = text.find(header, position)
+            if found >= 0 and (part := self._beginning(text, found + len(header), drawn, header)) is not None:
+                return part
+        return None
+
+    def _beginning(self, text: str, start: int, drawn: Sequence[int], header: str) -> _Place | None:
+        """Return the longest beginning of a turn that the template has kept: it may trim or close it."""
+        spelling = _Spelling(self, header)
+        low, high = 0, len(drawn)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if text.startswith(spelling.text(drawn[:middle]), start):
+                low = middle
+            else:
+                high = middle - 1
+        stop = start + len(spelling.text(drawn[:low]))
+        following = self.encode(text[stop : stop + _LONGEST_ADDED_TOKEN])
+        # Elsewhere a word could be cut in two, and the model has never seen it so.
+        if stop == start or not following or following[0] not in self.added_token_ids:
+            return None
+        return _Place(start, stop, drawn[:low])
 
     def _without_end(self, turn: Sequence[int]) -> list[int]:
         """Return the turn without the tokens that ended it: the template writes its own end."""
@@ -67,8 +91,24 @@ class TurnTokens:
             drawn.pop()
         return drawn
 
-    def _spelled(self, drawn: Sequence[int], header: str) -> str:
-        before = self.encode(header)[-_HEADER_TOKEN_COUNT:]
-        known = self.decode(before)
-        whole = self.decode([*before, *drawn])
-        return whole[len(known) :] if whole.startswith(known) else ""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Tokens for `text[start:stop]`."""
+
+    start: int
+    stop: int
+    token_ids: Sequence[int]
+
+
+class _Spelling:
+    """Text of tokens that stand behind a header, so that a leading space survives."""
+
+    def __init__(self, turns: TurnTokens, header: str) -> None:
+        self._decode = turns.decode
+        self._before = turns.encode(header)[-_HEADER_TOKEN_COUNT:]
+        self._known = turns.decode(self._before)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        whole = self._decode([*self._before, *token_ids])
+        return whole[len(self._known) :] if whole.startswith(self._known) else ""

@@ -39,6 +39,7 @@ class Tokenizer:
                 encode=lambda text: self._encode(text, add_special_tokens=False),
                 decode=lambda ids: self._decode(ids, hides_special_tokens=False),
                 eos_token_ids=frozenset(self.eos_token_ids),
+                added_token_ids=frozenset(wrapper.added_tokens_decoder),
             ),
             format=self._format,
             common_tokens=self._common_tokens,

@@ -80,3 +80,27 @@ def test_tokens_that_spell_something_else_are_left_alone() -> None:
     honest = Conversation((asked, ChatMessage("assistant", "yes"), asked))
     lying = Conversation((asked, ChatMessage("assistant", "yes", token_ids=lie), asked))
     assert tokenizer.render_chat(honest) == tokenizer.render_chat(lying)
+
+
+def test_a_turn_that_the_template_trims_or_closes_keeps_its_beginning() -> None:
+    """A thought that the limit cut is closed by the template; what was drawn of it stays as it was drawn."""
+    tokenizer = tokenizer_of(REMEMBERING)
+    pieces = ["<think>", "t", "he", " way"]
+    tokens = tuple(i for piece in pieces for i in tokenizer._encode(piece, add_special_tokens=False))
+    asked = ChatMessage("user", "Hi")
+    cut = ChatMessage("assistant", "", reasoning="the way", token_ids=tokens)
+    before = tokenizer.render_chat(Conversation((asked,))).token_ids
+    after = tokenizer.render_chat(Conversation((asked, cut, asked))).token_ids
+    assert after[: len(before) + len(tokens)] == (*before, *tokens)
+    assert "the way</think><|im_end|>" in spelled(tokenizer, after)
+
+
+def test_a_turn_that_was_edited_is_tokenized_anew() -> None:
+    tokenizer = tokenizer_of(REMEMBERING)
+    tokens = tuple(
+        i for piece in ("t", "he", " cat") for i in tokenizer._encode(piece, add_special_tokens=False)
+    )
+    asked = ChatMessage("user", "Hi")
+    edited = Conversation((asked, ChatMessage("assistant", "the caterpillar", token_ids=tokens), asked))
+    plain = Conversation((asked, ChatMessage("assistant", "the caterpillar"), asked))
+    assert tokenizer.render_chat(edited) == tokenizer.render_chat(plain)

@@ -58,13 +58,18 @@ def tiny_model_dir(
         config["quantization"] = {"group_size": 32, "bits": quantize_bits}
     folder = parent / (name or architecture)
     folder.mkdir(parents=True, exist_ok=True)
+    write_model(folder, model, config, shard_count=shard_count)
+    limit = config.get("max_position_embeddings", CONTEXT_TOKEN_LIMIT)
+    write_tokenizer(folder, context_token_limit=limit, chat_template=chat_template)
+    return folder
+
+
+def write_model(folder: Path, model: Any, config: dict[str, Any], *, shard_count: int = 1) -> None:
+    """Write weights and configuration into a folder that has, or will get, a tokenizer."""
     _write_weights(folder, model, shard_count=shard_count)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
-    limit = config.get("max_position_embeddings", CONTEXT_TOKEN_LIMIT)
-    write_tokenizer(folder, context_token_limit=limit, chat_template=chat_template)
-    return folder
 
 
 def _build(config: dict[str, Any], *, dtype: str, seed: int) -> Any:
