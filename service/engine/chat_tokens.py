@@ -55,12 +55,11 @@ class TurnTokens:
     def _place(self, text: str, position: int, drawn: Sequence[int], headers: Sequence[str]) -> _Place | None:
         """Return where the turn stands whole; failing that, how it begins after the next header."""
         for header in headers:
-            spelling = _Spelling(self, header)
-            spelled = spelling.text(drawn)
+            spelled = _Spelling(self, header).text(drawn)
             found = text.find(header + spelled, position) if spelled else -1
-            if found >= 0:
-                start = found + len(header)
-                return _Place(start, start + len(spelled), drawn)
+            stop = found + len(header) + len(spelled)
+            if found >= 0 and self._may_end(text, stop):
+                return _Place(found + len(header), stop, drawn)
         for header in headers:
             found = text.find(header, position)
             if found >= 0 and (part := self._beginning(text, found + len(header), drawn, header)) is not None:
@@ -78,11 +77,12 @@ class TurnTokens:
             else:
                 high = middle - 1
         stop = start + len(spelling.text(drawn[:low]))
+        return _Place(start, stop, drawn[:low]) if stop > start and self._may_end(text, stop) else None
+
+    def _may_end(self, text: str, stop: int) -> bool:
+        """Whether a token ends there in any case: elsewhere a word of an edited turn could be cut in two."""
         following = self.encode(text[stop : stop + _LONGEST_ADDED_TOKEN])
-        # Elsewhere a word could be cut in two, and the model has never seen it so.
-        if stop == start or not following or following[0] not in self.added_token_ids:
-            return None
-        return _Place(start, stop, drawn[:low])
+        return not following or following[0] in self.added_token_ids
 
     def _without_end(self, turn: Sequence[int]) -> list[int]:
         """Return the turn without the tokens that ended it: the template writes its own end."""
