@@ -13,7 +13,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from tests.models import build, tiny_config
 from tests.models.chat_templates import Family, write_family
@@ -45,7 +44,7 @@ def chain_model_dir(folder: Path, family: Family, script: Sequence[str], *, firs
         layer.self_attn.o_proj.weight *= 0
         layer.mlp.down_proj.weight *= 0
     model.model.norm.weight = mx.ones_like(model.model.norm.weight)
-    mx.eval([value for _, value in tree_flatten(model.parameters())])
+    mx.eval(model.parameters())
     write_model(folder, model, tiny_config("llama", vocab_size=size))
     return folder
 

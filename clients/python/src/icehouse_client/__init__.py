@@ -1,9 +1,10 @@
 """Client of Icehouse: `Client` for threads, `AsyncClient` for asyncio."""
 
 from icehouse_client.aio import AsyncClient, AsyncStream
+from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
 from icehouse_client.client import Client, Stream
 from icehouse_client.errors import IcehouseClientError
-from icehouse_client.requests import DEFAULT_TIMEOUT_S, CacheUse, Message, Options, Prompt
+from icehouse_client.requests import DEFAULT_TIMEOUT_S, CacheUse, Options, Prompt
 from icehouse_client.results import FinishReason, Reply, Started, Token, Usage
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "DEFAULT_TIMEOUT_S",
     "FinishReason",
     "IcehouseClientError",
+    "MalformedToolCall",
     "Message",
     "Options",
     "Prompt",
@@ -21,5 +23,9 @@ __all__ = [
     "Started",
     "Stream",
     "Token",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
     "Usage",
+    "tool_result",
 ]

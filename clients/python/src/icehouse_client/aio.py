@@ -11,11 +11,11 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
 
+from icehouse_client.chat import Message, Tool
 from icehouse_client.client import CHANNEL_OPTIONS
 from icehouse_client.errors import error_from
 from icehouse_client.requests import (
     DEFAULT_TIMEOUT_S,
-    Message,
     Options,
     Prompt,
     generate_request,
@@ -55,7 +55,7 @@ class AsyncClient:
             return reply_from(await self._inference.Generate(request, timeout=self._deadline(options)))
 
     async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
-        """Return the assistant's next turn."""
+        """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
         return await self.generate(messages, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
@@ -64,10 +64,15 @@ class AsyncClient:
         return AsyncStream(self._inference.Stream(request, timeout=self._deadline(options)))
 
     async def tokenize(
-        self, prompt: str | Sequence[Message], *, model: str = "", timeout_s: float | None = None
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        model: str = "",
+        tools: Sequence[Tool] = (),
+        timeout_s: float | None = None,
     ) -> list[Token]:
         """Return the tokens of a prompt."""
-        request = tokenize_request(prompt, model=model)
+        request = tokenize_request(prompt, model=model, tools=tools)
         with _translated():
             return tokens_from(await self._inference.Tokenize(request, timeout=timeout_s or self._timeout_s))
 

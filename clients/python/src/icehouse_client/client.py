@@ -11,10 +11,10 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
 
+from icehouse_client.chat import Message, Tool
 from icehouse_client.errors import error_from
 from icehouse_client.requests import (
     DEFAULT_TIMEOUT_S,
-    Message,
     Options,
     Prompt,
     generate_request,
@@ -62,7 +62,7 @@ class Client:
             return reply_from(self._inference.Generate(request, timeout=self._deadline(options)))
 
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
-        """Return the assistant's next turn."""
+        """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
         return self.generate(messages, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
@@ -71,10 +71,15 @@ class Client:
         return Stream(self._inference.Stream(request, timeout=self._deadline(options)))
 
     def tokenize(
-        self, prompt: str | Sequence[Message], *, model: str = "", timeout_s: float | None = None
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        model: str = "",
+        tools: Sequence[Tool] = (),
+        timeout_s: float | None = None,
     ) -> list[Token]:
         """Return the tokens of a prompt."""
-        request = tokenize_request(prompt, model=model)
+        request = tokenize_request(prompt, model=model, tools=tools)
         with _translated():
             return tokens_from(self._inference.Tokenize(request, timeout=timeout_s or self._timeout_s))
 

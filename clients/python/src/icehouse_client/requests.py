@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2
 from icehouse.v1 import inference_service_pb2 as inference
+
+from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
@@ -20,15 +21,6 @@ _CACHE_USES = {
     "write_only": cache_policy_pb2.CACHE_USE_WRITE_ONLY,
     "off": cache_policy_pb2.CACHE_USE_OFF,
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation. `role` is "system", "user", "assistant", ..."""
-
-    role: str
-    content: str
-    name: str | None = None
 
 
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -50,6 +42,10 @@ class Options(TypedDict, total=False):
     cache_use: CacheUse
     tenant: str
     priority: int
+    tools: Sequence[Tool]
+    tool_choice: ToolChoice
+    template_arguments: Mapping[str, Any]
+    continue_final_message: bool
     timeout_s: float | None
 
 
@@ -68,25 +64,36 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         ),
         stop=options.get("stop", ()),
         priority=options.get("priority", 0),
+        tools=tool_protos(options.get("tools", ())),
     )
     if "cache_use" in options:
         request.cache.use = _CACHE_USES[options["cache_use"]]
     if "tenant" in options:
         request.cache.tenant = options["tenant"]
+    if "tool_choice" in options:
+        request.tool_choice.CopyFrom(choice_proto(options["tool_choice"]))
     if isinstance(prompt, str):
         request.text = prompt
     elif _is_chat(prompt):
-        request.chat.CopyFrom(_chat(prompt))
+        request.chat.CopyFrom(
+            chat_proto(
+                prompt,
+                template_arguments=options.get("template_arguments"),
+                continue_final_message=options.get("continue_final_message", False),
+            )
+        )
     else:
         request.tokens.CopyFrom(prompt_pb2.TokenPrompt(ids=_token_ids(prompt)))
     return request
 
 
-def tokenize_request(prompt: str | Sequence[Message], *, model: str) -> inference.TokenizeRequest:
+def tokenize_request(
+    prompt: str | Sequence[Message], *, model: str, tools: Sequence[Tool] = ()
+) -> inference.TokenizeRequest:
     """Return the message of Tokenize."""
     if isinstance(prompt, str):
         return inference.TokenizeRequest(model=model, text=prompt)
-    return inference.TokenizeRequest(model=model, chat=_chat(prompt))
+    return inference.TokenizeRequest(model=model, chat=chat_proto(prompt), tools=tool_protos(tools))
 
 
 def timeout_of(options: Options, *, default_s: float | None) -> float | None:
@@ -96,15 +103,6 @@ def timeout_of(options: Options, *, default_s: float | None) -> float | None:
 
 def _is_chat(prompt: Sequence[Message] | Sequence[int]) -> bool:
     return bool(prompt) and isinstance(prompt[0], Message)
-
-
-def _chat(messages: Sequence[Message] | Sequence[int]) -> prompt_pb2.ChatPrompt:
-    turns = []
-    for message in messages:
-        if not isinstance(message, Message):
-            raise TypeError(f"a conversation holds Message, not {type(message).__name__}")
-        turns.append(prompt_pb2.ChatMessage(role=message.role, content=message.content, name=message.name))
-    return prompt_pb2.ChatPrompt(messages=turns)
 
 
 def _token_ids(prompt: Sequence[Message] | Sequence[int]) -> list[int]:

@@ -10,6 +10,8 @@ from google.protobuf.duration_pb2 import Duration
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import usage_pb2
 
+from icehouse_client.chat import CallSum, MalformedToolCall, Message, ToolCall
+
 
 class FinishReason(enum.StrEnum):
     """Why the output ended."""
@@ -18,6 +20,7 @@ class FinishReason(enum.StrEnum):
     STOP_STRING = "STOP_STRING"
     LENGTH = "LENGTH"
     CONTEXT_LENGTH = "CONTEXT_LENGTH"
+    TOOL_CALLS = "TOOL_CALLS"
     UNKNOWN = "UNKNOWN"
     """A reason newer than this client."""
 
@@ -52,6 +55,19 @@ class Reply:
     request_id: str
     model: str
     seed: int
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed_tool_calls: tuple[MalformedToolCall, ...] = ()
+
+    def message(self) -> Message:
+        """Return the assistant's turn, for the next request of the conversation."""
+        return Message(
+            "assistant",
+            self.text,
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
+            token_ids=self.token_ids,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +102,11 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
         request_id=response.request_id,
         model=response.model,
         seed=response.seed,
+        reasoning=response.reasoning,
+        tool_calls=tuple(ToolCall(c.id, c.name, c.arguments_json) for c in response.tool_calls),
+        malformed_tool_calls=tuple(
+            MalformedToolCall(found.text, found.problem) for found in response.malformed_tool_calls
+        ),
     )
 
 
@@ -102,6 +123,9 @@ class StreamSum:
         self.reply: Reply | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._reasonings: list[str] = []
+        self._calls = CallSum()
+        self._malformed: list[MalformedToolCall] = []
 
     def add(self, response: inference.StreamResponse) -> str:
         """Take one event and return its text, empty for events that have none."""
@@ -111,10 +135,19 @@ class StreamSum:
         elif kind == "finished":
             self.reply = self._reply(response.finished)
         elif kind == "delta":
-            self._texts.append(response.delta.text)
-            self._token_ids.extend(response.delta.token_ids)
+            self._add_delta(response.delta)
             return response.delta.text
         return ""
+
+    def _add_delta(self, delta: inference.Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        self._reasonings.append(delta.reasoning)
+        if delta.HasField("tool_call"):
+            self._calls.add(delta.tool_call)
+        if delta.HasField("malformed_tool_call"):
+            found = delta.malformed_tool_call
+            self._malformed.append(MalformedToolCall(found.text, found.problem))
 
     def _reply(self, finished: inference.Finished) -> Reply:
         started = self.started
@@ -129,6 +162,9 @@ class StreamSum:
             request_id=started.request_id,
             model=started.model,
             seed=started.seed,
+            reasoning="".join(self._reasonings),
+            tool_calls=self._calls.calls,
+            malformed_tool_calls=tuple(self._malformed),
         )
 
 

@@ -1,0 +1,142 @@
+"""Conversations and tools: what is sent of them and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from icehouse.v1 import prompt_pb2, tool_pb2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model has made. `arguments_json` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments, not checked against the tool's schema."""
+        parsed = json.loads(self.arguments_json)
+        assert isinstance(parsed, dict), "the server lets only objects through"
+        return parsed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation. `role` is "system", "user", "assistant", "tool", ...
+
+    An answer becomes one by `Reply.message()`; its `token_ids` let the server go on from its cached blocks.
+    """
+
+    role: str
+    content: str
+    name: str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may ask to be called. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MalformedToolCall:
+    """Text that began as a call and cannot be read as one. It is a part of the output's text too."""
+
+    text: str
+    problem: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | Tool
+"""Whether tools are called; a `Tool` is the one that must be."""
+
+_MODES = {
+    "auto": tool_pb2.TOOL_CHOICE_MODE_AUTO,
+    "none": tool_pb2.TOOL_CHOICE_MODE_NONE,
+    "required": tool_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+
+
+def tool_result(call: ToolCall, content: str) -> Message:
+    """Return the message that answers a call."""
+    return Message("tool", content, name=call.name, tool_call_id=call.id)
+
+
+def chat_proto(
+    messages: Sequence[object],
+    *,
+    template_arguments: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+) -> prompt_pb2.ChatPrompt:
+    """Return the conversation as a message; raises TypeError for what is no Message."""
+    chat = prompt_pb2.ChatPrompt(continue_final_message=continue_final_message)
+    if template_arguments:
+        chat.template_arguments.update(template_arguments)
+    for message in messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"a conversation holds Message, not {type(message).__name__}")
+        chat.messages.add(
+            role=message.role,
+            content=message.content,
+            name=message.name,
+            reasoning=message.reasoning,
+            tool_calls=[
+                tool_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
+                for call in message.tool_calls
+            ],
+            tool_call_id=message.tool_call_id,
+            token_ids=message.token_ids,
+        )
+    return chat
+
+
+def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:
+    """Return the tools as messages."""
+    return [
+        tool_pb2.Tool(
+            name=tool.name,
+            description=tool.description,
+            parameters_json="" if tool.parameters is None else json.dumps(tool.parameters),
+        )
+        for tool in tools
+    ]
+
+
+def choice_proto(choice: ToolChoice) -> tool_pb2.ToolChoice:
+    """Return the choice as a message."""
+    if isinstance(choice, Tool):
+        return tool_pb2.ToolChoice(mode=tool_pb2.TOOL_CHOICE_MODE_NAMED, name=choice.name)
+    return tool_pb2.ToolChoice(mode=_MODES[choice])
+
+
+class CallSum:
+    """Adds the pieces of an output's calls up."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, ToolCall] = {}
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls that were not withdrawn, in order."""
+        return tuple(self._calls.values())
+
+    def add(self, piece: tool_pb2.ToolCallDelta) -> None:
+        """Add a piece."""
+        if piece.withdrawn:
+            self._calls.pop(piece.index, None)
+            return
+        call = self._calls.get(piece.index, ToolCall(piece.id, piece.name, ""))
+        whole = call.arguments_json + piece.arguments_json
+        self._calls[piece.index] = dataclasses.replace(call, arguments_json=whole)
