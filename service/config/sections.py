@@ -71,6 +71,19 @@ class ServerConfig:
     tokenizer_thread_count: int = setting(
         2, Kind.COUNT, "Threads that tokenize prompts beside the event loop.", minimum=1, maximum=64
     )
+    max_grammar_bytes: int = setting(
+        64 * 1024,
+        Kind.BYTES,
+        "Longest response format: a JSON schema, a regular expression, a grammar, choices.",
+        minimum=1024,
+        maximum=256 * 1024,
+    )
+    grammar_timeout_s: float = setting(
+        10.0, Kind.SECONDS, "How long compiling a response format may take.", minimum=0.1
+    )
+    grammar_cache_count: int = setting(
+        32, Kind.COUNT, "Compiled response formats that are kept for the next request.", minimum=1
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

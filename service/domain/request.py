@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from service.domain.constraint import Grammar
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.sampling import SamplingParams
 
@@ -38,3 +39,5 @@ class GenerationRequest:
     """Higher runs first."""
     shows_markers: bool = False
     """Whether special tokens are a part of the text, but for those that begin, end or pad it."""
+    grammar: Grammar | None = None
+    """What the output must be, if anything."""

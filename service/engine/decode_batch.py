@@ -151,7 +151,7 @@ class DecodeBatch:
         logprobs = drawn.logprobs()
         self._in_flight = None
         return [
-            Drawn(sequence_id, token_id, logprobs.get(sequence_id), row.is_complete)
+            Drawn(sequence_id, token_id, logprobs.get(sequence_id), row.is_complete, row.error)
             for sequence_id, token_id, row in zip(self._ids, token_ids, self._rows, strict=True)
         ]
 

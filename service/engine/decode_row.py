@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from service.domain.constraint import Constraint
 from service.domain.sampling import SamplingParams
-from service.engine.constraint import Constraint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

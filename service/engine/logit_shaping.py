@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from service.engine.grammar import fill_masks
 from service.engine.sampling_row import SamplingRow
 
 _BITS = 32
@@ -44,17 +45,18 @@ def _edit(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
 def _constrain(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Leave constrained rows what their masks allow."""
-    masks = [
-        (index, row.constraint.allowed_tokens())
+    bound = [
+        (index, row.constraint)
         for index, row in enumerate(rows)
         if row.constraint is not None and not row.constraint.is_finished
     ]
-    if not masks:
+    if not bound:
         return logits
-    allowed = _unpacked([mask for _, mask in masks], vocabulary_size=logits.shape[-1])
-    if len(masks) == len(rows):
+    masks = fill_masks([constraint for _, constraint in bound])
+    allowed = _unpacked(masks, vocabulary_size=logits.shape[-1])
+    if len(bound) == len(rows):
         return mx.where(allowed, logits, -math.inf)
-    where = mx.array([index for index, _ in masks])
+    where = mx.array([index for index, _ in bound])
     logits[where] = mx.where(allowed, logits[where], -math.inf)
     return logits
 

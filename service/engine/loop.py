@@ -249,6 +249,9 @@ class EngineLoop:
         self.counters.note_decode(len(drawn), now - began)
         for token in drawn:
             sequence = self._live.of(token.sequence_id)
+            if token.error is not None:
+                self._live.fail(sequence, token.error)
+                continue
             end = self._delivery.take_token(sequence, token, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:

@@ -24,6 +24,8 @@ class Drawn(NamedTuple):
     """Told when the row asked."""
     is_complete: bool = False
     """The row's constraint lets nothing follow this token."""
+    error: IcehouseError | None = None
+    """Why the row cannot go on; its token is not to be told."""
 
 
 class MemoryUse(NamedTuple):

@@ -69,10 +69,12 @@ def _draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     logits = filter_logits(logits, rows)
     temperatures = mx.array([[row.params.temperature] for row in rows], dtype=mx.float32)
     peak = mx.max(logits, axis=-1, keepdims=True)
-    cumulative = mx.cumsum(mx.exp((logits - peak) / temperatures), axis=-1)
+    weights = mx.exp((logits - peak) / temperatures)
+    cumulative = mx.cumsum(weights, axis=-1)
     # A hair below the total, so that rounding never runs past the last possible token.
     target = _uniform(rows)[:, None] * cumulative[:, -1:] * (1.0 - 1e-6)
-    return mx.argmax(cumulative > target, axis=-1)
+    # A scan in parallel may round a sum up at a token of no weight: what is excluded is never drawn.
+    return mx.argmax((cumulative > target) & (weights > 0), axis=-1)
 
 
 def _uniform(rows: Sequence[SamplingRow], *, salt: int = 0) -> mx.array:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from service.domain.constraint import Constraint
 from service.domain.sampling import SamplingParams
 from service.engine.bans import Bans
-from service.engine.constraint import Constraint
 from service.engine.decode_row import DecodeRow
 from service.engine.logit_edits import LogitEdits
+from service.errors import IcehouseError
 
 
 class SamplingRow:
@@ -70,6 +71,11 @@ class SamplingRow:
     def is_complete(self) -> bool:
         """Whether the constraint lets nothing follow the tokens accepted so far."""
         return self.constraint is not None and self.constraint.is_finished
+
+    @property
+    def error(self) -> IcehouseError | None:
+        """Why the constraint cannot go on."""
+        return self.constraint.error if self.constraint is not None else None
 
     def accept(self, token_id: int) -> None:
         """Go on behind a token that was drawn and is known now."""

@@ -139,6 +139,7 @@ class Sequence:
             sampling=self.request.sampling,
             prompt_token_ids=self.request.prompt_token_ids,
             output_token_ids=tuple(self.output_token_ids),
+            constraint=self.request.grammar.start() if self.request.grammar is not None else None,
         )
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:

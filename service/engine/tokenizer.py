@@ -20,6 +20,8 @@ from service.engine.upstream_reply import read_reply_format
 from service.errors import InvalidRequest, Reason
 
 _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+_MERGES = '"merges":['
+"""How tokenizer.json begins its list of merges; inside a string of it the quotes would be escaped."""
 
 
 class Tokenizer:
@@ -108,6 +110,19 @@ class Tokenizer:
         """As `decode`, hiding only those special tokens that begin, end or pad a text."""
         shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
         return self._decode(shown, hides_special_tokens=False)
+
+    def vocabulary_json(self) -> str | None:
+        """Return the vocabulary as tokenizer.json writes it, without the merges; None for a slow tokenizer.
+
+        Merges matter for encoding only, and were three quarters of what reading 262,144 tokens took in
+        memory.
+        """
+        if self._fast is None:
+            return None
+        text = str(self._fast.to_str())
+        start = text.find(_MERGES)
+        # The merges are the model's last entry, and the model is the last of all.
+        return text if start < 0 or not text.endswith("]}}") else text[:start] + _MERGES + "]}}"
 
     def piece(self, token_id: int) -> str:
         """Return one token's own spelling, special tokens included; empty outside the vocabulary."""

@@ -31,6 +31,8 @@ class Residues:
     def is_finished(self) -> bool:
         return len(self.accepted) >= self._length
 
+    error = None
+
     def allowed_tokens(self) -> np.ndarray:
         assert not self.is_finished
         self.thread_ids.add(threading.get_ident())

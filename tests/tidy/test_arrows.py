@@ -36,6 +36,7 @@ OWNERS = {
     "grpc_status": ("service.rpc.",),
     "google": ("service.rpc.",),
     "icehouse": ("service.rpc.",),
+    "llguidance": ("service.engine.grammar",),
     "sqlite_utils": ("service.kv.manifest",),
     "sqlite3": ("service.kv.",),
     "typer": ("service.cli.",),

@@ -13,6 +13,7 @@ from icehouse.v1 import cache_policy_pb2 as _cache_policy_pb2
 from icehouse.v1 import cache_stats_pb2 as _cache_stats_pb2
 from icehouse.v1 import engine_stats_pb2 as _engine_stats_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
+from icehouse.v1 import response_format_pb2 as _response_format_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
 from icehouse.v1 import tenant_stats_pb2 as _tenant_stats_pb2
 from icehouse.v1 import tool_pb2 as _tool_pb2
@@ -42,6 +43,7 @@ class GenerateRequest(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -80,6 +82,10 @@ class GenerateRequest(_message.Message):
         """
 
     @_builtins.property
+    def response_format(self) -> _response_format_pb2.ResponseFormat:
+        """The form the output must have. Absent: any."""
+
+    @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
         """Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
         refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
@@ -105,14 +111,15 @@ class GenerateRequest(_message.Message):
         max_output_tokens: _builtins.int = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
+        response_format: _response_format_pb2.ResponseFormat | None = ...,
         tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
         tool_choice: _tool_pb2.ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

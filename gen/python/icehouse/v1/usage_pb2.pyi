@@ -27,7 +27,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never sent."""
     FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 1
-    """The model emitted one of its end tokens; the token is not part of the output."""
+    """The model emitted one of its end tokens, whose text is not part of the output; or the output is
+    complete in its response format, where nothing but an end token could follow.
+    """
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 2
     """One of the request's stop strings appeared; the text ends before it."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 3
@@ -45,7 +47,9 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never sent."""
 FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 1
-"""The model emitted one of its end tokens; the token is not part of the output."""
+"""The model emitted one of its end tokens, whose text is not part of the output; or the output is
+complete in its response format, where nothing but an end token could follow.
+"""
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 2
 """One of the request's stop strings appeared; the text ends before it."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 3

@@ -1,4 +1,4 @@
-"""What keeps one sequence's output inside a grammar, as the sampler sees it."""
+"""What keeps an output inside a form: a compiled grammar, and its use by one sequence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from service.errors import IcehouseError
 
 
 class Constraint(Protocol):
@@ -19,6 +21,11 @@ class Constraint(Protocol):
         """Whether the output is complete: nothing may follow, and `allowed_tokens` is not asked again."""
         ...
 
+    @property
+    def error(self) -> IcehouseError | None:
+        """Why it cannot say any more what may follow; its sequence then ends with this."""
+        ...
+
     def allowed_tokens(self) -> npt.NDArray[np.uint32]:
         """Return the tokens that may come next, one bit each: token i is bit i % 32 of word i // 32.
 
@@ -29,4 +36,12 @@ class Constraint(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Go on behind a token that was drawn."""
+        ...
+
+
+class Grammar(Protocol):
+    """A form ready for use. Never changes; any number of sequences on any thread may start from it."""
+
+    def start(self) -> Constraint:
+        """Return a constraint at the beginning of an output, owned by the caller's thread."""
         ...
