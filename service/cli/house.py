@@ -17,8 +17,9 @@ from service.domain.ids import RequestId
 from service.domain.model import EngineState
 from service.domain.request import GenerationRequest
 from service.engine.engine import Engine
+from service.engine.grammar_compiler import GrammarCompiler
 from service.engine.mlx_runner import MlxRunner, RunnerSettings
-from service.engine.model_loader import ModelSource, load_tokenizer
+from service.engine.model_loader import ModelSource, load_tokenizer, read_config, vocabulary_size
 from service.engine.scheduler import SchedulerLimits
 from service.engine.tokenizer import Tokenizer
 from service.engine.waiting import WaitingLimits
@@ -114,9 +115,19 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         engine=_EngineDoor(engine),
         router=router,
         clock=clock,
+        grammars=grammar_compiler(config, source, tokenizer),
         heartbeat_timeout_s=config.server.stuck_timeout_s,
     )
     return House(engine=engine, server=server, router=router, clock=clock, storage=room.storage)
+
+
+def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
+    """Return what compiles response formats for the model's table of tokens."""
+    return GrammarCompiler(
+        tokenizer,
+        vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
+        kept_count=config.server.grammar_cache_count,
+    )
 
 
 def weights_dtype(config: ModelConfig) -> str:

@@ -102,4 +102,4 @@ def _fill(constraints: Sequence[MatcherConstraint]) -> Sequence[Mask]:
         fill_next_token_bitmask_par(constraints[0].executor, matchers, words)
     for constraint in constraints:
         constraint.note_failure()
-    return words.view(np.uint32)
+    return list(words.view(np.uint32))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import collections
 import json
 import threading
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from service.domain.response_format import (
@@ -27,7 +28,6 @@ from service.engine.grammar import CompiledGrammar
 from service.engine.grammar_cost import check_multiples, check_multiples_in_text
 from service.engine.grammar_place import Mistake, lark_mistake, regex_mistake, schema_mistake
 from service.engine.grammar_source import grammar_source
-from service.engine.tokenizer import Tokenizer
 from service.errors import InvalidRequest, Reason
 
 STACK_BYTES_PER_BYTE = 4096
@@ -47,10 +47,22 @@ _FIELDS: dict[type[ResponseFormat], str] = {
 }
 
 
+class VocabularySource(Protocol):
+    """What is wanted of a tokenizer."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def vocabulary_json(self) -> str | None:
+        """Return the vocabulary as tokenizer.json writes it; None where there is none."""
+        ...
+
+
 class GrammarCompiler:
     """Forms to grammars over one model's vocabulary; remembers the ones used last."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocabulary_size: int, kept_count: int) -> None:
+    def __init__(self, tokenizer: VocabularySource, *, vocabulary_size: int, kept_count: int) -> None:
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._kept_count = kept_count
@@ -58,6 +70,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
+
+    @property
+    def stack_bytes_per_byte(self) -> int:
+        """Stack that the calling thread needs for each byte of a form."""
+        return STACK_BYTES_PER_BYTE
 
     def prepare(self) -> None:
         """Read the vocabulary, unless it was read before.
@@ -95,7 +112,7 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _invalid(self._mistake(form, matcher.get_error()), field=field)
-        _check_first_step(matcher, field=field)
+        _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
         return CompiledGrammar(matcher, executor=executor, vocabulary_size=vocabulary.vocab_size)
 
     def _compile_tag(self, schema: str, *, field: str) -> None:
@@ -161,12 +178,13 @@ def _read_schema(schema: str, *, field: str) -> Any:
     return parsed
 
 
-def _check_first_step(matcher: LLMatcher, *, field: str) -> None:
+def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: str) -> None:
     """Compute the first mask, which also warms the lexer, and refuse what cannot begin."""
-    matcher.compute_bitmask()
-    if not matcher.is_stopped():
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    allowed[end_token_ids] = 0
+    if not matcher.is_error() and allowed.any():
         return
-    if matcher.is_accepting() and not matcher.is_error():
+    if not matcher.is_error():
         raise _invalid(Mistake("it allows nothing but the empty text", ""), field=field)
     if "NoExtension" in matcher.get_error():
         raise _invalid(Mistake("no text can match it", ""), field=field)

@@ -75,18 +75,28 @@ def schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str])
     """Return the JSON pointer of the smallest part of which `complain` says the same as of the whole."""
     shared = _definitions(schema)
     pointer, part, probe_count = "", schema, 0
-    descended = True
-    while descended:
-        descended = False
-        for step, child in _children(part):
+    seen: set[str] = set()
+    while pointer not in seen:
+        seen.add(pointer)
+        for child_pointer, child in _parts(schema, part, pointer):
             probe_count += 1
             if probe_count > _PROBE_LIMIT:
                 break
             probe = {**shared, **child} if isinstance(child, Mapping) else child
             if complain(probe) == message:
-                pointer, part, descended = pointer + step, child, True
+                pointer, part = child_pointer, child
                 break
     return Mistake(_one_line(message), pointer or "/")
+
+
+def _parts(root: Any, part: Any, pointer: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a part is made of: its own subschemas, then what it refers to."""
+    yield from ((pointer + step, child) for step, child in _children(part))
+    reference = part.get("$ref") if isinstance(part, Mapping) else None
+    for key in ("$defs", "definitions"):
+        name = str(reference).removeprefix(f"#/{key}/")
+        if name != reference and isinstance(root, Mapping) and name in root.get(key, {}):
+            yield f"/{key}/{name}", root[key][name]
 
 
 def _definitions(schema: Any) -> dict[str, Any]:

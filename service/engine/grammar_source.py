@@ -43,10 +43,12 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
             return LLMatcher.grammar_from_lark(_tagged_lark(form, pieces))
 
 
-def schema_without_options(schema: str) -> str:
-    """Return a schema's text without llguidance's own key, unchanged where there is none."""
+def _as_object(schema: str) -> str:
+    """Return a schema's text as an object without llguidance's own key; unchanged where it is one."""
     parsed: Any = json.loads(schema)
-    if not isinstance(parsed, dict) or _OWN_OPTIONS_KEY not in parsed:
+    if isinstance(parsed, bool):
+        return "{}" if parsed else '{"allOf":[false]}'
+    if _OWN_OPTIONS_KEY not in parsed:
         return schema
     del parsed[_OWN_OPTIONS_KEY]
     return json.dumps(parsed)
@@ -54,7 +56,7 @@ def schema_without_options(schema: str) -> str:
 
 def _json_source(schema: str, *, is_compact: bool) -> str:
     options: dict[str, Any] = {"whitespace_flexible": not is_compact}
-    return LLMatcher.grammar_from_json_schema(schema_without_options(schema), overrides=options)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(_as_object(schema), overrides=options)  # type: ignore[arg-type]
 
 
 def _choice_lark(texts: Iterable[str]) -> str:
@@ -82,7 +84,11 @@ def _after_text(name: str, item: JsonTag, pieces: Pieces) -> list[str]:
     """Return rules for a tag behind any text: the first place where it begins is where it begins."""
     begin = list(pieces(item.begin))
     rest = " ".join(
-        [*(_literal(piece) for piece in begin[1:]), f"%json {item.schema}", *_literals(item.end, pieces)]
+        [
+            *(_literal(piece) for piece in begin[1:]),
+            f"%json {_as_object(item.schema)}",
+            *_literals(item.end, pieces),
+        ]
     )
     if isinstance(begin[0], int):
         return [f"first_{name}: TEXT {_literal(begin[0])} {rest}"]
@@ -90,7 +96,7 @@ def _after_text(name: str, item: JsonTag, pieces: Pieces) -> list[str]:
 
 
 def _body(item: JsonTag, pieces: Pieces) -> str:
-    parts = [*_literals(item.begin, pieces), f"%json {item.schema}", *_literals(item.end, pieces)]
+    parts = [*_literals(item.begin, pieces), f"%json {_as_object(item.schema)}", *_literals(item.end, pieces)]
     return " ".join(parts)
 
 

@@ -116,7 +116,7 @@ def describe(
     return ModelInfo(
         model_id=source.model_id,
         architecture=str(loaded.config["model_type"]),
-        vocabulary_size=find_int(loaded.config, ("vocab_size",)) or tokenizer.vocabulary_size,
+        vocabulary_size=vocabulary_size(loaded.config, tokenizer),
         context_token_limit=int(context),
         dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
         quantization=_quantization(loaded.config),
@@ -129,6 +129,11 @@ def describe(
         eos_token_ids=tokenizer.eos_token_ids,
         device=_device_name(),
     )
+
+
+def vocabulary_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
+    """Return how many token ids the model knows; its table is often larger than the tokenizer's."""
+    return find_int(config, ("vocab_size",)) or tokenizer.vocabulary_size
 
 
 def _one_line(error: Exception) -> str:

@@ -13,8 +13,10 @@ from icehouse.v1 import cache_policy_pb2, tool_pb2
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
 from service.domain.request import CacheUse, GenerationRequest
+from service.domain.response_format import ResponseFormat
 from service.domain.sampling import SamplingParams
 from service.rpc.calls import Call
+from service.rpc.grammar_desk import GrammarDesk
 from service.rpc.outbox import Outbox
 from service.rpc.ports import EnginePort, ServedModel
 from service.rpc.prepared import Prepared
@@ -55,6 +57,7 @@ class Generation:
         engine: EnginePort,
         router: Router,
         prompts: PromptReader,
+        grammars: GrammarDesk,
         tenants: Tenants,
         draw_seed: Callable[[], int],
     ) -> None:
@@ -62,6 +65,7 @@ class Generation:
         self._engine = engine
         self._router = router
         self._prompts = prompts
+        self._grammars = grammars
         self._tenants = tenants
         self._draw_seed = draw_seed
 
@@ -80,6 +84,7 @@ class Generation:
         bad_words: Sequence[str] = (),
         stop: tuple[str, ...] = (),
         tool_choice: tool_pb2.ToolChoice | None = None,
+        form: ResponseFormat | None = None,
     ) -> Prepared:
         """Return the served model and the engine's request; raises what refuses it.
 
@@ -110,6 +115,7 @@ class Generation:
             cache_use=cache_use,
             tenant=tenant,
             priority=priority,
+            grammar=await self._grammars.compile(form) if form is not None else None,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         return Prepared(model, request, prompt.chat)

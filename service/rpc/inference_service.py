@@ -13,6 +13,7 @@ from service.rpc.generation import Generation
 from service.rpc.prepared import Prepared
 from service.rpc.prompts import PromptReader, text_prompt_of
 from service.rpc.reply import ReplySum
+from service.rpc.response_formats import response_format_of
 from service.rpc.router import Router
 from service.rpc.sampling_fields import sampling_of
 from service.rpc.stall_timer import StallTimer
@@ -110,5 +111,6 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             sampling=sampling,
             bad_words=request.sampling.bad_words,
             stop=stop_of(request.stop, self._config),
+            form=response_format_of(request.response_format) if request.HasField("response_format") else None,
             tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
         )

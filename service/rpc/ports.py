@@ -9,10 +9,12 @@ from typing import Protocol
 from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.chat import Conversation, RenderedChat
+from service.domain.constraint import Grammar
 from service.domain.ids import RequestId
 from service.domain.model import ModelInfo
 from service.domain.reply import Piece
 from service.domain.request import GenerationRequest
+from service.domain.response_format import ResponseFormat
 from service.domain.stats import EngineStats
 from service.errors import IcehouseError
 
@@ -98,6 +100,23 @@ class TokenizerPort(Protocol):
 
     def piece(self, token_id: int) -> str:
         """Return one token's own spelling."""
+        ...
+
+
+class GrammarPort(Protocol):
+    """Compiles response formats for the served model. Called in one thread at a time; may take seconds."""
+
+    @property
+    def stack_bytes_per_byte(self) -> int:
+        """Stack to have for each byte of a form: compiling descends recursively."""
+        ...
+
+    def prepare(self) -> None:
+        """Read the vocabulary, unless it was read before."""
+        ...
+
+    def compile(self, form: ResponseFormat) -> Grammar:
+        """Return a form's grammar; raises InvalidRequest with the place of a mistake."""
         ...
 
 

@@ -31,7 +31,7 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
             f"{_FIELD}.choice.texts is empty; give at least one text", field=f"{_FIELD}.choice.texts"
         )
     raise _missing(
-        f"{_FIELD} says nothing; set one of json_schema, json_object, regex, lark and choice, or leave it out",
+        f"{_FIELD} is empty; set one of json_schema, json_object, regex, lark and choice, or leave it out",
         field=_FIELD,
     )
 

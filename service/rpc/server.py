@@ -19,11 +19,12 @@ from service.rpc.cache_service import CacheService
 from service.rpc.calls import CallDesk
 from service.rpc.door import Door
 from service.rpc.generation import Generation
+from service.rpc.grammar_desk import GrammarDesk
 from service.rpc.health import Health
 from service.rpc.inference_service import InferenceService
 from service.rpc.model_service import ModelService
 from service.rpc.one_of import OneOfInterceptor
-from service.rpc.ports import EnginePort
+from service.rpc.ports import EnginePort, GrammarPort
 from service.rpc.prompts import PromptReader
 from service.rpc.reflection import add_reflection
 from service.rpc.router import Router
@@ -58,6 +59,7 @@ class RpcServer:
         engine: EnginePort,
         router: Router,
         clock: Clock,
+        grammars: GrammarPort | None = None,
         connection: ConnectionConfig | None = None,
         security: SecurityConfig | None = None,
         tenants: TenantConfig | None = None,
@@ -71,6 +73,9 @@ class RpcServer:
         self._tenants = Tenants(tenants or TenantConfig(), running_limit=tenant_running_limit, clock=clock)
         self._security = Security(self._security_config, clock=clock)
         self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
+        self._grammars = GrammarDesk(
+            grammars, byte_limit=config.max_grammar_bytes, timeout_s=config.grammar_timeout_s
+        )
         self._desk = CallDesk(clock=clock, concurrent_call_limit=config.max_concurrent_calls)
         self._health = Health(
             engine=engine,
@@ -103,6 +108,7 @@ class RpcServer:
         )
         await self._health.refresh()
         await self._server.start()
+        self._grammars.start()
         self._tasks = [
             asyncio.create_task(self._health.run(), name="health"),
             asyncio.create_task(self._security.run(), name="security"),
@@ -131,6 +137,7 @@ class RpcServer:
         # Not waited for any longer: health watchers, who would stay for ever.
         await self._server.stop(_FLUSH_S)
         self._prompts.close()
+        self._grammars.close()
         if self.address:
             remove_uds(self._config)
 
@@ -148,6 +155,7 @@ class RpcServer:
             engine=engine,
             router=router,
             prompts=self._prompts,
+            grammars=self._grammars,
             tenants=self._tenants,
             draw_seed=draw_seed,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
 from service.domain.constraint import Constraint
@@ -37,22 +38,20 @@ from tests.models.vocabulary import (
 BUILT = tokenizer()
 
 
-class Wrapper:
-    """As much of mlx-lm's TokenizerWrapper as a Tokenizer wants here."""
+class Vocabulary:
+    """A tokenizer's vocabulary; None stands for a tokenizer that cannot tell it."""
 
     def __init__(self, built: Any = BUILT, *, eos: int = EOS_ID) -> None:
-        self.backend_tokenizer = built
-        self.eos_token_ids = {eos}
-        self._size = built.get_vocab_size() if built is not None else 0
+        self._built = built
+        self.eos_token_ids = (eos,)
+        self.vocabulary_size = built.get_vocab_size() if built is not None else 0
 
-    def __len__(self) -> int:
-        return self._size
+    def vocabulary_json(self) -> str | None:
+        return self._built.to_str() if self._built is not None else None
 
 
 def compiler(**settings: Any) -> GrammarCompiler:
-    return GrammarCompiler(
-        Tokenizer(Wrapper()), **{"vocabulary_size": VOCABULARY_SIZE, "kept_count": 4} | settings
-    )
+    return GrammarCompiler(Vocabulary(), **{"vocabulary_size": VOCABULARY_SIZE, "kept_count": 4} | settings)
 
 
 COMPILER = compiler()
@@ -94,7 +93,7 @@ CALL = JsonTag(
 TURN = JsonTag("<|im_start|>run ", '{"type":"integer"}', "<pad>")
 
 TAKEN = [
-    (PERSON, ['{"name":"Ada","age":36}', '{ "name" : "é🧊" ,\n "age": 0}'], ['{"age":1,"name":"A"}', '{"name":"A"}']),
+    (PERSON, ['{"name":"Ada","age":36}', '{ "name" : "é🧊" ,\n "age": 0}'], ['{"age":1}', '{"name":"A"}']),
     (JsonSchema("true"), ["null", "[1, {}]", '"x"'], ["nul", "{"]),
     (JsonSchema('{"type":"integer"}', is_compact=True), ["12"], [" 12", "x"]),
     (JsonObject(), ["{}", '{"a": [1, null]}'], ["[]", "1"]),
@@ -109,7 +108,7 @@ TAKEN = [
         ['<call>{"x":1}</call>', 'a <call\n<call>{"x":1}</call>', "so\n<|im_start|>run 7<pad>"],
         ["no call", '<call>{"x":1}</call>x'],
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "good", "bad"), TAKEN, ids=lambda value: type(value).__name__)
@@ -141,7 +140,7 @@ def test_the_end_is_allowed_where_the_form_is_complete_and_forced_where_nothing_
 @pytest.mark.parametrize("name", ["eos ends", "turn end ends"])
 def test_every_end_token_of_the_model_ends(name: str) -> None:
     eos = {"eos ends": EOS_ID, "turn end ends": TURN_END_ID}[name]
-    built = GrammarCompiler(Tokenizer(Wrapper(eos=eos)), vocabulary_size=VOCABULARY_SIZE, kept_count=1)
+    built = GrammarCompiler(Vocabulary(eos=eos), vocabulary_size=VOCABULARY_SIZE, kept_count=1)
     constraint = built.compile(Regex("a*")).start()
     assert eos in allowed(constraint) and PAD_ID not in allowed(constraint)
     constraint.accept(eos)
@@ -157,9 +156,7 @@ def test_entries_of_the_models_table_without_a_token_are_never_allowed() -> None
 
 def test_a_sentencepiece_vocabulary_spells_bytes() -> None:
     built = byte_fallback_tokenizer()
-    by = GrammarCompiler(
-        Tokenizer(Wrapper(built, eos=2)), vocabulary_size=built.get_vocab_size(), kept_count=1
-    )
+    by = GrammarCompiler(Vocabulary(built, eos=2), vocabulary_size=built.get_vocab_size(), kept_count=1)
     constraint = by.compile(Choice(("the 🧊",))).start()
     drawn: list[int] = []
     while not constraint.is_finished:
@@ -192,8 +189,8 @@ MISTAKES = [
     (Regex(""), "", "nothing but the empty text"),
     (Choice(("",)), "", "nothing but the empty text"),
     (LarkGrammar('start: "a" X'), "line 1, column 8", "unknown name"),
-    (LarkGrammar('start: a\na: "b"\n b c'), "line 2, column 1", ""),
-    (LarkGrammar('start: "a"\n\nx: /(/'), "line 3, column 4", "unclosed group"),
+    (LarkGrammar('start: a\na: "b"\n b c'), "line 3, column 4", "Expected"),
+    (LarkGrammar('start: "a" x\n\nx: /(/'), "line 3, column 4", "unclosed group"),
     (LarkGrammar("a: start"), "", "no start rule"),
     (LarkGrammar('start: %json {"type":"strin"}'), "line 1, column 8", "strin"),
     (TaggedJson((CALL, JsonTag("<x>", '{"items":{"type":"strin"}}'))), "/items", "strin"),
@@ -222,7 +219,6 @@ COSTLY = [
     JsonSchema(json.dumps({"properties": {f"p{i}": {"multipleOf": 5003 + i} for i in range(21)}})),
     JsonSchema('{"multipleOf":1e9}'),
     LarkGrammar('start: %json {"\\u006dultipleOf": 1000003}'),
-    LarkGrammar('start: (("a"{1000}){1000}){1000}'),
     LarkGrammar("start: T\nT: A & B & C\nA: /.*(a|b).{30}/\nB: /.*c.{29}/\nC: /(.*d.{23})+/"),
 ]
 
@@ -241,11 +237,8 @@ def test_small_divisors_are_taken() -> None:
 
 
 def test_a_step_past_the_limits_ends_the_output_with_a_reason_not_with_an_end_token() -> None:
-    constraint = COMPILER.compile(LarkGrammar("start: T\nT: ~/.*a.{25}/ & /.*b.{20}/")).start()
-    for _ in range(200):
-        if constraint.is_finished:
-            break
-        constraint.accept(max(allowed(constraint) - {EOS_ID}, default=EOS_ID))
+    constraint = COMPILER.compile(LarkGrammar('start: (("a"{1000}){1000}){1000}')).start()
+    constraint.accept(encode("a")[0])
     assert constraint.error is not None and constraint.error.reason is Reason.GRAMMAR_TOO_COMPLEX
     assert "\n" not in constraint.error.message
 
@@ -283,15 +276,15 @@ def test_the_last_grammars_are_kept_and_the_oldest_let_go() -> None:
 
 
 def test_a_slow_tokenizer_says_that_it_cannot() -> None:
-    slow = GrammarCompiler(Tokenizer(Wrapper(None)), vocabulary_size=10, kept_count=1)
+    slow = GrammarCompiler(Vocabulary(None), vocabulary_size=10, kept_count=1)
     with pytest.raises(InvalidRequest) as refused:
         slow.compile(JsonObject())
     assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, "response_format")
 
 
 def test_the_vocabulary_goes_without_merges_and_reads_the_same() -> None:
-    wrapper = Wrapper(PreTrainedTokenizerFast(tokenizer_object=BUILT).backend_tokenizer)
-    text = Tokenizer(wrapper).vocabulary_json()
+    fast = PreTrainedTokenizerFast(tokenizer_object=BUILT, eos_token="<eos>")
+    text = Tokenizer(TokenizerWrapper(fast)).vocabulary_json()
     assert text is not None and json.loads(text)["model"]["merges"] == []
     assert json.loads(text)["model"]["vocab"] == json.loads(BUILT.to_str())["model"]["vocab"]
 

@@ -19,8 +19,10 @@ from service.rpc.ports import ServedModel
 from service.rpc.router import Router
 from service.rpc.server import RpcServer
 from tests.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
+from tests.rpc.fake_grammars import FakeGrammars
 
 SEED = 12345
+_ITS_OWN = FakeGrammars()
 
 
 class FakeClock:
@@ -45,6 +47,7 @@ class House:
     router: Router
     clock: FakeClock
     tokenizer: FakeTokenizer
+    grammars: FakeGrammars
     channel: grpc.aio.Channel
 
     @property
@@ -92,6 +95,7 @@ async def running_house(
     connection: ConnectionConfig | None = None,
     security: SecurityConfig | None = None,
     tenants: TenantConfig | None = None,
+    grammars: FakeGrammars | None = _ITS_OWN,
     **settings: Any,
 ) -> AsyncIterator[House]:
     """Start a server with these settings of ServerConfig on a free loopback port.
@@ -103,6 +107,8 @@ async def running_house(
     engine = FakeEngine(router)
     engine.heartbeat_time = clock.now
     tokenizer = FakeTokenizer()
+    if grammars is _ITS_OWN:
+        grammars = FakeGrammars()
     server = RpcServer(
         config=ServerConfig(**{"port": 0, **settings}),
         engine=engine,
@@ -111,13 +117,14 @@ async def running_house(
         connection=connection,
         security=security,
         tenants=tenants,
+        grammars=grammars,
         draw_seed=lambda: SEED,
         heartbeat_timeout_s=30.0,
     )
     try:
         address = await server.start()
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            house = House(server, engine, router, clock, tokenizer, channel)
+            house = House(server, engine, router, clock, tokenizer, grammars or FakeGrammars(), channel)
             if ready:
                 router.model_loaded(ServedModel(info, tokenizer))
                 router.state_changed(EngineState.READY, None)
