@@ -45,7 +45,8 @@ class ResponseFormat(_message.Message):
     properties in the schema's order. It is text and not a Struct because a Struct has no order and
     no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
     `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-    ignored; keywords outside the JSON Schema vocabulary are ignored.
+    ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
+    a `date` can be 29 February of any year.
     """
     regex: _builtins.str
     """A regular expression in the syntax of Rust's regex crate, without look-around and back
