@@ -156,7 +156,9 @@ FORMS: list[tuple[ResponseFormat, str]] = [
 
 def test_every_form_beside_plain_rows_and_each_as_it_is_alone(bench: Bench) -> None:
     quotes = SamplingParams(temperature=1.0, seed=9, logit_bias=((QUOTE, 6.0),))
-    asked = [(form, sampling) for form, _ in FORMS for sampling in (SamplingParams(), quotes)]
+    asked: list[tuple[ResponseFormat | None, SamplingParams]] = [
+        (form, sampling) for form, _ in FORMS for sampling in (SamplingParams(), quotes)
+    ]
     asked += [(None, SamplingParams()), (None, quotes)]
     alone = [bench.tokens(bench.submit(form, sampling=s, max_output_tokens=60)) for form, s in asked]
     names = [bench.submit(form, sampling=s, max_output_tokens=60) for form, s in asked]
