@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage soak smoke clean
+.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas soak smoke clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -83,6 +83,9 @@ soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat 
 
 bench-storage: $(STAMP) ## SSD tier against raw files: spill, restore, reconcile, as ratios.
 	@$(BIN)/python -m bench.storage_bench $(ARGS)
+
+bench-blas: $(STAMP) ## What OpenBLAS is worth on a CPU: prefill of the demo model with it and without.
+	@$(BIN)/python -m bench.blas $(ARGS)
 
 smoke: $(STAMP) ## The README's grpcurl lines and bad inputs against a live server (needs grpcurl).
 	@$(BIN)/python .ci/smoke.py $(ARGS)

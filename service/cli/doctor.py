@@ -81,12 +81,12 @@ def check_memory(config: Config) -> Check:
 
 
 def check_blas(config: Config) -> Check:
-    """Linux on the CPU is 12 times faster at prefill with OpenBLAS."""
+    """Linux on the CPU is some 6 times faster at prefill with OpenBLAS."""
     if not runs_on_cpu():
         return Check("blas", Verdict.OK, "not needed: the GPU multiplies the matrices")
     library = find_openblas()
     if library is None:
-        advice = "install OpenBLAS for about 12 times faster prefill: apt-get install libopenblas0-pthread"
+        advice = "install OpenBLAS for about 6 times faster prefill: apt-get install libopenblas0-pthread"
         return Check(
             "blas", Verdict.WARN, "OpenBLAS is not installed; MLX uses its slow reference BLAS", advice
         )
