@@ -1,7 +1,8 @@
 """OpenBLAS for MLX's CPU build on Linux: the launcher starts itself once more with it preloaded.
 
 The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of
-the demo model ran 6.4 times faster (`make bench-blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on macOS or with CUDA.
+the demo model ran 6.4 times faster (`make bench-blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on
+macOS or with CUDA.
 """
 
 from __future__ import annotations
