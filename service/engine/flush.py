@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from service.clock import Clock
 from service.engine.prefix_cache import PrefixCache
-from service.kv.index import Entry
+from service.kv.entry import Entry
 
 _log = logging.getLogger("icehouse.engine")
 

@@ -23,7 +23,8 @@ from service.engine.prefix_settings import PrefixSettings
 from service.engine.prefix_shares import Shares
 from service.engine.prefix_spill import Spills
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
-from service.kv.index import BlockIndex, Entry, IndexRules, Region
+from service.kv.entry import Entry, Region
+from service.kv.index import BlockIndex, IndexRules
 from service.kv.ram_tier import RamTier
 from service.kv.records import BlockRecord
 

@@ -30,7 +30,7 @@ from service.engine.messages import Order
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_stats import cache_stats
 from service.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
-from service.kv.index import Entry
+from service.kv.entry import Entry
 from service.kv.messages import (
     Outcome,
     Purged,

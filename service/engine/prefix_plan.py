@@ -12,7 +12,8 @@ from service.domain.blocks import BlockHeader, RegionKind, block_hash
 from service.domain.events import CacheReport, ReuseLimit
 from service.domain.ids import BlockHash, Fingerprint
 from service.engine.prefix_ports import PlacedBlock
-from service.kv.index import BlockIndex, Entry, Match
+from service.kv.entry import Entry
+from service.kv.index import BlockIndex, Match
 from service.kv.loads import PlannedBlock
 
 

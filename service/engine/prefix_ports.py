@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from service.domain.blocks import HostBlock, HostRegion, HostTensor, RegionKind
 from service.domain.ids import BlockHash
 from service.engine.ids import SequenceId
-from service.kv.index import Region
+from service.kv.entry import Region
 from service.kv.loads import HeadRequest, Loaded, LoadRequest
 from service.kv.messages import TaskId
 

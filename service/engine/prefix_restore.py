@@ -9,7 +9,7 @@ from service.domain.ids import BlockHash
 from service.engine.prefix_plan import PrefixPlan
 from service.engine.prefix_ports import CacheRunner, KvTarget, PlacedBlock, RestoreInput
 from service.engine.sequence import Sequence
-from service.kv.index import Region
+from service.kv.entry import Region
 from service.kv.loads import Loaded, LoadId, LoadRequest
 
 _GROWTH_TOKEN_COUNT = 256

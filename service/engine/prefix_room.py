@@ -11,7 +11,8 @@ from collections.abc import Collection
 from service.domain.ids import BlockHash
 from service.engine.prefix_shares import Shares
 from service.engine.prefix_spill import Spills
-from service.kv.index import BlockIndex, Entry
+from service.kv.entry import Entry
+from service.kv.index import BlockIndex
 from service.kv.ram_tier import RamTier
 
 

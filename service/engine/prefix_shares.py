@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable
 from service.domain.blocks import root_hash
 from service.domain.cache_stats import TenantShare
 from service.domain.ids import BlockHash, Fingerprint, Tenant
-from service.kv.index import BlockIndex, Entry
+from service.kv.entry import Entry
+from service.kv.index import BlockIndex
 from service.kv.ram_tier import RamTier
 
 ROOT_LIMIT = 1024

@@ -13,7 +13,8 @@ from service.domain.ids import BlockHash, Fingerprint
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
 from service.engine.prefix_shares import Shares
-from service.kv.index import BlockIndex, Entry
+from service.kv.entry import Entry
+from service.kv.index import BlockIndex
 
 _FILE_OVERHEAD_BYTES = 64 * 1024
 """Header and alignment of a block file, added to what a spill reserves."""

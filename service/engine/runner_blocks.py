@@ -12,7 +12,7 @@ from service.engine import upstream
 from service.engine.ids import SequenceId
 from service.engine.one_thread import OneThread
 from service.engine.prefix_ports import CacheFacts, RestoreInput
-from service.kv.index import Region
+from service.kv.entry import Region
 from service.kv.layout import CacheLayout, CacheUnsupported
 from service.kv.layout_regions import ArrayRegion, evaluate, from_host, to_host
 from service.kv.layout_restore import Restoring

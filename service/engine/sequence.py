@@ -13,7 +13,7 @@ from service.domain.request import GenerationRequest
 from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.text import Decode, TextStream
-from service.kv.index import Region
+from service.kv.entry import Region
 
 
 class Phase(enum.Enum):

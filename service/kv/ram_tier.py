@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from service.domain.blocks import RegionKind
 from service.domain.ids import BlockHash
-from service.kv.index import Entry, Region
+from service.kv.entry import Entry, Region
 
 
 class RamTier:

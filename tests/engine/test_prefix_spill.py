@@ -13,7 +13,7 @@ from service.engine.prefix_ports import CacheFacts
 from service.engine.prefix_shares import ShareLimits, Shares
 from service.engine.prefix_spill import Spills
 from service.kv.credit import Credit, Meter
-from service.kv.index import Entry
+from service.kv.entry import Entry
 from service.kv.ram_tier import RamTier
 from tests.cache.token_runner import TokenRegion, TokenRunner
 from tests.kv.known_blocks import FINGERPRINT, SIZE, Shelf, record_of

@@ -7,7 +7,8 @@ from typing import Any
 
 from service.domain.blocks import RegionKind, block_hash, root_hash
 from service.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, Tenant
-from service.kv.index import BlockIndex, Entry, IndexRules
+from service.kv.entry import Entry
+from service.kv.index import BlockIndex, IndexRules
 from service.kv.records import BlockRecord
 
 FINGERPRINT = Fingerprint(b"i" * 32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.domain.blocks import RegionKind
-from service.kv.index import Entry
+from service.kv.entry import Entry
 from service.kv.ram_tier import RamTier
 from tests.kv.known_blocks import SIZE, Shelf, SizedRegion
 

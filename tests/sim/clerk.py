@@ -22,7 +22,7 @@ from service.domain.ids import BlockHash
 from service.domain.stats import EngineStats
 from service.engine.messages import Order, QueryStats
 from service.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
-from service.kv.index import Entry
+from service.kv.entry import Entry
 from tests.sim.house import House
 from tests.sim.ledger import Ledger
 

@@ -15,7 +15,7 @@ from service.engine.memory_guard import MemoryModel
 from service.engine.ports import Drawn, MemoryUse
 from service.engine.prefix_ports import CacheFacts, RestoreInput
 from service.errors import Reason, StorageError
-from service.kv.index import Region
+from service.kv.entry import Region
 from tests.engine.fakes import memory_model, model_info
 from tests.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
 

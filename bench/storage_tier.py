@@ -1,0 +1,128 @@
+"""The SSD tier as the storage bench drives it: made-up blocks, spilled and loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import time
+from pathlib import Path
+
+import numpy as np
+
+from service.clock import SystemClock
+from service.domain.blocks import (
+    BlockHeader,
+    HostBlock,
+    HostRegion,
+    HostTensor,
+    RegionKind,
+    block_hash,
+    root_hash,
+)
+from service.domain.ids import DEFAULT_TENANT, Fingerprint
+from service.kv.files import SystemFiles
+from service.kv.loads import Loaded, LoadId, LoadRequest, PlannedBlock
+from service.kv.messages import Inventory, Outcome, Persisted, StorageClosed
+from service.kv.storage import Storage
+from service.kv.storage_settings import StorageSettings
+
+FINGERPRINT = Fingerprint(b"\x33" * 32)
+TOKEN_COUNT = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The KV of one model."""
+
+    layer_count: int
+    head_count: int
+    width: int
+
+
+def settings(directory: Path) -> StorageSettings:
+    """Return settings that never limit."""
+    return StorageSettings(
+        directory=os.fspath(directory),
+        fingerprint=FINGERPRINT,
+        fingerprint_details=(),
+        limit_bytes=1 << 40,
+        free_floor_bytes=0,
+        daily_write_limit_bytes=0,
+        spill_queue_limit_bytes=1 << 31,
+        load_queue_limit_count=64,
+        task_queue_limit_count=64,
+        reader_thread_count=2,
+    )
+
+
+def make_chain(count: int, *, shape: Shape, seed: int) -> list[HostBlock]:
+    """Return blocks of one sequence with bf16 keys and values of this shape."""
+    dimensions = (1, shape.head_count, TOKEN_COUNT, shape.width)
+    size_bytes = 2 * int(np.prod(dimensions))
+    noise = np.random.default_rng(seed)
+    parent = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT)
+    chain = []
+    for index in range(count):
+        token_ids = tuple(noise.integers(0, 100_000, TOKEN_COUNT).tolist())
+        header = BlockHeader(
+            hash=block_hash(parent=parent, token_ids=token_ids),
+            parent=parent,
+            fingerprint=FINGERPRINT,
+            start_token_index=index * TOKEN_COUNT,
+            token_ids=token_ids,
+            block_token_limit=TOKEN_COUNT,
+        )
+        tensors = tuple(
+            HostTensor(
+                f"{layer:03}.{part}",
+                "BF16",
+                dimensions,
+                noise.integers(0, 256, size_bytes, dtype=np.uint8).data,
+            )
+            for layer in range(shape.layer_count)
+            for part in "kv"
+        )
+        chain.append(HostBlock(header, (HostRegion(RegionKind.KV, tensors),)))
+        parent = header.hash
+    return chain
+
+
+class Tier:
+    """A running tier and its outcomes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.storage = Storage(
+            settings(directory), files=SystemFiles(), clock=SystemClock(), post=self.outcomes.put
+        )
+
+    def __enter__(self) -> Tier:
+        self.storage.lock()
+        self.storage.start()
+        assert isinstance(self.outcomes.get(), Inventory)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.storage.close(deadline_time=time.monotonic() + 60)
+        while not isinstance(self.outcomes.get(), StorageClosed):
+            pass
+        self.storage.join(timeout_s=10)
+
+
+def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
+    """Spill a chain and wait until every row is committed."""
+    for block in chain:
+        credit = tier.storage.try_reserve(block.size_bytes)
+        assert credit is not None
+        tier.storage.spill(block, credit)
+    for _ in chain:
+        assert isinstance(tier.outcomes.get(), Persisted)
+
+
+def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
+    """Load a chain into assembled buffers."""
+    planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV}), TOKEN_COUNT) for block in chain)
+    assert tier.storage.load(LoadRequest(LoadId(1), planned, 0, len(chain) * TOKEN_COUNT))
+    loaded = tier.outcomes.get()
+    assert isinstance(loaded, Loaded) and loaded.failure is None
