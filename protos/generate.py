@@ -2,7 +2,8 @@
 
 Messages, their typed interfaces and the service stubs come from the protoc inside
 `grpcio-tools` and the `mypy-protobuf` plugins, so nothing outside the Python environment is
-needed. The same input and versions give the same bytes.
+needed. The same input and versions give the same bytes. With --descriptors PATH it writes what
+Envoy's transcoder and grpcurl's -protoset read instead: the whole API and the details of its errors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+
+import google.rpc  # type: ignore[import-untyped]
 
 PROTO_DIR = pathlib.Path(__file__).resolve().parent
 OUTPUT_DIR = PROTO_DIR.parent / "gen" / "python"
@@ -31,6 +34,16 @@ def generate(output_dir: pathlib.Path) -> None:
     for folder in (PACKAGE_DIR, PACKAGE_DIR / "v1"):
         (output_dir / folder / "__init__.py").write_text('"""Generated from protos/; never edited."""\n')
     (output_dir / PACKAGE_DIR / "py.typed").write_text("")
+
+
+def describe(path: pathlib.Path) -> None:
+    """Write a FileDescriptorSet of the API, of all it imports and of google.rpc's error details."""
+    proto_files = sorted(str(path.relative_to(PROTO_DIR)) for path in PROTO_DIR.rglob("*.proto"))
+    common_dir = pathlib.Path(next(iter(google.rpc.__path__))).parents[1]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_DIR}"]
+    command += [f"--proto_path={common_dir}", "--include_imports"]
+    command += [f"--descriptor_set_out={path.resolve()}", *proto_files, "google/rpc/error_details.proto"]
+    subprocess.run(command, check=True, cwd=PROTO_DIR)
 
 
 def _run_protoc(generators: list[str], proto_files: list[str], output_dir: pathlib.Path) -> None:
@@ -66,7 +79,11 @@ def main() -> int:
     """Generate, or compare; return the process's exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when gen/python is stale")
+    parser.add_argument("--descriptors", type=pathlib.Path, help="write a descriptor set here, nothing else")
     arguments = parser.parse_args()
+    if arguments.descriptors is not None:
+        describe(arguments.descriptors)
+        return 0
     with tempfile.TemporaryDirectory() as temporary:
         fresh_dir = pathlib.Path(temporary)
         generate(fresh_dir)

@@ -39,7 +39,7 @@ def _serve(arguments: list[str], log: str, break_it: Callable[[], None] | None) 
 
 
 class ServerProcess:
-    """One server on a Unix socket, started by `with`. Leaving kills it if it still lives."""
+    """One server on a Unix socket, or on a port of loopback. `with` starts it; leaving kills it."""
 
     def __init__(
         self,
@@ -49,14 +49,16 @@ class ServerProcess:
         log: Path,
         options: tuple[str, ...] = (),
         break_it: Callable[[], None] | None = None,
+        port: int | None = None,
     ) -> None:
         """`break_it`, a module's function, is called in the new process before it serves."""
         # A socket's path may have a hundred characters only, fewer than a test's own folder.
         self._scratch = tempfile.TemporaryDirectory(prefix="icehouse-")
         socket = f"{self._scratch.name}/socket"
-        self.address = f"unix:{socket}"
+        self.address = f"unix:{socket}" if port is None else f"127.0.0.1:{port}"
         self._log = log
-        arguments = ["--model", str(model), "--uds", socket, "--cache-directory", str(directory)]
+        listen = ["--uds", socket] if port is None else ["--port", str(port)]
+        arguments = ["--model", str(model), *listen, "--cache-directory", str(directory)]
         arguments += ["--no-preload", "--free-space-floor-bytes", "0", *options]
         self._process = _context.Process(target=_serve, args=(arguments, str(log), break_it), daemon=True)
 

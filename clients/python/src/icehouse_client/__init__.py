@@ -1,11 +1,13 @@
 """Client of Icehouse: `Client` for threads, `AsyncClient` for asyncio."""
 
+from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
 from icehouse_client.client import Client, Stream
 from icehouse_client.errors import IcehouseClientError
 from icehouse_client.requests import DEFAULT_TIMEOUT_S, CacheUse, Options, Prompt
 from icehouse_client.results import FinishReason, Reply, Started, Token, Usage
+from icehouse_client.security import Security
 
 __all__ = [
     "AsyncClient",
@@ -18,8 +20,10 @@ __all__ = [
     "MalformedToolCall",
     "Message",
     "Options",
+    "PREFIX_KEY_HEADER",
     "Prompt",
     "Reply",
+    "Security",
     "Started",
     "Stream",
     "Token",
@@ -27,5 +31,6 @@ __all__ = [
     "ToolCall",
     "ToolChoice",
     "Usage",
+    "prefix_key",
     "tool_result",
 ]

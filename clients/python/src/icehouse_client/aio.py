@@ -12,7 +12,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
 
 from icehouse_client.chat import Message, Tool
-from icehouse_client.client import CHANNEL_OPTIONS
+from icehouse_client.client import CHANNEL_OPTIONS, metadata_of
 from icehouse_client.errors import error_from
 from icehouse_client.requests import (
     DEFAULT_TIMEOUT_S,
@@ -23,16 +23,22 @@ from icehouse_client.requests import (
     tokenize_request,
 )
 from icehouse_client.results import Reply, Started, StreamSum, Token, reply_from, tokens_from
+from icehouse_client.security import NO_SECURITY, Security
 
 
 class AsyncClient:
     """As `Client`, with awaitable methods."""
 
     def __init__(
-        self, address: str = "localhost:50051", *, timeout_s: float | None = DEFAULT_TIMEOUT_S
+        self,
+        address: str = "localhost:50051",
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        security: Security = NO_SECURITY,
     ) -> None:
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._metadata = security.metadata
+        self._channel = _open_channel(address, security)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
 
@@ -52,7 +58,9 @@ class AsyncClient:
         """Return the whole output."""
         request = generate_request(prompt, options)
         with _translated():
-            return reply_from(await self._inference.Generate(request, timeout=self._deadline(options)))
+            metadata = metadata_of(request, self._metadata)
+            call = self._inference.Generate(request, timeout=self._deadline(options), metadata=metadata)
+            return reply_from(await call)
 
     async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
@@ -61,7 +69,10 @@ class AsyncClient:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Return the output as it comes: iterate over its text, then look at `reply`."""
         request = generate_request(prompt, options)
-        return AsyncStream(self._inference.Stream(request, timeout=self._deadline(options)))
+        metadata = metadata_of(request, self._metadata)
+        return AsyncStream(
+            self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
+        )
 
     async def tokenize(
         self,
@@ -74,24 +85,39 @@ class AsyncClient:
         """Return the tokens of a prompt."""
         request = tokenize_request(prompt, model=model, tools=tools)
         with _translated():
-            return tokens_from(await self._inference.Tokenize(request, timeout=timeout_s or self._timeout_s))
+            response = await self._inference.Tokenize(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        return tokens_from(response)
 
     async def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
         """Return the server's counters, as the API's own message."""
         with _translated():
             return await self._inference.CacheStats(
-                inference.CacheStatsRequest(), timeout=timeout_s or self._timeout_s
+                inference.CacheStatsRequest(),
+                timeout=timeout_s or self._timeout_s,
+                metadata=self._metadata,
             )
 
     async def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
         """Return the served models, as the API's own messages."""
         request = model_service_pb2.ListModelsRequest()
         with _translated():
-            response = await self._models.ListModels(request, timeout=timeout_s or self._timeout_s)
+            response = await self._models.ListModels(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
         return list(response.models)
 
     def _deadline(self, options: Options) -> float | None:
         return timeout_of(options, default_s=self._timeout_s)
+
+
+def _open_channel(address: str, security: Security) -> grpc.aio.Channel:
+    options = security.channel_options(CHANNEL_OPTIONS)
+    credentials = security.credentials
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class AsyncStream:

@@ -11,6 +11,7 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
 
+from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.chat import Message, Tool
 from icehouse_client.errors import error_from
 from icehouse_client.requests import (
@@ -22,6 +23,7 @@ from icehouse_client.requests import (
     tokenize_request,
 )
 from icehouse_client.results import Reply, Started, StreamSum, Token, reply_from, tokens_from
+from icehouse_client.security import NO_SECURITY, Metadata, Security
 
 CHANNEL_OPTIONS = (
     # A prompt's tokens or a long output may pass gRPC's 4 MB.
@@ -36,10 +38,15 @@ class Client:
     """
 
     def __init__(
-        self, address: str = "localhost:50051", *, timeout_s: float | None = DEFAULT_TIMEOUT_S
+        self,
+        address: str = "localhost:50051",
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        security: Security = NO_SECURITY,
     ) -> None:
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._metadata = security.metadata
+        self._channel = open_channel(address, security)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
 
@@ -59,7 +66,10 @@ class Client:
         """Return the whole output."""
         request = generate_request(prompt, options)
         with _translated():
-            return reply_from(self._inference.Generate(request, timeout=self._deadline(options)))
+            metadata = metadata_of(request, self._metadata)
+            return reply_from(
+                self._inference.Generate(request, timeout=self._deadline(options), metadata=metadata)
+            )
 
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
@@ -68,7 +78,8 @@ class Client:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Return the output as it comes: iterate over its text, then look at `reply`."""
         request = generate_request(prompt, options)
-        return Stream(self._inference.Stream(request, timeout=self._deadline(options)))
+        metadata = metadata_of(request, self._metadata)
+        return Stream(self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata))
 
     def tokenize(
         self,
@@ -81,24 +92,45 @@ class Client:
         """Return the tokens of a prompt."""
         request = tokenize_request(prompt, model=model, tools=tools)
         with _translated():
-            return tokens_from(self._inference.Tokenize(request, timeout=timeout_s or self._timeout_s))
+            response = self._inference.Tokenize(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        return tokens_from(response)
 
     def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
         """Return the server's counters, as the API's own message."""
         with _translated():
             return self._inference.CacheStats(
-                inference.CacheStatsRequest(), timeout=timeout_s or self._timeout_s
+                inference.CacheStatsRequest(),
+                timeout=timeout_s or self._timeout_s,
+                metadata=self._metadata,
             )
 
     def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
         """Return the served models, as the API's own messages."""
         request = model_service_pb2.ListModelsRequest()
         with _translated():
-            response = self._models.ListModels(request, timeout=timeout_s or self._timeout_s)
+            response = self._models.ListModels(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
         return list(response.models)
 
     def _deadline(self, options: Options) -> float | None:
         return timeout_of(options, default_s=self._timeout_s)
+
+
+def open_channel(address: str, security: Security) -> grpc.Channel:
+    """Return a channel, secured as `security` says."""
+    options = security.channel_options(CHANNEL_OPTIONS)
+    credentials = security.credentials
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def metadata_of(request: inference.GenerateRequest, metadata: Metadata) -> Metadata:
+    """Return what goes with a prompt: the connection's own and the key of its beginning."""
+    return (*metadata, (PREFIX_KEY_HEADER, prefix_key(request)))
 
 
 class ResponseCall(Protocol):
