@@ -18,7 +18,7 @@ from tests.models import tiny_model_dir
 BLOCK = 16
 _OPTIONS = (
     *("--block-token-count", str(BLOCK), "--min-prefix-token-count", "0", "--no-restore-or-recompute"),
-    *("--drain-grace-s", "30", "--cache-spill-policy", "write_behind"),
+    *("--drain-grace-s", "30", "--spill-policy", "write_behind"),
 )
 
 
@@ -45,7 +45,22 @@ class Fleet:
 
     def wait_until_healthy(self, ports: set[int]) -> None:
         """Wait until Envoy sends calls to these replicas and to no other."""
-        self.envoy.wait_until(lambda healthy: healthy == ports)
+        self.envoy.wait_until_healthy(ports)
+
+    def served_counts(self) -> list[int]:
+        """Return how many requests each replica has taken."""
+        mesh = self.mesh.folder
+        security = Security(
+            ca_pem=self.mesh.ca.read_bytes(),
+            certificate_pem=(mesh / "mesh.crt").read_bytes(),
+            key_pem=(mesh / "mesh.key").read_bytes(),
+            server_name="icehouse.internal",
+        )
+        counts = []
+        for replica in self.replicas.values():
+            with Client(replica.address, timeout_s=60.0, security=security) as client:
+                counts.append(client.cache_stats().engine.accepted_total)
+        return counts
 
     def client(self) -> Client:
         """Return a client of the edge."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -116,27 +117,40 @@ class EnvoyProcess:
         self._process.terminate()
         self._process.wait(BOUND_S)
 
-    def healthy_ports(self) -> set[int]:
-        """Return the replicas that Envoy sends new calls to."""
+    def wait_until_healthy(self, ports: set[int]) -> None:
+        """Wait until Envoy sends new calls to these replicas and to no other."""
+        healthy = {"eds_health_status": "HEALTHY"}
+        self._wait_until(
+            lambda hosts: {port for port, host in hosts.items() if host["health_status"] == healthy} == ports
+        )
+
+    def busiest(self, *, active_count: int) -> int:
+        """Wait until a replica has at least so many calls of Envoy's in it, and return its port."""
+
+        def most_active(hosts: dict[int, Any]) -> int:
+            return max(hosts, key=lambda port: _active_count(hosts[port]))
+
+        self._wait_until(
+            lambda hosts: bool(hosts) and _active_count(hosts[most_active(hosts)]) >= active_count
+        )
+        return most_active(self._hosts())
+
+    def _wait_until(self, holds: Callable[[dict[int, Any]], bool]) -> None:
+        for _ in range(int(BOUND_S / _LOOK_EVERY_S)):
+            assert self._process is not None and self._process.poll() is None, self._log.read_text()
+            if holds(self._hosts()):
+                return
+            self._pause.wait(_LOOK_EVERY_S)
+        raise AssertionError(f"{self._hosts()}; {self._log.read_text()[-3000:]}")
+
+    def _hosts(self) -> dict[int, Any]:
+        """Return what Envoy tells of each replica, by port."""
         try:
             clusters = json.loads(self._admin("/clusters?format=json"))
         except (ConnectionError, FileNotFoundError):
-            return set()  # the admin socket comes a moment after the process
+            return {}  # the admin socket comes a moment after the process
         hosts = next(c for c in clusters["cluster_statuses"] if c["name"] == "icehouse")["host_statuses"]
-        return {
-            host["address"]["socket_address"]["port_value"]
-            for host in hosts
-            if host["health_status"] == {"eds_health_status": "HEALTHY"}
-        }
-
-    def wait_until(self, holds: Callable[[set[int]], bool]) -> None:
-        """Look at the healthy replicas until they are as wanted."""
-        for _ in range(int(BOUND_S / _LOOK_EVERY_S)):
-            assert self._process is not None and self._process.poll() is None, self._log.read_text()
-            if holds(self.healthy_ports()):
-                return
-            self._pause.wait(_LOOK_EVERY_S)
-        raise AssertionError(f"healthy: {self.healthy_ports()}; {self._log.read_text()[-3000:]}")
+        return {host["address"]["socket_address"]["port_value"]: host for host in hosts}
 
     def routes(self) -> list[dict[str, Any]]:
         """Return the routes as the running Envoy has them."""
@@ -160,9 +174,14 @@ class EnvoyProcess:
                 return error.code, dict(error.headers), error.read()
 
     def _admin(self, path: str) -> str:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(BOUND_S)
-            connection.connect(str(self._mesh.folder / "admin"))
-            connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        return answer.partition(b"\r\n\r\n")[2].decode()
+        connection = http.client.HTTPConnection("localhost", timeout=BOUND_S)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        with contextlib.closing(connection):
+            connection.sock.settimeout(BOUND_S)
+            connection.sock.connect(str(self._mesh.folder / "admin"))
+            connection.request("GET", path)
+            return connection.getresponse().read().decode()
+
+
+def _active_count(host: dict[str, Any]) -> int:
+    return next(int(stat.get("value", 0)) for stat in host["stats"] if stat["name"] == "rq_active")
