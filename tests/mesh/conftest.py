@@ -52,8 +52,8 @@ class Fleet:
         mesh = self.mesh.folder
         security = Security(
             ca_pem=self.mesh.ca.read_bytes(),
-            certificate_pem=(mesh / "mesh.crt").read_bytes(),
-            key_pem=(mesh / "mesh.key").read_bytes(),
+            certificate_pem=(mesh / "operator.crt").read_bytes(),
+            key_pem=(mesh / "operator.key").read_bytes(),
             server_name="icehouse.internal",
         )
         counts = []

@@ -63,6 +63,7 @@ class Mesh:
             ("edge", "localhost"),
             ("mesh", "mesh.internal"),
             ("replica", "icehouse.internal"),
+            ("operator", "operator.internal"),
         ):
             certificate, key = authority.issue(name, dns(host))
             (folder / f"{name}.crt").write_bytes(certificate)
@@ -72,9 +73,10 @@ class Mesh:
 
     @property
     def replica_options(self) -> tuple[str, ...]:
-        """The server's flags for mutual TLS."""
+        """The server's flags for mutual TLS. The operator asks the replicas themselves."""
         certificate, key = str(self.folder / "replica.crt"), str(self.folder / "replica.key")
-        return ("--tls-certificate", certificate, "--tls-key", key, "--tls-client-ca", str(self.ca))
+        files = ("--tls-certificate", certificate, "--tls-key", key, "--tls-client-ca", str(self.ca))
+        return (*files, "--operators", "operator.internal")
 
     def write_config(self, *, edge_port: int, replica_ports: Sequence[int]) -> Path:
         """Write the committed configuration with this folder's files and these ports."""
@@ -151,6 +153,10 @@ class EnvoyProcess:
             return {}  # the admin socket comes a moment after the process
         hosts = next(c for c in clusters["cluster_statuses"] if c["name"] == "icehouse")["host_statuses"]
         return {host["address"]["socket_address"]["port_value"]: host for host in hosts}
+
+    def stats(self, pattern: str) -> str:
+        """Return Envoy's own counters of the replicas, for the message of a failure."""
+        return self._admin(f"/stats?filter=cluster.icehouse.({pattern})")
 
     def routes(self) -> list[dict[str, Any]]:
         """Return the routes as the running Envoy has them."""
