@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from service.cli.cache_room import build_cache_room, fingerprint_of
@@ -38,13 +39,18 @@ class DeviceDefaults:
     decode_batch_limit: int
     lane_row_limit: int
     prefill_chunk_token_count: int
+    prefill_grid_token_count: int
 
 
 # Measured with mlx 0.32.4 on 2 x86 cores: 64 clients get as much in all as 16 do when 24 rows decode at
 # once (more rows cost more at every join and leave than they gain), and prefill runs at its full rate
 # from chunks of 32 tokens on.
-CPU_DEFAULTS = DeviceDefaults(decode_batch_limit=24, lane_row_limit=24, prefill_chunk_token_count=64)
-GPU_DEFAULTS = DeviceDefaults(decode_batch_limit=128, lane_row_limit=128, prefill_chunk_token_count=1024)
+CPU_DEFAULTS = DeviceDefaults(
+    decode_batch_limit=24, lane_row_limit=24, prefill_chunk_token_count=64, prefill_grid_token_count=4
+)
+GPU_DEFAULTS = DeviceDefaults(
+    decode_batch_limit=128, lane_row_limit=128, prefill_chunk_token_count=1024, prefill_grid_token_count=16
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,10 +150,13 @@ def engine_limits(whole: Config) -> tuple[SchedulerLimits, int]:
     """Return the scheduler's limits and the rows of a lane, with the device's defaults for 0."""
     config = whole.engine
     defaults = CPU_DEFAULTS if runs_on_cpu() else GPU_DEFAULTS
+    chunk_token_count = config.prefill_chunk_token_count or defaults.prefill_chunk_token_count
     limits = SchedulerLimits(
         running_limit=config.decode_batch_limit or defaults.decode_batch_limit,
         prefilling_limit=config.prefilling_limit,
-        prefill_chunk_token_count=config.prefill_chunk_token_count or defaults.prefill_chunk_token_count,
+        prefill_chunk_token_count=chunk_token_count,
+        prefill_grid_token_count=math.gcd(chunk_token_count, defaults.prefill_grid_token_count),
+        prefill_chunk_s=config.prefill_chunk_ms / 1000,
         prefill_slice_s=config.prefill_slice_ms / 1000,
     )
     return limits, config.lane_row_limit or defaults.lane_row_limit

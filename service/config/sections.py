@@ -150,13 +150,19 @@ class EngineConfig:
     prefill_chunk_token_count: int = setting(
         0,
         Kind.COUNT,
-        "Tokens prefilled in one go; divides the block or is a multiple of it; 0 chooses by device.",
+        "Most tokens prefilled in one go; divides the block or is a multiple of it; 0 chooses by device.",
         minimum=0,
     )
     prefill_slice_ms: float = setting(
         0.0,
         Kind.MILLISECONDS,
         "Prefill time between two decode steps while others decode; 0 follows the measured decode step.",
+        minimum=0,
+    )
+    prefill_chunk_ms: float = setting(
+        250.0,
+        Kind.MILLISECONDS,
+        "Longest prefill chunk while nothing decodes, so that newcomers are seen soon; 0 is unlimited.",
         minimum=0,
     )
     memory_limit_bytes: int = setting(

@@ -23,11 +23,12 @@ from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, S
 from service.engine.ports import Listener, Runner
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.pressure import Pressure
-from service.engine.scheduler import DecodeStep, Idle, PrefillChunk, RestoreSlice, Scheduler
+from service.engine.scheduler import Scheduler
 from service.engine.sequence import Phase, Sequence
 from service.engine.stats import engine_stats
 from service.engine.text import Decode
 from service.engine.waiting import WaitingRoom
+from service.engine.work import DecodeStep, Idle, Join, PrefillChunk, RestoreSlice
 from service.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
@@ -100,6 +101,8 @@ class EngineLoop:
             self._prefill(work)
         elif isinstance(work, RestoreSlice):
             self._restore(work.sequence)
+        elif isinstance(work, Join):
+            self._join(work.sequence)
         elif isinstance(work, DecodeStep):
             self._decode_step()
         else:
@@ -215,7 +218,7 @@ class EngineLoop:
             self._prefix.settle(sequence)
             self.counters.cached_token_total += sequence.cache.cached_token_count
             self._live.tell(sequence, sequence.started())
-        self._join_if_prefilled(sequence)
+        self._end_if_nothing_is_asked(sequence)
 
     def _prefill(self, chunk: PrefillChunk) -> None:
         sequence = chunk.sequence
@@ -227,18 +230,19 @@ class EngineLoop:
         self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
         sequence.processed_token_count = chunk.stop
         self._prefix.capture(sequence, is_end=sequence.is_prefilled)
-        self._scheduler.note_prefill(self._clock.monotonic() - began)
-        if not sequence.park_count:
+        self._scheduler.note_chunk(chunk, self._clock.monotonic() - began)
+        # However small the chunks, a caller hears of its progress once a full one.
+        is_told = sequence.is_prefilled or chunk.stop % self._scheduler.limits.prefill_chunk_token_count == 0
+        if is_told and not sequence.park_count:
             self._live.tell(sequence, PrefillProgress(chunk.stop, len(tokens)))
-        self._join_if_prefilled(sequence)
+        self._end_if_nothing_is_asked(sequence)
 
-    def _join_if_prefilled(self, sequence: Sequence) -> None:
-        if not sequence.is_prefilled:
-            return
-        if sequence.output_token_limit == 0:
+    def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
+        if sequence.is_prefilled and sequence.output_token_limit == 0:
             now = self._clock.monotonic()
             self._live.finish(sequence, self._delivery.finish(sequence, sequence.limit_reason, now))
-            return
+
+    def _join(self, sequence: Sequence) -> None:
         self._runner.join(sequence.sequence_id, sequence.decode_row())
         self._scheduler.start_decoding(sequence)
 

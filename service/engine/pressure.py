@@ -10,8 +10,9 @@ from collections.abc import Callable
 from service.engine.memory_guard import MemoryGuard
 from service.engine.ports import Runner
 from service.engine.prefix_desk import PrefixDesk
-from service.engine.scheduler import PrefillChunk, Scheduler, Work
+from service.engine.scheduler import Scheduler
 from service.engine.sequence import Phase, Sequence
+from service.engine.work import PrefillChunk, Work
 from service.errors import Overloaded
 
 

@@ -1,9 +1,9 @@
 """Which work comes next: the policy, without mlx, threads or clocks of its own.
 
 One unit of work at a time, so that a cancel, a deadline or a newcomer is seen between any two
-forward passes. Prefill is cut into chunks that end on one grid and is given turns between
-decode steps by time: in each turn about as long as a decode step takes, so that running
-sequences keep their inter-token latency and waiting prompts keep moving.
+forward passes. Prefill is cut by time: between two decode steps it gets about as long as a decode
+step takes, in chunks of as many tokens as the measured pace says, so that running sequences keep their
+inter-token latency and waiting prompts keep moving. What a turn took too long, later turns lack.
 """
 
 from __future__ import annotations
@@ -12,52 +12,31 @@ import dataclasses
 
 from service.engine.ids import SequenceId
 from service.engine.sequence import Phase, Sequence
+from service.engine.turns import Turns
 from service.engine.waiting import WaitingRoom
+from service.engine.work import DecodeStep, Idle, Join, PrefillChunk, RestoreSlice, Work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds on what runs at once. `prefill_slice_s` 0 follows the measured decode step."""
+    """Bounds on what runs at once, and for how long.
+
+    Chunks end at multiples of `prefill_chunk_token_count`, counted from the sequence's start, and where time
+    cuts them shorter at multiples of `prefill_grid_token_count`, which divides it.
+    `prefill_slice_s` 0 follows the measured decode step; `prefill_chunk_s` 0 leaves chunks whole while
+    nothing decodes.
+    """
 
     running_limit: int
     prefilling_limit: int
     prefill_chunk_token_count: int
+    prefill_grid_token_count: int = 1
     prefill_slice_s: float = 0.0
+    prefill_chunk_s: float = 0.0
     chunk_ends_at_last_block: int = 0
     """Block size when a chunk must end at the prompt's last full block (checkpoints), else 0."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Run prompt tokens [start, stop) of one sequence."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RestoreSlice:
-    """Go on rebuilding one sequence's caches from its blocks."""
-
-    sequence: Sequence
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """Draw one token for every decoding sequence."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Idle:
-    """Nothing to run until a message comes."""
-
-
-Work = PrefillChunk | RestoreSlice | DecodeStep | Idle
-
-_SMOOTHING = 0.2
-_CROWD_LIMIT = 4.0
-"""Most decode steps' worth of prefill between two decode steps."""
 _OLDEST_EVERY = 4
 """Every so many prefill turns the oldest prompt runs instead of the shortest, so none starves."""
 
@@ -73,9 +52,12 @@ class Scheduler:
         self._restoring: dict[SequenceId, Sequence] = {}
         self._prefilling: dict[SequenceId, Sequence] = {}
         self._decoding: dict[SequenceId, Sequence] = {}
-        self._decode_step_s = 0.0
-        self._turn_spent_s = 0.0
-        self._turn_count = 0
+        self._turns = Turns(
+            slice_s=limits.prefill_slice_s,
+            chunk_s=limits.prefill_chunk_s,
+            chunk_token_count=limits.prefill_chunk_token_count,
+            grid_token_count=limits.prefill_grid_token_count,
+        )
 
     @property
     def waiting_count(self) -> int:
@@ -163,6 +145,7 @@ class Scheduler:
     def start_decoding(self, sequence: Sequence) -> None:
         """Note that a prefilled sequence joined the decode batch."""
         self._place(sequence, Phase.DECODING)
+        self._turns.note_join()
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
@@ -188,45 +171,51 @@ class Scheduler:
 
     def next_work(self) -> Work:
         """Pick the next unit of work."""
-        if (self._prefilling or self._restoring) and not (self._decoding and self._turn_is_over()):
+        is_decoding = bool(self._decoding)
+        joining = next((s for s in self._prefilling.values() if s.is_prefilled), None)
+        if joining is not None and (not is_decoding or self._turns.may_join(crowd=self._crowd)):
+            return Join(joining)
+        if not is_decoding or not self._turns.is_over(crowd=self._crowd):
             if self._restoring:
                 return RestoreSlice(next(iter(self._restoring.values())))
-            return self._next_chunk()
+            if chunk := self._next_chunk():
+                return chunk
         return DecodeStep() if self._decoding else Idle()
 
+    def note_chunk(self, chunk: PrefillChunk, elapsed_s: float) -> None:
+        """Account for a prefill chunk that just ran."""
+        self._turns.note_chunk(start=chunk.start, token_count=chunk.stop - chunk.start, elapsed_s=elapsed_s)
+        self.note_prefill(elapsed_s)
+
     def note_prefill(self, elapsed_s: float) -> None:
-        """Account for a prefill chunk or a piece of a restore that just ran."""
-        self._turn_spent_s += elapsed_s
-        if not self._decoding:
-            # No decode step ends the turn, and the oldest prompt must not keep it.
-            self._turn_count += 1
+        """Account for prefill time: of a chunk, or of a piece of a restore that just ran."""
+        self._turns.note_prefill(elapsed_s, is_decoding=bool(self._decoding))
 
     def note_decode(self, elapsed_s: float) -> None:
-        """Account for a decode step that just ran; a new prefill turn begins."""
-        old = self._decode_step_s
-        self._decode_step_s = elapsed_s if old == 0.0 else old + _SMOOTHING * (elapsed_s - old)
-        self._turn_spent_s = 0.0
-        self._turn_count += 1
+        """Account for a decode step that just ran."""
+        self._turns.note_decode(elapsed_s, crowd=self._crowd)
 
-    def _turn_is_over(self) -> bool:
-        slice_s = self.limits.prefill_slice_s or self._decode_step_s
-        # When more wait for their first token than draw their next, the many come first, up to a point.
-        crowd = self._preparing_count / max(1, len(self._decoding))
-        slice_s *= min(_CROWD_LIMIT, max(1.0, crowd))
-        return self._turn_spent_s > 0.0 and self._turn_spent_s >= slice_s
+    @property
+    def _crowd(self) -> float:
+        """Sequences that wait for their first token, for each one that decodes."""
+        return (len(self._room) + self._preparing_count) / max(1, len(self._decoding))
 
-    def _next_chunk(self) -> PrefillChunk:
-        oldest_turn = self._turn_count % _OLDEST_EVERY == 0
+    def _next_chunk(self) -> PrefillChunk | None:
+        oldest_turn = self._turns.count % _OLDEST_EVERY == 0
         sequence = min(
-            self._prefilling.values(),
+            (s for s in self._prefilling.values() if not s.is_prefilled),
             key=lambda s: (
                 0 if oldest_turn else s.prefill_target - s.processed_token_count,
                 s.sequence_id,
             ),
+            default=None,
         )
+        if sequence is None:
+            return None
         start = sequence.processed_token_count
         chunk = self.limits.prefill_chunk_token_count
-        stop = min((start // chunk + 1) * chunk, sequence.prefill_target)
+        affordable = self._turns.chunk_stop(start, is_decoding=bool(self._decoding), crowd=self._crowd)
+        stop = min((start // chunk + 1) * chunk, sequence.prefill_target, affordable)
         if self.limits.chunk_ends_at_last_block:
             block = self.limits.chunk_ends_at_last_block
             last_block_end = sequence.prefill_target // block * block

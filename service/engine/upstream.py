@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import _extend_cache, _merge_caches
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -80,8 +81,45 @@ def merge_caches(sequences: Sequence[Sequence[Cache]]) -> list[Cache]:
 
 
 def extend_caches(batch: list[Cache], other: list[Cache]) -> list[Cache]:
-    """Return `batch` with the rows of `other` appended; both are used up."""
-    return list(_extend_cache(batch, other))  # type: ignore[no-untyped-call]
+    """Return `batch` with the rows of `other` appended; both are used up.
+
+    Where the rows of `other` are longer, upstream pads all of `batch`, joins, and grows it again with the
+    next token: 59 ms for 8 rows of 300 tokens where one copy takes 16 (6 layers, 2-core x86, mlx 0.32.4).
+    """
+    if not batch or not other:
+        return batch or other
+    return [_extended(mine, theirs) for mine, theirs in zip(batch, other, strict=True)]
+
+
+def _extended(mine: Cache, theirs: Cache) -> Cache:
+    if type(mine) is CacheList:
+        pairs = zip(mine.caches, theirs.caches, strict=True)
+        return CacheList(*(_extended(a, b) for a, b in pairs))  # type: ignore[no-untyped-call]
+    is_longer = type(mine) is BatchKVCache and mine.keys is not None and theirs._idx > mine._idx
+    if not is_longer:
+        return _extend_cache([mine], [theirs])[0]  # type: ignore[no-untyped-call]
+    mine.keys = _stacked(mine.keys[..., : mine._idx, :], theirs.keys[..., : theirs._idx, :])
+    mine.values = _stacked(mine.values[..., : mine._idx, :], theirs.values[..., : theirs._idx, :])
+    added = theirs._idx - mine._idx
+    mine.left_padding = mx.concatenate([mine.left_padding + added, theirs.left_padding])
+    mine.offset = mx.concatenate([mine.offset, theirs.offset])
+    mine._idx = theirs._idx
+    return mine
+
+
+def _stacked(short: mx.array, long: mx.array) -> mx.array:
+    """Return the rows of both, the short ones left-padded, with room for the tokens to come."""
+    rows, heads, short_count, size = short.shape
+    count = long.shape[2]
+    whole = mx.zeros((rows + long.shape[0], heads, count + growth_of(count), size), long.dtype)
+    whole[:rows, :, count - short_count : count] = short
+    whole[rows:, :, :count] = long
+    return whole
+
+
+def growth_of(token_count: int) -> int:
+    """Return by how many tokens a row of this length grows: about a quarter, within bounds."""
+    return min(_MAX_GROWTH, max(_MIN_GROWTH, token_count // 4 // _MIN_GROWTH * _MIN_GROWTH))
 
 
 def tune_growth(caches: Sequence[Cache]) -> None:
@@ -95,8 +133,7 @@ def tune_growth(caches: Sequence[Cache]) -> None:
         if type(cache) is CacheList:
             tune_growth(cache.caches)
         elif type(cache) in (BatchKVCache, BatchRotatingKVCache):
-            quarter = int(cache._idx) // 4
-            cache.step = min(_MAX_GROWTH, max(_MIN_GROWTH, quarter // _MIN_GROWTH * _MIN_GROWTH))
+            cache.step = growth_of(int(cache._idx))
 
 
 def cache_states(caches: Sequence[Cache]) -> list[Any]:

@@ -78,6 +78,8 @@ class House:
         directory: Path | None,
         *,
         chunk: int = BLOCK,
+        grid: int = 1,
+        chunk_s: float = 0.0,
         ram_bytes: int = 1 << 30,
         spill_policy: str = "on_evict",
         kv_bits: int = 0,
@@ -144,7 +146,13 @@ class House:
 
         self.engine = Engine(
             runner=runner,
-            limits=SchedulerLimits(running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk),
+            limits=SchedulerLimits(
+                running_limit=20,
+                prefilling_limit=4,
+                prefill_chunk_token_count=chunk,
+                prefill_grid_token_count=grid,
+                prefill_chunk_s=chunk_s,
+            ),
             waiting=WaitingLimits(request_limit=100),
             mailbox_limit=100,
             listener=self.recorder,

@@ -55,11 +55,13 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """One run of a server: how big its tiers are, what it is asked side by side, what is spoiled before."""
+    """One run of a server: its tiers, how prompts are cut, what is asked side by side, what is spoiled."""
 
     ram_share: float
     spill_policy: str
     chunk: int
+    grid: int
+    chunk_s: float
     damage: str | None
     damaged_share: float
     waves: list[list[Ask]]
@@ -79,6 +81,9 @@ lives = st.builds(
     ram_share=st.sampled_from([0.0, 0.3, 1.0, 10.0]),
     spill_policy=st.sampled_from(["on_evict", "write_behind", "off"]),
     chunk=st.sampled_from([BLOCK // 2, BLOCK, 2 * BLOCK]),
+    grid=st.sampled_from([1, 2, BLOCK // 2]),
+    # So short a time cuts every chunk to one step of the grid, and a little more leaves some longer.
+    chunk_s=st.sampled_from([0.0, 1e-9, 0.002]),
     damage=st.sampled_from([None, None, *sorted(DAMAGES)]),
     damaged_share=st.sampled_from([0.3, 1.0]),
     waves=st.lists(st.lists(asks, min_size=1, max_size=3), min_size=1, max_size=3),
@@ -154,6 +159,8 @@ def run(life: Life, reference: Reference, directory: Path) -> None:
         ram_bytes=int(life.ram_share * reference.stem_bytes),
         spill_policy=life.spill_policy,
         chunk=life.chunk,
+        grid=life.grid,
+        chunk_s=life.chunk_s,
     )
     got: list[list[int]] = []
     with house:

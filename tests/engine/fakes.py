@@ -82,6 +82,7 @@ class FakeRunner:
         self.closed = False
         self.is_pipelined = True
         self.on_decode: Callable[[], None] = lambda: None
+        self.on_prefill: Callable[[], None] = lambda: None
         self.active_bytes: Callable[[], int] = lambda: 1
         self.next_token: Callable[[list[int]], int] = lambda history: 97 + sum(history) % 26
         self._context_token_limit = context_token_limit
@@ -93,6 +94,7 @@ class FakeRunner:
         self.history[sequence_id] = []
 
     def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        self.on_prefill()
         self.chunks.append((sequence_id, len(token_ids)))
         self.history[sequence_id] += token_ids
 

@@ -36,6 +36,7 @@ class House:
         context_token_limit: int = 64,
         memory_limit_bytes: int = 0,
         waiting: WaitingLimits | None = None,
+        prefill_chunk_s: float = 0.0,
     ) -> None:
         self.clock = FakeClock()
         self.runner = FakeRunner()
@@ -43,7 +44,12 @@ class House:
         self.mailbox: Mailbox[Message] = Mailbox(limit=100)
         self.room = WaitingRoom(waiting or WaitingLimits(request_limit=waiting_limit))
         self.scheduler = Scheduler(
-            SchedulerLimits(running_limit=running_limit, prefilling_limit=2, prefill_chunk_token_count=4),
+            SchedulerLimits(
+                running_limit=running_limit,
+                prefilling_limit=2,
+                prefill_chunk_token_count=4,
+                prefill_chunk_s=prefill_chunk_s,
+            ),
             self.room,
         )
         self.prefix = no_prefix(self.clock)
@@ -271,3 +277,17 @@ def test_requests_of_a_loop_that_broke_count_as_failed() -> None:
 def totals(house: House) -> tuple[int, int, int]:
     counters = house.loop.counters
     return counters.finished_total, counters.cancelled_total, counters.failed_total
+
+
+def test_progress_is_told_once_a_full_chunk_however_small_the_pieces() -> None:
+    house = House(prefill_chunk_s=1e-9)
+
+    def take_time() -> None:
+        house.clock.now += 0.01
+
+    house.runner.on_prefill = take_time
+    house.submit("a", range(1, 12), max_output_tokens=1)
+    house.run()
+    assert [count for _, count in house.runner.chunks] == [4, 1, 1, 1, 1, 1, 1]
+    progress = [e.processed_token_count for e in house.recorder.events["a"] if isinstance(e, PrefillProgress)]
+    assert progress == [4, 8, 10]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from service.engine.ids import SequenceId
-from service.engine.scheduler import DecodeStep, Idle, PrefillChunk, Scheduler, SchedulerLimits
+from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.engine.sequence import Sequence
 from service.engine.text import TextStream
 from service.engine.waiting import WaitingLimits, WaitingRoom
+from service.engine.work import DecodeStep, Idle, Join, PrefillChunk
 from tests.engine.fakes import decode_ascii, request
 
 LIMITS = SchedulerLimits(
     running_limit=4, prefilling_limit=3, prefill_chunk_token_count=8, prefill_slice_s=0.1
 )
+FINE = SchedulerLimits(
+    running_limit=9, prefilling_limit=9, prefill_chunk_token_count=64, prefill_grid_token_count=4
+)
+"""Chunks of up to 64 tokens, cut at every fourth, and slices that follow the decode step."""
 
 
 def sequence(number: int, prompt_token_count: int, *, priority: int = 0) -> Sequence:
@@ -23,9 +30,9 @@ def sequence(number: int, prompt_token_count: int, *, priority: int = 0) -> Sequ
 class House(Scheduler):
     """A scheduler with a room of its own, and the loop's habit of admitting all it can."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
         self.room = WaitingRoom(WaitingLimits(request_limit=10))
-        super().__init__(LIMITS, self.room)
+        super().__init__(limits, self.room)
 
     def admit_all(self) -> list[Sequence]:
         admitted = []
@@ -87,23 +94,134 @@ def test_chunks_end_on_the_grid_of_the_sequence() -> None:
     assert cuts == [(5, 8), (8, 16), (16, 24), (24, 29)], "the last token is left for the first decode"
 
 
-def test_prefill_and_decode_take_turns_by_time() -> None:
-    scheduler = House()
-    decoding, long = sequence(0, 2), sequence(1, 1000)
-    for s in (decoding, long):
+class Device:
+    """Times of a device on which a chunk of n tokens takes `fixed_s` + n * `token_s`."""
+
+    def __init__(self, *, fixed_s: float, token_s: float, step_s: float) -> None:
+        self.fixed_s, self.token_s, self.step_s = fixed_s, token_s, step_s
+
+    def run(self, scheduler: Scheduler, unit_count: int) -> list[tuple[str, float]]:
+        """Carry out so many units of work; return what each was and took."""
+        done = []
+        for _ in range(unit_count):
+            work = scheduler.next_work()
+            if isinstance(work, PrefillChunk):
+                count = work.stop - work.start
+                elapsed_s = self.fixed_s + count * self.token_s
+                work.sequence.processed_token_count = work.stop
+                scheduler.note_chunk(work, elapsed_s)
+                done.append(("P", elapsed_s))
+            elif isinstance(work, Join):
+                scheduler.start_decoding(work.sequence)
+                done.append(("J", 0.0))
+            else:
+                assert isinstance(work, DecodeStep)
+                scheduler.note_decode(self.step_s)
+                done.append(("D", self.step_s))
+        return done
+
+
+def beside_a_decoding_one(limits: SchedulerLimits, *token_counts: int) -> tuple[House, list[Sequence]]:
+    """Return a scheduler where one sequence decodes and prompts of these lengths are to be prefilled."""
+    scheduler = House(limits)
+    decoding = sequence(0, 2)
+    prompts = [sequence(1 + i, count) for i, count in enumerate(token_counts)]
+    for s in (decoding, *prompts):
         scheduler.room.add(s)
     scheduler.admit_all()
     scheduler.start_decoding(decoding)
-    kinds = []
-    for _ in range(9):
-        work = scheduler.next_work()
-        kinds.append("P" if isinstance(work, PrefillChunk) else "D")
-        if isinstance(work, PrefillChunk):
-            long.processed_token_count = work.stop
-            scheduler.note_prefill(0.06)
-        else:
-            scheduler.note_decode(0.05)
-    assert "".join(kinds) == "PPDPPDPPD", "two chunks of 60 ms fill a slice of 100 ms"
+    return scheduler, prompts
+
+
+def gaps_of(done: list[tuple[str, float]]) -> list[float]:
+    """Return the time from each decode step's end to the next one's."""
+    gaps, since = [], 0.0
+    for kind, elapsed_s in done:
+        since += elapsed_s
+        if kind == "D":
+            gaps.append(since)
+            since = 0.0
+    return gaps
+
+
+def test_chunks_are_cut_to_the_slice_and_end_on_the_fine_grid() -> None:
+    scheduler, (long,) = beside_a_decoding_one(FINE, 100_000)
+    done = Device(fixed_s=0.002, token_s=0.0005, step_s=0.010).run(scheduler, 400)
+    settled = done[-100:]
+    assert max(gaps_of(settled)) < 0.020, "prefill takes less than a step of its own between two steps"
+    spent_s = sum(elapsed_s for kind, elapsed_s in settled if kind == "P")
+    assert spent_s > 0.3 * sum(elapsed_s for _, elapsed_s in settled), "and most of what it may have"
+    assert long.processed_token_count % 4 == 0
+
+
+def test_a_slice_that_is_set_is_kept() -> None:
+    limits = dataclasses.replace(FINE, prefill_slice_s=0.030)
+    scheduler, _ = beside_a_decoding_one(limits, 100_000)
+    settled = Device(fixed_s=0.002, token_s=0.0005, step_s=0.010).run(scheduler, 400)[-100:]
+    assert 0.025 <= max(elapsed_s for kind, elapsed_s in settled if kind == "P") <= 0.030
+
+
+def test_what_a_chunk_took_too_long_is_paid_by_the_turns_after_it() -> None:
+    # Here even four tokens take two slices, so there is a chunk in every other gap.
+    scheduler, _ = beside_a_decoding_one(dataclasses.replace(FINE, prefill_slice_s=0.010), 100_000)
+    settled = Device(fixed_s=0.0, token_s=0.005, step_s=0.010).run(scheduler, 300)[-99:]
+    kinds = "".join(kind for kind, _ in settled)
+    assert "PDDPDDPDD" in kinds and "PP" not in kinds
+
+
+def test_where_a_chunk_mostly_reads_weights_prefill_is_not_starved() -> None:
+    # A step of 100 ms that is nearly all weights; a slice of that would hold no token at all.
+    scheduler, (long,) = beside_a_decoding_one(FINE, 100_000)
+    device = Device(fixed_s=0.100, token_s=0.002, step_s=0.105)
+    device.run(scheduler, 60)
+    before = long.processed_token_count
+    done = device.run(scheduler, 60)
+    rate = (long.processed_token_count - before) / sum(elapsed_s for _, elapsed_s in done)
+    full_rate = 64 / (0.100 + 64 * 0.002)
+    assert rate > 0.2 * full_rate
+    assert max(gaps_of(done)) < 0.105 + 2.5 * 0.105
+
+
+def test_a_crowd_gets_more_than_those_who_decode() -> None:
+    device = Device(fixed_s=0.0, token_s=0.0005, step_s=0.010)
+    shares = []
+    for prompts in ([50_000] * 2, [50_000] * 7):
+        scheduler, _ = beside_a_decoding_one(FINE, *prompts)
+        device.run(scheduler, 100)
+        done = device.run(scheduler, 200)
+        shares.append(
+            sum(elapsed_s for kind, elapsed_s in done if kind == "P")
+            / sum(elapsed_s for _, elapsed_s in done)
+        )
+    assert shares[1] > shares[0] + 0.15
+
+
+def test_a_join_has_a_gap_of_its_own() -> None:
+    scheduler, _ = beside_a_decoding_one(FINE, 40, 100_000)
+    kinds = "".join(k for k, _ in Device(fixed_s=0.001, token_s=0.0005, step_s=0.010).run(scheduler, 80))
+    at = kinds.index("J")
+    assert kinds[at - 1 : at + 2] == "DJD", kinds
+
+
+def test_prefill_while_nothing_decodes_is_owed_to_nobody() -> None:
+    scheduler = House(FINE)
+    first, second = sequence(0, 400), sequence(1, 4000)
+    for s in (first, second):
+        scheduler.room.add(s)
+    scheduler.admit_all()
+    device = Device(fixed_s=0.001, token_s=0.0005, step_s=0.010)
+    kinds = "".join(k for k, _ in device.run(scheduler, 40))
+    assert "JDPD" in kinds, "a turn follows the first step, whatever was prefilled before it"
+
+
+def test_a_chunk_of_a_long_context_is_cut_to_its_time_while_nothing_decodes() -> None:
+    scheduler = House(dataclasses.replace(FINE, prefill_chunk_s=0.2))
+    scheduler.room.add(sequence(0, 10_000))
+    scheduler.admit_all()
+    fast = Device(fixed_s=0.0, token_s=0.001, step_s=0.1).run(scheduler, 20)
+    assert {round(elapsed_s, 6) for _, elapsed_s in fast} == {0.064}, "whole chunks"
+    slow = Device(fixed_s=0.0, token_s=0.01, step_s=0.1).run(scheduler, 60)[-20:]
+    assert all(elapsed_s <= 0.2 for _, elapsed_s in slow)
 
 
 def test_a_short_prompt_overtakes_a_long_one_and_the_long_one_still_moves() -> None:

@@ -46,11 +46,12 @@ def test_which_classes_batch(cache, expected: bool) -> None:
     assert upstream.can_batch([cache]) is expected
 
 
+@pytest.mark.parametrize(("lengths", "kept"), [((3, 7), 1), ((3, 7), 0), ((7, 3), 1)])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_rows_join_leave_and_come_out_again(architecture: str) -> None:
+def test_rows_join_leave_and_come_out_again(architecture: str, lengths: tuple[int, int], kept: int) -> None:
     model = build(architecture)
     rows = []
-    for length in (3, 7):
+    for length in lengths:
         caches = upstream.make_caches(model)
         mx.eval(model(mx.arange(5, 5 + length)[None], cache=caches), upstream.cache_states(caches))
         rows.append(caches)
@@ -61,12 +62,12 @@ def test_rows_join_leave_and_come_out_again(architecture: str) -> None:
     batch = upstream.extend_caches(upstream.merge_caches(rows[:1]), upstream.merge_caches(rows[1:]))
     mx.eval(model(mx.array([[9], [9]]), cache=batch))
     for cache in batch:
-        cache.filter([1])
+        cache.filter([kept])
     out = [cache.extract(0) for cache in batch]
-    alone = model(mx.array([[9]]), cache=rows[1])
+    alone = model(mx.array([[9]]), cache=rows[kept])
     mx.eval(alone, upstream.cache_states(out))
     again = model(mx.array([[11]]), cache=out)
-    expected = model(mx.array([[11]]), cache=rows[1])
+    expected = model(mx.array([[11]]), cache=rows[kept])
     assert mx.allclose(again, expected, atol=1e-4).item()
 
 

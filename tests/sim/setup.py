@@ -111,7 +111,6 @@ def make_setup(dice: random.Random) -> Setup:
         spill_policy=dice.choice(("on_evict",) * 4 + ("write_behind",) * 4 + ("off",)),
         min_prefix_token_count=dice.choice((0, 0, 2 * BLOCK)),
         may_recompute=dice.random() < 0.3,
-        limits=limits,
         waiting=waiting,
         memory_limit_bytes=dice.choice((0, 0, 4_000, 8_000)),
         disk_limit_bytes=LOG_ALLOWANCE_BYTES
@@ -122,6 +121,11 @@ def make_setup(dice: random.Random) -> Setup:
         load_queue_count=dice.choice((1, 16)),
         task_queue_count=dice.choice((1, 64, 64)),
         shares=ShareLimits(),
+        limits=dataclasses.replace(
+            limits,
+            prefill_grid_token_count=dice.choice((1, 2, BLOCK)),
+            prefill_chunk_s=dice.choice((0.0, 0.0001)),
+        ),
     )
 
 

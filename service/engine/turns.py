@@ -1,0 +1,100 @@
+"""Prefill's turns between decode steps, in seconds: how long one may last, and what fits into it.
+
+Inference thread only. A turn lasts a slice: about as long as a decode step, so that running sequences keep
+their inter-token latency and waiting prompts keep moving. A chunk that took longer than that is paid for by
+the turns after it.
+"""
+
+from __future__ import annotations
+
+from service.engine.pace import PrefillPace
+
+_SMOOTHING = 0.2
+_STEP_SHARE = 0.75
+"""A slice's share of a decode step, where nobody set it: the gap between two tokens stays below two steps,
+what joining and leaving rows cost included (bench.load, 2-core x86)."""
+_LEAST_TURN_SHARE = 0.5
+"""A turn that has used this share of its slice is over: what is left would be a chunk too small to pay."""
+_CROWD = 2.0
+"""So many sequences that wait for their first token, for each one that draws its next, are a crowd."""
+_CROWD_LIMIT = 4.0
+"""Most slices of prefill between two decode steps, however large the crowd is."""
+
+
+class Turns:
+    """Counts the time of prefill against that of decode. `crowd` is how many wait for each that decodes."""
+
+    def __init__(
+        self, *, slice_s: float, chunk_s: float, chunk_token_count: int, grid_token_count: int
+    ) -> None:
+        self._fixed_slice_s = slice_s
+        self._chunk_s = chunk_s
+        self._chunk_token_count = chunk_token_count
+        self._grid_token_count = grid_token_count
+        self._pace = PrefillPace()
+        self._decode_step_s = 0.0
+        self._spent_s = 0.0
+        self._has_joined = False
+        self._has_prefilled = False
+        self.count = 0
+        """Turns so far."""
+
+    def note_chunk(self, *, start: int, token_count: int, elapsed_s: float) -> None:
+        """Learn from a chunk that began at `start`; its time is noted with `note_prefill` besides."""
+        self._pace.note(token_count=token_count, context_token_count=start, elapsed_s=elapsed_s)
+
+    def note_prefill(self, elapsed_s: float, *, is_decoding: bool) -> None:
+        """Count prefill time against the turn."""
+        if is_decoding:
+            self._spent_s += elapsed_s
+            self._has_prefilled = True
+        else:
+            # No decode step ends the turn, and the oldest prompt must not keep it; nobody is owed anything.
+            self._spent_s = 0.0
+            self.count += 1
+
+    def note_join(self) -> None:
+        """A row was added to those who decode."""
+        self._has_joined = True
+
+    def note_decode(self, elapsed_s: float, *, crowd: float) -> None:
+        """End the turn with a decode step; what it took too long is left to be paid."""
+        self._spent_s = max(0.0, self._spent_s - self._slice_s(crowd))
+        old = self._decode_step_s
+        self._decode_step_s = elapsed_s if old == 0.0 else old + _SMOOTHING * (elapsed_s - old)
+        self.count += 1
+        self._has_joined = False
+        self._has_prefilled = False
+
+    def may_join(self, *, crowd: float) -> bool:
+        """Whether a row may be added: that lengthens the next step, so not in a gap that had prefill."""
+        return not self._has_prefilled or crowd > _CROWD
+
+    def is_over(self, *, crowd: float) -> bool:
+        """Whether the next decode step is due."""
+        if self._has_joined and crowd <= _CROWD:
+            return True
+        return self._spent_s > 0.0 and self._spent_s >= _LEAST_TURN_SHARE * self._slice_s(crowd)
+
+    def chunk_stop(self, start: int, *, is_decoding: bool, crowd: float) -> int:
+        """Return the grid point at which a chunk from `start` has taken its time; never `start` itself."""
+        budget_s = self._left_s(crowd) if is_decoding else self._chunk_s or None
+        cost = self._pace.cost(start)
+        tokens: float = self._chunk_token_count
+        if budget_s is not None and cost is not None:
+            tokens = cost.tokens_within(budget_s)
+            if is_decoding and not self._fixed_slice_s:
+                # Where reading the weights is most of a chunk, slices of one step would starve the prompts.
+                tokens = max(tokens, cost.even_tokens)
+        grid = self._grid_token_count
+        return max(start // grid + 1, (start + int(min(tokens, self._chunk_token_count))) // grid) * grid
+
+    def _left_s(self, crowd: float) -> float | None:
+        """Return what is left of the turn; None before any decode step was measured."""
+        slice_s = self._slice_s(crowd)
+        return max(0.0, slice_s - self._spent_s) if slice_s else None
+
+    def _slice_s(self, crowd: float) -> float:
+        slice_s = self._fixed_slice_s or _STEP_SHARE * self._decode_step_s
+        # Latency between tokens is kept while that leaves the many no worse off; then the many come first.
+        return slice_s * min(_CROWD_LIMIT, max(1.0, crowd / _CROWD))
