@@ -95,8 +95,8 @@ def _extended(mine: Cache, theirs: Cache) -> Cache:
     if type(mine) is CacheList:
         pairs = zip(mine.caches, theirs.caches, strict=True)
         return CacheList(*(_extended(a, b) for a, b in pairs))  # type: ignore[no-untyped-call]
-    is_longer = type(mine) is BatchKVCache and mine.keys is not None and theirs._idx > mine._idx
-    if not is_longer:
+    is_plain = type(mine) is BatchKVCache
+    if not is_plain or mine.keys is None or theirs._idx <= mine._idx:
         return _extend_cache([mine], [theirs])[0]  # type: ignore[no-untyped-call]
     mine.keys = _stacked(mine.keys[..., : mine._idx, :], theirs.keys[..., : theirs._idx, :])
     mine.values = _stacked(mine.values[..., : mine._idx, :], theirs.values[..., : theirs._idx, :])

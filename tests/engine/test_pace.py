@@ -22,14 +22,14 @@ def test_chunks_of_two_sizes_tell_what_is_fixed_from_what_grows() -> None:
     pace = taught(*[(8, 0.018), (32, 0.042)] * 4)
     cost = pace.cost(100)
     assert cost is not None
-    assert (cost.fixed_s, cost.token_s) == (pytest.approx(0.010), pytest.approx(0.001))
+    assert cost.fixed_s == pytest.approx(0.010) and cost.token_s == pytest.approx(0.001)
     assert cost.tokens_within(0.030) == pytest.approx(20)
     assert cost.even_tokens == pytest.approx(10)
 
 
 def test_chunks_of_one_size_count_as_all_growing() -> None:
     cost = taught(*[(16, 0.016)] * 5).cost(100)
-    assert cost is not None and (cost.fixed_s, cost.token_s) == (0.0, pytest.approx(0.001))
+    assert cost is not None and cost.fixed_s == 0.0 and cost.token_s == pytest.approx(0.001)
 
 
 def test_each_octave_of_context_has_its_own_cost_and_others_ask_the_nearest() -> None:
