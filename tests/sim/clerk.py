@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from service.domain.cache_orders import (
@@ -27,6 +28,14 @@ from tests.sim.house import House
 from tests.sim.ledger import Ledger
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Doom:
+    """What one order to evict will remove: these blocks, as they were spilled up to that number."""
+
+    blocks: set[BlockHash] = dataclasses.field(default_factory=set)
+    spill_number: int = 0
+
+
 class Clerk:
     """Works for one house after the other. `open_count` orders still wait for their answer."""
 
@@ -36,8 +45,7 @@ class Clerk:
         """A file was damaged after the last order to verify everything."""
         self._ledger = ledger
         self._say = say
-        self._spill_number = 0
-        self._dooms: list[list[BlockHash]] = []
+        self._dooms: list[_Doom] = []
         """What the orders to evict that are still open will remove."""
 
     def begin_life(self) -> None:
@@ -52,22 +60,22 @@ class Clerk:
             self.has_rotted = False
         self.open_count += 1
         is_open = True
-        doomed: list[BlockHash] = []
+        doom = _Doom()
 
         def reply(answer: CacheAnswer | IcehouseError) -> None:
             nonlocal is_open
             assert is_open, f"{order} was answered twice"
             is_open = False
-            self._dooms = [other for other in self._dooms if other is not doomed]
+            self._dooms = [other for other in self._dooms if other is not doom]
             self.open_count -= 1
             self._say(f"  answered {answer!r:.200}")
             self._ledger.seen[type(answer).__name__] += 1
-            self._check(house, order, answer, doomed)
+            self._check(house, order, answer, doom)
 
         if isinstance(order, Evict):
-            self._dooms.append(doomed)
+            self._dooms.append(doom)
             # Answered at once, right before the order is carried out.
-            house.mailbox.post(Order(Explain((1, 2)), lambda _: doomed.extend(self._doomed(house, order))))
+            house.mailbox.post(Order(Explain((1, 2)), lambda _: self._pronounce(doom, house, order)))
         house.mailbox.post(Order(order, reply))
 
     def ask_stats(self, house: House) -> None:
@@ -81,14 +89,14 @@ class Clerk:
 
         house.mailbox.post(QueryStats(reply))
 
-    def _doomed(self, house: House, order: Evict) -> list[BlockHash]:
-        """Return the blocks that an order to evict is about to remove."""
-        self._spill_number = self._ledger.spill_number
+    def _pronounce(self, doom: _Doom, house: House, order: Evict) -> None:
+        """Note the blocks that an order to evict is about to remove, and the last spill before it."""
         is_all = order.prompt_token_ids is None
-        return [entry.hash for entry in (house.cache.index if is_all else _known(house, order))]
+        doom.spill_number = self._ledger.spill_number
+        doom.blocks |= {entry.hash for entry in (house.cache.index if is_all else _known(house, order))}
 
     def _check(
-        self, house: House, order: CacheOrder, answer: CacheAnswer | IcehouseError, doomed: list[BlockHash]
+        self, house: House, order: CacheOrder, answer: CacheAnswer | IcehouseError, doom: _Doom
     ) -> None:
         if isinstance(answer, IcehouseError):
             is_expected = isinstance(answer, NotFound | Overloaded | StorageError)
@@ -101,20 +109,20 @@ class Clerk:
             wrong = [e for e in here if e.is_pinned is not isinstance(order, Pin)]
             assert not wrong, f"{order} left {wrong}"
         elif isinstance(answer, EvictReport) and house.storage is not None:
-            self._check_evicted(house, doomed)
+            self._check_evicted(house, doom)
         elif isinstance(answer, VerifyReport) and order == Verify():
             rotten = [r.hash.hex()[:8] for r in house.store.index if r.hash in self._ledger.damaged]
             is_excused = self.has_rotted or self._ledger.io_errors(house)
             assert not rotten or is_excused, f"verified, but still damaged: {rotten}"
 
-    def _check_evicted(self, house: House, doomed: list[BlockHash]) -> None:
+    def _check_evicted(self, house: House, doom: _Doom) -> None:
         """What was on SSD or on its way there when the order came is gone."""
         if house.is_storage_dead or self._ledger.io_errors(house):
             return
         numbers = self._ledger.spill_numbers
-        left = {record.hash for record in house.store.index} & set(doomed)
-        left.difference_update(*self._dooms)
-        old = [name.hex()[:8] for name in left if numbers.get(name, 0) <= self._spill_number]
+        left = {record.hash for record in house.store.index} & doom.blocks
+        left.difference_update(*(other.blocks for other in self._dooms))
+        old = [name.hex()[:8] for name in left if numbers.get(name, 0) <= doom.spill_number]
         assert not old, f"evicted by order and still there: {old}"
 
 
