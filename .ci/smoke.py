@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jsonschema
+
 from service.cli.demo import free_port, running_server
 from service.demo.build import ensure_demo_model
 from service.rpc.dial import Connection
@@ -56,6 +58,18 @@ WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("huge length", {"text": "a", "max_output_tokens": 1 << 30}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
     ("cold", {"text": "a", "sampling": {"temperature": -1}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
     ("NaN", {"text": "a", "sampling": {"temperature": "NaN"}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    (
+        "no schema",
+        {"text": "a", "response_format": {"json_schema": "{"}},
+        "InvalidArgument",
+        "FORMAT_INVALID",
+    ),
+    (
+        "wrong schema",
+        {"text": "a", "response_format": {"json_schema": '{"properties":{"a":{"type":"strin"}}}'}},
+        "InvalidArgument",
+        "/properties/a",
+    ),
     ("unknown model", {"text": "a", "model": "none"}, "NotFound", "MODEL_NOT_FOUND"),
     ("token outside", {"tokens": {"ids": [1 << 30]}}, "InvalidArgument", "TOKEN_OUT_OF_RANGE"),
     ("too long", {"tokens": {"ids": [5] * 40_000}}, "InvalidArgument", "PROMPT_TOO_LONG"),
@@ -82,7 +96,7 @@ class Smoke:
             method = next((name for name in EXPECTED if command.rstrip().endswith(name)), None)
             wanted = EXPECTED[method] if method else ""
             code = DEADLINE_EXIT_CODE if method == ENDLESS else 0
-            good = done.returncode == code and wanted in done.stdout
+            good = done.returncode == code and wanted in done.stdout and has_its_form(command, done.stdout)
             self._check(command.replace("\n", " ")[:110], good, done.stdout[-500:] + done.stderr[-500:])
 
     def wrong_inputs(self) -> None:
@@ -108,6 +122,23 @@ class Smoke:
         if not good:
             self.failure_count += 1
             print(f"       {details}")
+
+
+def has_its_form(command: str, answer: str) -> bool:
+    """Whether the answer to a request with a response format is of that form; true for any other."""
+    found = re.search("-d '(.*?)'", command, re.DOTALL)
+    form = json.loads(found[1]).get("response_format", {}) if found else {}
+    if not form:
+        return True
+    text = json.loads(answer)["text"]
+    if "choice" in form:
+        return text in form["choice"]["texts"]
+    try:
+        jsonschema.validate(json.loads(text), json.loads(form["json_schema"]))
+    except (json.JSONDecodeError, jsonschema.ValidationError) as error:
+        print(f"       {error}")
+        return False
+    return True
 
 
 def readme_commands() -> list[str]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
 import pytest
-from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message
+from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats
 
 from service.domain.events import Delta, Finished
 from service.domain.events import FinishReason as EngineFinishReason
 from service.domain.request import CacheUse
+from service.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
 from tests.rpc.conftest import SEED, House
 from tests.rpc.fake_engine import hanging, overloaded, started, usage_of
 
@@ -189,3 +192,32 @@ async def test_leaving_an_asyncio_stream_cancels_it(house: House) -> None:
 def test_a_prompt_of_no_known_kind_is_refused_here(prompt: Any, wanted: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=wanted):
         client.generate(prompt)
+
+
+async def test_response_formats_arrive_and_json_is_read_from_complete_outputs_only(house: House) -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+
+    def use(client: Client) -> list[Any]:
+        wanted = [
+            formats.json_schema(schema, compact=True),
+            formats.json_schema('{"type":"integer"}'),
+            formats.json_object(),
+            formats.regex("a+"),
+            formats.lark('start: "a"'),
+            formats.choice("yes", "no"),
+        ]
+        return [client.generate("Hi", max_output_tokens=1, response_format=form) for form in wanted]
+
+    replies = await threaded(house, use)
+    assert house.grammars.compiled == [
+        JsonSchema(json.dumps(schema), is_compact=True),
+        JsonSchema('{"type":"integer"}'),
+        JsonObject(),
+        Regex("a+"),
+        LarkGrammar('start: "a"'),
+        Choice(("yes", "no")),
+    ]
+    with pytest.raises(ValueError, match="LENGTH"):
+        replies[0].json()
+    complete = dataclasses.replace(replies[0], text='{"a":[1]}', finish_reason=FinishReason.STOP_TOKEN)
+    assert complete.json() == {"a": [1]}

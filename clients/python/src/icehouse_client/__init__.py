@@ -1,5 +1,6 @@
 """Client of Icehouse: `Client` for threads, `AsyncClient` for asyncio."""
 
+from icehouse_client import formats
 from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
@@ -31,6 +32,7 @@ __all__ = [
     "ToolCall",
     "ToolChoice",
     "Usage",
+    "formats",
     "prefix_key",
     "tool_result",
 ]

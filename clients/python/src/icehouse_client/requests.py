@@ -9,6 +9,7 @@ from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
+from icehouse_client.formats import ResponseFormat
 
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     tool_choice: ToolChoice
     template_arguments: Mapping[str, Any]
     continue_final_message: bool
+    response_format: ResponseFormat
     timeout_s: float | None
 
 
@@ -70,6 +72,8 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.cache.use = _CACHE_USES[options["cache_use"]]
     if "tenant" in options:
         request.cache.tenant = options["tenant"]
+    if "response_format" in options:
+        request.response_format.CopyFrom(options["response_format"])
     if "tool_choice" in options:
         request.tool_choice.CopyFrom(choice_proto(options["tool_choice"]))
     if isinstance(prompt, str):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
+from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -58,6 +60,12 @@ class Reply:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_tool_calls: tuple[MalformedToolCall, ...] = ()
+
+    def json(self) -> Any:
+        """Return the value of an output in a JSON format; raises ValueError when a limit cut it."""
+        if self.finish_reason is not FinishReason.STOP_TOKEN:
+            raise ValueError(f"the output ended with {self.finish_reason} before it was complete")
+        return json.loads(self.text)
 
     def message(self) -> Message:
         """Return the assistant's turn, for the next request of the conversation."""
