@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas soak smoke clean
+.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured soak smoke clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +77,9 @@ bench-cache: $(STAMP) ## Prefix cache: cold, RAM, SSD after a restart.
 
 bench-load: $(STAMP) ## Poisson arrivals at rising rates, beside mlx-lm's server: latency, goodput, a plot.
 	@$(BIN)/python -m bench.load $(ARGS)
+
+bench-structured: $(STAMP) ## Decode with a response format against without, 16 clients, as ratios.
+	@$(BIN)/python -m bench.structured $(ARGS)
 
 soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat (ARGS="--seconds 600").
 	@$(BIN)/python -m bench.soak $(ARGS)

@@ -103,7 +103,7 @@ async def _measure(model: str, plan: Plan, client_counts: Sequence[int], flags: 
     log_file.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icehouse-bench-")))
-        path = _model_path(model, scratch)
+        path = model_path(model, scratch)
         console.print(f"starting the server and the in-process engine with {path.name}")
         server = stack.enter_context(
             ServerProcess(model=str(path), cache_directory=scratch / "blocks", log_file=log_file, flags=flags)
@@ -118,7 +118,8 @@ async def _measure(model: str, plan: Plan, client_counts: Sequence[int], flags: 
             await asyncio.gather(*(client.close() for client in clients))
 
 
-def _model_path(model: str, scratch: Path) -> Path:
+def model_path(model: str, scratch: Path) -> Path:
+    """Return the folder of the model to measure, made first where it is a random one."""
     if model == "random":
         return make_random_model(scratch)
     with build_progress() as on_progress:
