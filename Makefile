@@ -23,7 +23,7 @@ endif
 .PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured soak smoke clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 env: $(STAMP) ## Make the environment in .venv (again only when pyproject.toml or constraints.txt changed).
 
