@@ -24,9 +24,10 @@ from service.domain.cache_orders import (
     VerifyReport,
 )
 from service.domain.events import Finished
+from service.domain.ids import Tenant
 from service.domain.sampling import SamplingParams
 from service.errors import IcehouseError, InvalidRequest, Reason
-from service.rpc.calls import CallDesk, Context
+from service.rpc.calls import Call, CallDesk, Context
 from service.rpc.convert import cache_report_proto, usage_proto
 from service.rpc.convert_stats import evict_response, explain_response, verify_response
 from service.rpc.generation import Generation
@@ -90,11 +91,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
         """Pin a prompt's blocks."""
         async with self._desk.call("Pin", context) as call:
-            tenant = tenant_of(request.cache, call.caller)
-            _, prompt = await self._generation.read_prompt(
-                request, request.WhichOneof("prompt"), model_id=request.model, call=call
-            )
-            report = await self._order(Pin(prompt.token_ids, tenant), PinReport)
+            report = await self._change_pins(Pin, request, call)
             return messages.PinResponse(
                 block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
             )
@@ -102,14 +99,22 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
         async with self._desk.call("Unpin", context) as call:
-            tenant = tenant_of(request.cache, call.caller)
-            _, prompt = await self._generation.read_prompt(
-                request, request.WhichOneof("prompt"), model_id=request.model, call=call
-            )
-            report = await self._order(Unpin(prompt.token_ids, tenant), PinReport)
+            report = await self._change_pins(Unpin, request, call)
             return messages.UnpinResponse(
                 block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
             )
+
+    async def _change_pins(
+        self,
+        order: Callable[[tuple[int, ...], Tenant], CacheOrder],
+        request: messages.PinRequest | messages.UnpinRequest,
+        call: Call,
+    ) -> PinReport:
+        tenant = tenant_of(request.cache, call.caller)
+        _, prompt = await self._generation.read_prompt(
+            request, request.WhichOneof("prompt"), model_id=request.model, call=call
+        )
+        return await self._order(order(prompt.token_ids, tenant), PinReport)
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""

@@ -53,20 +53,6 @@ def test_cancelled_between_the_last_chunk_and_the_first_token(tmp_path: Path, fa
         assert house.ask("again", tokens).cache.ram_token_count == len(tokens) - 1
 
 
-def test_a_head_on_ssd_and_a_tail_only_in_ram(tmp_path: Path) -> None:
-    first = prompt(4 * BLOCK + 1)
-    second = [*first, *prompt(3 * BLOCK, salt=1)]
-    third = [*second, *prompt(BLOCK, salt=2)]
-    with StepHouse(tmp_path) as house:
-        house.ask("first", first)
-    with StepHouse(tmp_path) as house:
-        house.ask("second", second, max_output_tokens=1)
-        answer = house.ask("third", third, max_output_tokens=1)
-        assert answer.cache.limit is not ReuseLimit.LOAD_FAILED
-        assert answer.cache.cached_token_count >= 4 * BLOCK
-        house.check()
-
-
 def test_a_window_from_ssd_before_a_block_from_ssd(tmp_path: Path) -> None:
     tokens = prompt(6 * BLOCK + 1)
     fork = [*tokens[: 3 * BLOCK], *prompt(BLOCK, salt=1)]

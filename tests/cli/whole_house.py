@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
 
 from service.cli import serve as command
 from service.cli.house import House, build_house
@@ -19,29 +18,18 @@ from service.clock import SystemClock
 from service.config import load_config
 from service.domain.model import EngineState
 from service.rpc.router import Router
+from tests.rpc.stubs import Stubs
 
 BOUND_S = 60.0
 """Longest a test waits for the house before it fails."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WholeHouse:
+@dataclasses.dataclass
+class WholeHouse(Stubs):
     """A house whose engine was started, and a channel to it."""
 
     house: House
     channel: Any
-
-    @property
-    def inference(self) -> Any:
-        return inference_service_pb2_grpc.InferenceServiceStub(self.channel)
-
-    @property
-    def models(self) -> Any:
-        return model_service_pb2_grpc.ModelServiceStub(self.channel)
-
-    @property
-    def cache(self) -> Any:
-        return cache_service_pb2_grpc.CacheServiceStub(self.channel)
 
 
 @contextlib.asynccontextmanager

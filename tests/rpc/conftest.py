@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
 
 from service.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from service.domain.model import EngineState, ModelInfo
@@ -20,6 +19,7 @@ from service.rpc.router import Router
 from service.rpc.server import RpcServer
 from tests.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.rpc.fake_grammars import FakeGrammars
+from tests.rpc.stubs import Stubs
 
 SEED = 12345
 _ITS_OWN = FakeGrammars()
@@ -39,7 +39,7 @@ class FakeClock:
 
 
 @dataclasses.dataclass
-class House:
+class House(Stubs):
     """A started server with everything a test looks at."""
 
     server: RpcServer
@@ -49,18 +49,6 @@ class House:
     tokenizer: FakeTokenizer
     grammars: FakeGrammars
     channel: grpc.aio.Channel
-
-    @property
-    def inference(self) -> Any:
-        return inference_service_pb2_grpc.InferenceServiceStub(self.channel)
-
-    @property
-    def models(self) -> Any:
-        return model_service_pb2_grpc.ModelServiceStub(self.channel)
-
-    @property
-    def cache(self) -> Any:
-        return cache_service_pb2_grpc.CacheServiceStub(self.channel)
 
     async def cancelled(self) -> str:
         """Wait for the next cancel that reaches the engine."""
