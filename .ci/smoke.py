@@ -43,6 +43,9 @@ EXPECTED = {
     "list": "icehouse.v1.InferenceService",
 }
 
+# What the answer to a line with these words must contain besides.
+EXPECTED_TOO = {"tool_choice": '"name": "get_weather"', '"chat"': '"finished"'}
+
 # grpcurl's exit code when -max-time ended the call; a stream without an end has no other way to end.
 DEADLINE_EXIT_CODE = 64 + 4
 ENDLESS = "CacheService/WatchStats"
@@ -74,6 +77,13 @@ WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("token outside", {"tokens": {"ids": [1 << 30]}}, "InvalidArgument", "TOKEN_OUT_OF_RANGE"),
     ("too long", {"tokens": {"ids": [5] * 40_000}}, "InvalidArgument", "PROMPT_TOO_LONG"),
     ("empty chat", {"chat": {"messages": []}}, "InvalidArgument", "CHAT_INVALID"),
+    ("tools beside text", {"text": "a", "tools": [{"name": "f"}]}, "InvalidArgument", "TOOL_INVALID"),
+    (
+        "unknown tool",
+        {"chat": {"messages": [{"role": "user", "content": "a"}]}, "tool_choice": {"mode": 4, "name": "f"}},
+        "InvalidArgument",
+        "TOOL_CHOICE_INVALID",
+    ),
     ("100 MB", {"text": "a" * 100_000_000}, "ResourceExhausted", ""),
 )
 
@@ -96,7 +106,9 @@ class Smoke:
             method = next((name for name in EXPECTED if command.rstrip().endswith(name)), None)
             wanted = EXPECTED[method] if method else ""
             code = DEADLINE_EXIT_CODE if method == ENDLESS else 0
-            good = done.returncode == code and wanted in done.stdout and has_its_form(command, done.stdout)
+            besides = [answer for words, answer in EXPECTED_TOO.items() if words in command]
+            good = done.returncode == code and all(text in done.stdout for text in (wanted, *besides))
+            good = good and has_its_form(command, done.stdout)
             self._check(command.replace("\n", " ")[:110], good, done.stdout[-500:] + done.stderr[-500:])
 
     def wrong_inputs(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config import paths
-from service.demo.tokenizer import Vocabulary, write_tokenizer
+from service.demo.tokenizer import Vocabulary, renew_template, write_tokenizer
 from service.demo.weights import Tensor, model_config, write_weights
 from service.errors import ModelError, Reason
 
@@ -67,15 +67,16 @@ def ensure_demo_model(
     installed, the package's bytes are not the expected ones, or the folder cannot be written.
     """
     folder = demo_model_folder() if folder is None else folder
-    if is_built(folder):
-        return folder
-    if not package_installed():
+    if not is_built(folder) and not package_installed():
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
             f"the demo model is not built and its package is not installed; "
             f"say `pip install 'icehouse[demo]'` or name another model with --model (looked in {folder})",
         )
     try:
+        if is_built(folder):
+            renew_template(folder)
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _only_builder(folder.parent):
             if not is_built(folder):

@@ -21,24 +21,46 @@ SPACE = "\u2581"
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- set first = 0 -%}
-{%- set preface = '' -%}
+{%- set preface = namespace(text='') -%}
 {%- if messages and messages[0]['role'] == 'system' -%}
 {%- set first = 1 -%}
-{%- set preface = messages[0]['content'] | trim + '\\n\\n' -%}
+{%- set preface.text = messages[0]['content'] | trim + '\\n\\n' -%}
+{%- endif -%}
+{%- if tools -%}
+{%- set preface.text = preface.text + 'Functions:\\n' -%}
+{%- for tool in tools -%}
+{%- set preface.text = preface.text + (tool['function'] | tojson) + '\\n' -%}
+{%- endfor -%}
+{%- set form = '<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>' -%}
+{%- set preface.text = preface.text + 'To call one, write\\n' + form + '\\n\\n' -%}
 {%- endif -%}
 {%- for message in messages[first:] -%}
-{%- if message['role'] not in ('user', 'assistant', 'model') -%}
-{{- raise_exception('the roles are system (first only), user and assistant, not ' + message['role']) -}}
+{%- if message['role'] not in ('user', 'assistant', 'model', 'tool') -%}
+{{- raise_exception('the roles are system (first only), user, assistant and tool, not ' + message['role']) -}}
 {%- endif -%}
-{{- '<start_of_turn>' + ('user' if message['role'] == 'user' else 'model') + '\\n' -}}
-{%- if loop.first -%}{{- preface -}}{%- endif -%}
-{{- message['content'] | trim + '<end_of_turn>\\n' -}}
+{{- '<start_of_turn>' + ('user' if message['role'] in ('user', 'tool') else 'model') + '\\n' -}}
+{%- if loop.first -%}{{- preface.text -}}{%- endif -%}
+{%- if message['role'] == 'tool' -%}
+{{- '<tool_response>\\n' + message['content'] | trim + '\\n</tool_response>' -}}
+{%- else -%}
+{{- message['content'] | trim -}}
+{%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set tool_call = call['function'] -%}
+{{- '\\n' if message['content'] or not loop.first -}}
+{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' -}}
+{{- (tool_call.arguments | tojson) + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<end_of_turn>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<start_of_turn>model\\n' -}}
 {%- endif -%}
 """
-"""Gemma's public turn format. The base model was not trained on it, but chat requests work."""
+"""Gemma's public turn format, with tools in the manner of other families.
+
+The base model was trained on neither, but chat requests work.
+"""
 
 
 class PieceKind(enum.IntEnum):
@@ -78,7 +100,16 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
         "padding_side": "left",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    renew_template(folder)
+
+
+def renew_template(folder: Path) -> None:
+    """Write the chat template where it is missing or an older one. It is no reason to build a model anew."""
+    file = folder / "chat_template.jinja"
+    if not file.exists() or file.read_text(encoding="utf-8") != CHAT_TEMPLATE:
+        fresh = file.with_suffix(".fresh")
+        fresh.write_text(CHAT_TEMPLATE, encoding="utf-8")
+        fresh.replace(file)
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:

@@ -1,9 +1,20 @@
 """A toy vocabulary with every kind of piece, in Gemma's conventions."""
 
+import json
+from pathlib import Path
+
 import jinja2
 import pytest
 
-from service.demo.tokenizer import CHAT_TEMPLATE, SPACE, PieceKind, Vocabulary, find_merges, make_tokenizer
+from service.demo.tokenizer import (
+    CHAT_TEMPLATE,
+    SPACE,
+    PieceKind,
+    Vocabulary,
+    find_merges,
+    make_tokenizer,
+    renew_template,
+)
 
 CONTROL, USER, NORMAL, BYTE = PieceKind.CONTROL, PieceKind.USER_DEFINED, PieceKind.NORMAL, PieceKind.BYTE
 PIECES = [
@@ -72,3 +83,33 @@ def test_chat_template_writes_the_turns_of_gemma() -> None:
         "<start_of_turn>model\nHello<end_of_turn>\n"
         "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
     )
+
+
+def test_chat_template_shows_tools_calls_and_their_results() -> None:
+    environment = jinja2.Environment()
+    # As transformers renders it: plain JSON, nothing escaped for HTML.
+    environment.filters["tojson"] = json.dumps
+    template = environment.from_string(CHAT_TEMPLATE)
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "3"},
+    ]
+    text = template.render(messages=messages, tools=[{"function": {"name": "f"}}], bos_token="<bos>")
+    called = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert text.startswith('<bos><start_of_turn>user\nFunctions:\n{"name": "f"}\nTo call one, write\n')
+    assert f"<start_of_turn>model\n{called}\n{called}<end_of_turn>\n" in text
+    assert text.endswith("<start_of_turn>user\n<tool_response>\n3\n</tool_response><end_of_turn>\n")
+
+
+def test_an_older_template_is_renewed_and_a_fresh_one_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.jinja"
+    for old in (None, "old"):
+        if old is not None:
+            file.write_text(old)
+        renew_template(tmp_path)
+        assert file.read_text() == CHAT_TEMPLATE
+    written = file.stat().st_ino
+    renew_template(tmp_path)
+    assert file.stat().st_ino == written and list(tmp_path.iterdir()) == [file]
