@@ -22,7 +22,7 @@ from service.engine.prefix_room import Room
 from service.engine.prefix_settings import PrefixSettings
 from service.engine.prefix_shares import Shares
 from service.engine.prefix_spill import Spills
-from service.engine.sequence import Phase, Sequence, UnkeptBlock
+from service.engine.sequence import Sequence
 from service.kv.entry import Entry, Region
 from service.kv.index import BlockIndex, IndexRules
 from service.kv.ram_tier import RamTier
@@ -124,8 +124,6 @@ class PrefixCache:
         if not self.may_write(sequence):
             return
         size = self.settings.block_token_count
-        if sequence.unkept and sequence.phase is Phase.DECODING:
-            self._keep_promoted(sequence, sequence.unkept.pop(0))
         position = sequence.kv_token_count
         known_count = len(sequence.chain)
         for start in range(known_count * size, position - size + 1, size):
@@ -231,30 +229,14 @@ class PrefixCache:
         missing = [kind for kind in kinds if kind not in entry.ram]
         if missing:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
-            self._store(entry, regions, chain=sequence.chain)
+            self.store(entry, regions, chain=sequence.chain)
         self._supersede(entry)
         if self._is_cut_off(sequence.chain) and self.spills.wants(entry) and self.spills.has_credit(entry):
             self.spills.send(entry)
         self.index.discard_if_empty(entry)
         return entry.hash
 
-    def _keep_promoted(self, sequence: Sequence, block: UnkeptBlock) -> None:
-        """Put a block that came from SSD into RAM, where the next request will look first."""
-        entry = self.index.get(block.hash)
-        if entry is None:
-            return
-        start = entry.start_token_index
-        if entry.token_ids is None:
-            entry.token_ids = sequence.tokens(start, entry.end_token_index)
-        regions = dict(block.regions)
-        if self.facts.has_kv and RegionKind.KV not in entry.ram:
-            regions |= self._runner.cut(
-                sequence.sequence_id, start=start, stop=entry.end_token_index, kinds=[RegionKind.KV]
-            )
-        missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
-        self._store(entry, missing, chain=sequence.chain)
-
-    def _store(
+    def store(
         self, entry: Entry, regions: Mapping[RegionKind, Region], *, chain: ReadSequence[BlockHash]
     ) -> None:
         """Put regions into RAM if room can be made for them; `chain` is what the block follows."""

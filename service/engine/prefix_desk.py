@@ -20,6 +20,7 @@ from service.engine.prefix_introductions import Introductions
 from service.engine.prefix_orders import PrefixOrders
 from service.engine.prefix_ports import CacheRunner
 from service.engine.prefix_promises import Promises
+from service.engine.prefix_promotion import Promotions
 from service.engine.prefix_restore import Restore
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
 from service.errors import StorageError
@@ -54,6 +55,7 @@ class PrefixDesk:
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = count(1)
         self._introductions = Introductions(cache, load_ids=self._load_ids)
+        self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._promises = Promises(block_token_count=cache.settings.block_token_count)
 
     @property
@@ -152,6 +154,7 @@ class PrefixDesk:
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the blocks that are complete now; with `is_end` the tail too."""
+        self._promotions.step(sequence)
         before = len(sequence.chain)
         self._cache.capture(sequence, is_end=is_end)
         self._promises.keep(sequence.chain[before:])

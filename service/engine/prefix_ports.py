@@ -49,6 +49,10 @@ class PlacedBlock:
     regions: Mapping[RegionKind, Region]
 
 
+class KvCutting(Protocol):
+    """A block's kv on its way out of live caches, a layer at a time. Opaque."""
+
+
 class KvTarget(Protocol):
     """Arrays on the device that will be a sequence's kv once readers have filled them."""
 
@@ -78,6 +82,14 @@ class CacheRunner(Protocol):
         self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
     ) -> dict[RegionKind, Region]:
         """Return evaluated copies of these regions of an open or decoding sequence."""
+        ...
+
+    def begin_cut(self, *, start: int, stop: int) -> KvCutting:
+        """Prepare to copy the kv of tokens that stay in a sequence's caches."""
+        ...
+
+    def continue_cut(self, sequence_id: SequenceId, cutting: KvCutting, *, budget_s: float) -> Region | None:
+        """Copy for about `budget_s` from where the sequence is now; the region when all is copied."""
         ...
 
     def make_target(self, *, capacity_token_count: int) -> KvTarget | None:

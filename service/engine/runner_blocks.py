@@ -12,8 +12,10 @@ from service.engine import upstream
 from service.engine.ids import SequenceId
 from service.engine.one_thread import OneThread
 from service.engine.prefix_ports import CacheFacts, RestoreInput
+from service.engine.prefix_ports import KvCutting as KvCuttingPort
 from service.kv.entry import Region
 from service.kv.layout import CacheLayout, CacheUnsupported
+from service.kv.layout_cutting import KvCutting
 from service.kv.layout_regions import ArrayRegion, evaluate, from_host, to_host
 from service.kv.layout_restore import Restoring
 from service.kv.layout_source import LoadedKv, RestoreBlock, RestoreSource
@@ -93,6 +95,24 @@ class RunnerBlocks:
         regions = {kind: cuts[kind](self._layout) for kind in kinds}
         evaluate(regions.values())
         return dict(regions)
+
+    def begin_cut(self, *, start: int, stop: int) -> KvCutting:
+        self._thread.check()
+        assert self._layout is not None
+        return KvCutting(self._layout, start=start, stop=stop)
+
+    def continue_cut(
+        self, sequence_id: SequenceId, cutting: KvCuttingPort, *, budget_s: float
+    ) -> Region | None:
+        self._thread.check()
+        assert isinstance(cutting, KvCutting)
+        caches, row = self._sequences.locate(sequence_id)
+        end_time = self._clock.monotonic() + budget_s
+        while not cutting.is_done:
+            cutting.step(caches, row=row)
+            if self._clock.monotonic() >= end_time:
+                break
+        return cutting.region() if cutting.is_done else None
 
     def make_target(self, *, capacity_token_count: int) -> KvTarget:
         self._thread.check()

@@ -64,7 +64,7 @@ class Sequence:
     chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """Hashes of the full blocks behind it, reused or computed."""
     unkept: list[UnkeptBlock] = dataclasses.field(default_factory=list)
-    """Blocks that came from SSD and are not in RAM yet; kept one per decode step."""
+    """Blocks that came from SSD and are not in RAM yet."""
     admitted_time: float = 0.0
     first_token_time: float | None = None
 

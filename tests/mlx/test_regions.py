@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.kv.layout_cutting import KvCutting
 from service.kv.layout_held import held
 from service.kv.layout_regions import ArrayRegion, evaluate, from_host, to_host
-from tests.mlx.runs import BLOCK, Recording, feed, model_of, prompt, same_regions
+from tests.mlx.runs import BLOCK, CHUNK, Recording, feed, greedy, model_of, prompt, same_regions
 
 
 def _all_patterns(dtype: mx.Dtype) -> mx.array:
@@ -142,3 +143,23 @@ def test_cutting_tokens_that_are_gone_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="holds"):
         recording.layout.cut_window(recording.caches, start=0, stop=BLOCK)
     assert held(recording.caches[0], row=0).count == 24
+
+
+def test_a_block_cut_layer_by_layer_is_the_block_cut_at_once() -> None:
+    """Also when its sequence moves on in between: kv is only ever appended to."""
+    recording = Recording(model_of("gemma3_text", "bfloat16"), prompt(3 * CHUNK))
+    at_once = recording.layout.cut_kv(recording.caches, start=BLOCK, stop=2 * BLOCK)
+    evaluate([at_once])
+    cutting = KvCutting(recording.layout, start=BLOCK, stop=2 * BLOCK)
+    while not cutting.is_done:
+        cutting.step(recording.caches, row=0)
+        greedy(recording.model, recording.caches, 11, 2)
+    assert same_regions(cutting.region(), at_once)
+
+
+def test_half_a_block_is_none() -> None:
+    recording = Recording(model_of("llama"), prompt(CHUNK))
+    cutting = KvCutting(recording.layout, start=0, stop=BLOCK)
+    cutting.step(recording.caches, row=0)
+    with pytest.raises(AssertionError, match="1 of 4 layers"):
+        cutting.region()

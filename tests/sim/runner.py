@@ -164,6 +164,18 @@ class SimRunner:
             cuts[kind] = SimRegion(kind, tuple(rows))
         return cuts
 
+    def begin_cut(self, *, start: int, stop: int) -> list[int]:
+        """Begin with nothing copied."""
+        return [start, stop]
+
+    def continue_cut(self, sequence_id: SequenceId, cutting, *, budget_s: float):
+        """Take two steps for each block: one that copies nothing, one that copies all."""
+        start, stop = cutting[:2]
+        cutting.append(0)
+        if len(cutting) == 3:
+            return None
+        return self.cut(sequence_id, start=start, stop=stop, kinds=[RegionKind.KV])[RegionKind.KV]
+
     def make_target(self, *, capacity_token_count: int) -> SimTarget | None:
         return SimTarget(capacity_token_count) if self._has_targets else None
 
