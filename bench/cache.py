@@ -100,7 +100,7 @@ def _report(prompts: Sequence[PromptTimes], decode: Sequence[DecodeTimes], disk:
         show_table("Inter-token time of a neighbour", ("compared", "median (min to max)"), rows)
         verdicts += [
             Verdict(f"decode p99, {name}", costs[f"p99, {name}"], 1.15, False)
-            for name in ("prefill and spill / prefill", "restore / idle")
+            for name in ("prefill and spill / prefill", "restore / idle", "SSD hit / RAM hit")
         ]
     if disk is not None:
         verdicts.append(Verdict("disk bytes / unique KV", spread_of([disk.ratio]), 1.03, False))
@@ -134,7 +134,12 @@ def _decode_ratios(decode: Sequence[DecodeTimes]) -> dict[str, Spread]:
     def of(neighbour: str, name: str) -> list[float | None]:
         return [getattr(times, name) for times in decode if times.neighbour == neighbour]
 
-    pairs = (("prefill", "idle"), ("prefill and spill", "prefill"), ("restore", "idle"))
+    pairs = (
+        ("prefill", "idle"),
+        ("prefill and spill", "prefill"),
+        ("restore", "idle"),
+        ("SSD hit", "RAM hit"),
+    )
     return {
         f"{label}, {above} / {below}": ratios(of(above, name), of(below, name))
         for label, name in (("p50", "p50_s"), ("p99", "p99_s"))

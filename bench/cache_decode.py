@@ -1,8 +1,10 @@
 """What the cache's work does to a sequence that decodes beside it: inter-token times by kind of neighbour.
 
 One caller decodes with the cache off while a neighbour sends prompts: none at all (idle), prompts that
-are computed and thrown away, prompts that are computed, kept and spilled, prompts that come from SSD.
-Prefill itself takes turns with decode, so spilling is compared with the same prefills uncached.
+are computed and thrown away, prompts that are computed, kept and spilled, prompts that are restored from
+SSD and not decoded (`Warm`), and prompts that decode one token after they came from RAM or from SSD.
+Prefill takes turns with decode, and a second row costs each step it decodes in, whatever the cache does:
+so spilling is compared with the same prefills uncached, and an SSD hit that decodes with a RAM hit.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from icehouse.v1 import cache_service_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 
 from bench.cache_ttft import connected
@@ -22,7 +25,7 @@ from bench.replies import quantile
 from bench.report import console
 from bench.server_process import ServerProcess
 
-DECODED_TOKEN_COUNT = 64
+DECODED_TOKEN_COUNT = 128
 NEIGHBOUR_TOKEN_COUNT = 512
 NEIGHBOUR_PROMPT_COUNT = 3
 
@@ -71,7 +74,10 @@ async def _round(reader: Client, neighbour: Client, *, first_seed: int) -> list[
         await _beside(reader, neighbour, "idle", ()),
         await _beside(reader, neighbour, "prefill", uncached),
         await _beside(reader, neighbour, "prefill and spill", cached),
-        await _beside(reader, neighbour, "restore", cached, repeat=True),
+        await _beside(reader, neighbour, "restore", [_warm(text) for text in texts], repeat=True),
+        await _beside(reader, neighbour, "SSD hit", cached, repeat=True),
+        # One prompt over and over stays in RAM.
+        await _beside(reader, neighbour, "RAM hit", cached[:1], repeat=True),
     ]
 
 
@@ -79,7 +85,7 @@ async def _beside(
     reader: Client,
     neighbour: Client,
     name: str,
-    requests: Sequence[messages.GenerateRequest],
+    requests: Sequence[messages.GenerateRequest | cache_service_pb2.WarmRequest],
     *,
     repeat: bool = False,
 ) -> DecodeTimes:
@@ -89,13 +95,25 @@ async def _beside(
     ssd_tokens = 0
     sent = 0
     while requests and not done.is_set():
-        _, started, _ = await neighbour.stream(requests[sent % len(requests)])
-        ssd_tokens += started.cache.ssd_tokens
+        ssd_tokens += await _send(neighbour, requests[sent % len(requests)])
         sent += 1
         if sent == len(requests) and not repeat:
             break
     gaps = await reading
     return DecodeTimes(name, quantile(gaps, 0.5), quantile(gaps, 0.99), ssd_tokens, sent)
+
+
+async def _send(neighbour: Client, request: messages.GenerateRequest | cache_service_pb2.WarmRequest) -> int:
+    """Send one prompt and return how much of it came from SSD."""
+    if isinstance(request, cache_service_pb2.WarmRequest):
+        warmed = await neighbour.cache.Warm(request)
+        return int(warmed.cache.ssd_tokens)
+    _, started, _ = await neighbour.stream(request)
+    return int(started.cache.ssd_tokens)
+
+
+def _warm(text: str) -> cache_service_pb2.WarmRequest:
+    return cache_service_pb2.WarmRequest(text=text, cache=READ_WRITE)
 
 
 async def _read(reader: Client, done: asyncio.Event) -> list[float]:
