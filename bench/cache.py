@@ -100,7 +100,12 @@ def _report(prompts: Sequence[PromptTimes], decode: Sequence[DecodeTimes], disk:
         show_table("Inter-token time of a neighbour", ("compared", "median (min to max)"), rows)
         verdicts += [
             Verdict(f"decode p99, {name}", costs[f"p99, {name}"], 1.15, False)
-            for name in ("prefill and spill / prefill", "restore / idle", "SSD hit / RAM hit")
+            for name in (
+                "prefill and spill / prefill",
+                "restore / idle",
+                "restore / raw read",
+                "SSD hit / RAM hit",
+            )
         ]
     if disk is not None:
         verdicts.append(Verdict("disk bytes / unique KV", spread_of([disk.ratio]), 1.03, False))
@@ -138,6 +143,8 @@ def _decode_ratios(decode: Sequence[DecodeTimes]) -> dict[str, Spread]:
         ("prefill", "idle"),
         ("prefill and spill", "prefill"),
         ("restore", "idle"),
+        ("raw read", "idle"),
+        ("restore", "raw read"),
         ("SSD hit", "RAM hit"),
     )
     return {

@@ -4,7 +4,9 @@ One caller decodes with the cache off while a neighbour sends prompts: none at a
 are computed and thrown away, prompts that are computed, kept and spilled, prompts that are restored from
 SSD and not decoded (`Warm`), and prompts that decode one token after they came from RAM or from SSD.
 Prefill takes turns with decode, and a second row costs each step it decodes in, whatever the cache does:
-so spilling is compared with the same prefills uncached, and an SSD hit that decodes with a RAM hit.
+so spilling is compared with the same prefills uncached, and an SSD hit that decodes with a RAM hit. And
+decode is bound by memory bandwidth, which reading takes a share of, whoever reads: so restoring is also
+compared with another process that reads as many bytes of the same files in the same time.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +32,36 @@ from bench.server_process import ServerProcess
 DECODED_TOKEN_COUNT = 128
 NEIGHBOUR_TOKEN_COUNT = 512
 NEIGHBOUR_PROMPT_COUNT = 3
+
+
+class _RawRead:
+    """Reads block files over and over into one buffer, at the rate at which restores have read them."""
+
+    _PIECE_BYTES = 32 << 20
+
+    def __init__(self, directory: Path, *, size_bytes: int, elapsed_s: float) -> None:
+        self._files = sorted(directory.rglob("*.safetensors"), key=lambda file: file.stat().st_mtime)[-6:]
+        self._piece_s = elapsed_s * self._PIECE_BYTES / max(1, size_bytes)
+        self._buffer = bytearray(self._PIECE_BYTES)
+        self._count = 0
+        assert self._files, f"no block files in {directory}"
+
+    async def read_some(self) -> None:
+        """Read a piece and wait for the rest of its time."""
+        began = time.perf_counter()
+        await asyncio.to_thread(self._read)
+        await asyncio.sleep(max(0.0, self._piece_s - (time.perf_counter() - began)))
+
+    def _read(self) -> None:
+        self._count += 1
+        descriptor = os.open(self._files[self._count % len(self._files)], os.O_RDONLY)
+        try:
+            os.preadv(descriptor, [self._buffer], 0)
+        finally:
+            os.close(descriptor)
+
+
+_Request = messages.GenerateRequest | cache_service_pb2.WarmRequest | _RawRead
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,35 +91,48 @@ async def measure_decode(
     with server:
         async with connected(server.address) as reader, connected(server.address) as neighbour:
             for round_index in range(round_count + 1):
-                times = await _round(reader, neighbour, first_seed=1000 * (round_index + 1))
+                times = await _round(
+                    reader,
+                    neighbour,
+                    first_seed=1000 * (round_index + 1),
+                    files=scratch / "decode",
+                    kv_bytes_per_token=kv_bytes_per_token,
+                )
                 found += times if round_index else []
                 console.print(f"decode beside neighbours, round {round_index} of {round_count}")
     return found
 
 
-async def _round(reader: Client, neighbour: Client, *, first_seed: int) -> list[DecodeTimes]:
+async def _round(
+    reader: Client, neighbour: Client, *, first_seed: int, files: Path, kv_bytes_per_token: int
+) -> list[DecodeTimes]:
     texts = [
         await text_of_tokens(neighbour, NEIGHBOUR_TOKEN_COUNT, seed=first_seed + i)
         for i in range(NEIGHBOUR_PROMPT_COUNT)
     ]
     uncached = [text_request(text, max_output_tokens=1, cache=NO_CACHE) for text in texts]
     cached = [text_request(text, max_output_tokens=1, cache=READ_WRITE) for text in texts]
-    return [
+    found = [
         await _beside(reader, neighbour, "idle", ()),
         await _beside(reader, neighbour, "prefill", uncached),
         await _beside(reader, neighbour, "prefill and spill", cached),
-        await _beside(reader, neighbour, "restore", [_warm(text) for text in texts], repeat=True),
-        await _beside(reader, neighbour, "SSD hit", cached, repeat=True),
-        # One prompt over and over stays in RAM.
-        await _beside(reader, neighbour, "RAM hit", cached[:1], repeat=True),
     ]
+    began = time.perf_counter()
+    restoring = await _beside(reader, neighbour, "restore", [_warm(text) for text in texts], repeat=True)
+    elapsed_s = time.perf_counter() - began
+    raw = _RawRead(files, size_bytes=restoring.neighbour_ssd_tokens * kv_bytes_per_token, elapsed_s=elapsed_s)
+    found += [restoring, await _beside(reader, neighbour, "raw read", [raw], repeat=True)]
+    found += [await _beside(reader, neighbour, "SSD hit", cached, repeat=True)]
+    # A longer reply brings its blocks back into RAM, where one prompt over and over stays.
+    await neighbour.stream(text_request(texts[0], max_output_tokens=32, cache=READ_WRITE))
+    return [*found, await _beside(reader, neighbour, "RAM hit", cached[:1], repeat=True)]
 
 
 async def _beside(
     reader: Client,
     neighbour: Client,
     name: str,
-    requests: Sequence[messages.GenerateRequest | cache_service_pb2.WarmRequest],
+    requests: Sequence[_Request],
     *,
     repeat: bool = False,
 ) -> DecodeTimes:
@@ -103,8 +150,11 @@ async def _beside(
     return DecodeTimes(name, quantile(gaps, 0.5), quantile(gaps, 0.99), ssd_tokens, sent)
 
 
-async def _send(neighbour: Client, request: messages.GenerateRequest | cache_service_pb2.WarmRequest) -> int:
+async def _send(neighbour: Client, request: _Request) -> int:
     """Send one prompt and return how much of it came from SSD."""
+    if isinstance(request, _RawRead):
+        await request.read_some()
+        return 0
     if isinstance(request, cache_service_pb2.WarmRequest):
         warmed = await neighbour.cache.Warm(request)
         return int(warmed.cache.ssd_tokens)
