@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.cache.step_house import BLOCK, StepHouse, prompt
 
 
@@ -17,7 +19,7 @@ def _store(directory: Path, *salts: int) -> None:
 class _Slices:
     """Every slice that a house's runner was asked for: by step, and after how many tokens."""
 
-    def __init__(self, house: StepHouse) -> None:
+    def __init__(self, house: StepHouse, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_step: Counter[int] = Counter()
         self.token_counts: list[int] = []
         self._step_number = 0
@@ -34,14 +36,16 @@ class _Slices:
             self.token_counts.append(len(sequence.output_token_ids))
             return cut(sequence_id, cutting, budget_s=budget_s)
 
-        house.loop.step = count_steps
-        runner.continue_cut = count_slices
+        monkeypatch.setattr(house.loop, "step", count_steps)
+        monkeypatch.setattr(runner, "continue_cut", count_slices)
 
 
-def test_nothing_is_copied_before_the_first_token_is_told(tmp_path: Path) -> None:
+def test_nothing_is_copied_before_the_first_token_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _store(tmp_path, 0)
     with StepHouse(tmp_path) as house:
-        slices = _Slices(house)
+        slices = _Slices(house, monkeypatch)
         assert house.ask("again", prompt(4 * BLOCK), max_output_tokens=1).cache.ssd_token_count > 0
         assert not slices.token_counts
         house.ask("again", prompt(4 * BLOCK), max_output_tokens=20)
@@ -50,10 +54,12 @@ def test_nothing_is_copied_before_the_first_token_is_told(tmp_path: Path) -> Non
         assert house.ask("again", prompt(4 * BLOCK)).cache.ssd_token_count == 0
 
 
-def test_many_that_were_restored_lengthen_a_step_by_one_slice(tmp_path: Path) -> None:
+def test_many_that_were_restored_lengthen_a_step_by_one_slice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _store(tmp_path, 0, 1, 2)
     with StepHouse(tmp_path) as house:
-        slices = _Slices(house)
+        slices = _Slices(house, monkeypatch)
         for salt in range(3):
             house.submit(f"again {salt}", prompt(4 * BLOCK, salt=salt), max_output_tokens=30)
         house.step_until_idle()
