@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from service.domain.logprobs import TokenLogprobs
 from service.errors import IcehouseError
 
 
@@ -41,6 +42,8 @@ class ReuseLimit(enum.Enum):
     """The request or the server does not use the cache."""
     UNSUPPORTED = enum.auto()
     """This model's cache classes cannot be cut into blocks."""
+    PROMPT_LOGPROBS = enum.auto()
+    """The prompt's log probabilities were asked for, so every token of it ran."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class PrefillProgress:
 
     processed_token_count: int
     prompt_token_count: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens behind those told before, where asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +102,8 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a token where asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

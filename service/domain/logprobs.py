@@ -6,6 +6,15 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LogprobsWanted:
+    """What a request wants to be told: of every output token, and of the prompt's if `of_prompt`."""
+
+    top_count: int = 0
+    """How many of the likeliest tokens to tell beside each one."""
+    of_prompt: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
     """One token and the natural logarithm of its probability."""
 

@@ -7,6 +7,7 @@ import enum
 
 from service.domain.constraint import Grammar
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SamplingParams
 
 
@@ -41,3 +42,5 @@ class GenerationRequest:
     """Whether special tokens are a part of the text, but for those that begin, end or pad it."""
     grammar: Grammar | None = None
     """What the output must be, if anything."""
+    logprobs: LogprobsWanted | None = None
+    """None tells no log probabilities."""

@@ -27,6 +27,8 @@ class Delivery:
             sequence.first_token_time = now
         sequence.output_token_ids.append(token_id)
         sequence.undelivered_token_ids.append(token_id)
+        if drawn.logprobs is not None:
+            sequence.undelivered_logprobs.append(drawn.logprobs)
         if token_id in self._eos and not sequence.request.sampling.ignores_end_tokens:
             return self.finish(sequence, FinishReason.STOP_TOKEN, now)
         step = sequence.text.push(token_id)
@@ -57,5 +59,7 @@ class Delivery:
 
     def _deliver(self, sequence: Sequence, text: str, *, always: bool = False) -> None:
         if text or (always and sequence.undelivered_token_ids):
-            self.tell(sequence.request.request_id, Delta(text, tuple(sequence.undelivered_token_ids)))
-            sequence.undelivered_token_ids.clear()
+            token_ids, logprobs = sequence.undelivered_token_ids, sequence.undelivered_logprobs
+            self.tell(sequence.request.request_id, Delta(text, tuple(token_ids), tuple(logprobs)))
+            token_ids.clear()
+            logprobs.clear()

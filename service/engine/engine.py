@@ -35,6 +35,8 @@ _log = logging.getLogger("icehouse.engine")
 
 _STUCK_FACTOR = 4.0
 _FADING = 0.99
+_MEASURED_BYTES = 256 << 20
+"""Logits held at once for the log probabilities of a prompt: 32 tokens of a vocabulary of 262,144."""
 
 
 class Engine:
@@ -153,15 +155,22 @@ class Engine:
         try:
             self._model = self._runner.load()
             prefix = self._make_prefix()
+            memory_model = self._runner.memory_model()
+            measured = memory_model.measured_token_count(
+                budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
+            )
             limits = dataclasses.replace(
-                self._limits, chunk_ends_at_last_block=prefix.checkpoint_block_token_count
+                self._limits,
+                chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
+                measured_chunk_token_count=measured,
             )
             room = WaitingRoom(self._waiting)
             guard = MemoryGuard(
-                self._runner.memory_model(),
+                memory_model,
                 limit_bytes=self._memory_limit_bytes(),
                 weight_bytes=self._model.weight_bytes,
                 chunk_token_count=limits.prefill_chunk_token_count,
+                measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
             )
             loop = EngineLoop(
                 runner=self._runner,

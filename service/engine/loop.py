@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from service.clock import Clock
 from service.domain.events import Failed, PrefillProgress
+from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
@@ -224,7 +225,11 @@ class EngineLoop:
         sequence = chunk.sequence
         tokens = sequence.input_token_ids
         began = self._clock.monotonic()
-        self._runner.prefill(sequence.sequence_id, tokens[chunk.start : chunk.stop])
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sequence.measures_prompt:
+            logprobs = self._measure(chunk)
+        else:
+            self._runner.prefill(sequence.sequence_id, tokens[chunk.start : chunk.stop])
         elapsed_s = self._clock.monotonic() - began
         self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
         self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
@@ -233,9 +238,21 @@ class EngineLoop:
         self._scheduler.note_chunk(chunk, self._clock.monotonic() - began)
         # However small the chunks, a caller hears of its progress once a full one.
         is_told = sequence.is_prefilled or chunk.stop % self._scheduler.limits.prefill_chunk_token_count == 0
-        if is_told and not sequence.park_count:
-            self._live.tell(sequence, PrefillProgress(chunk.stop, len(tokens)))
+        if logprobs or (is_told and not sequence.park_count):
+            self._live.tell(sequence, PrefillProgress(chunk.stop, len(tokens), logprobs))
         self._end_if_nothing_is_asked(sequence)
+
+    def _measure(self, chunk: PrefillChunk) -> tuple[TokenLogprobs, ...]:
+        """Run a chunk for its KV and for what it says of the prompt; return what is new of that."""
+        sequence = chunk.sequence
+        assert sequence.request.logprobs is not None, "measured without being asked"
+        measured = self._runner.prefill_measured(
+            sequence.sequence_id,
+            sequence.input_token_ids[chunk.start : chunk.stop],
+            next_token_ids=sequence.input_token_ids[chunk.start + 1 : chunk.stop + 1],
+            top_count=sequence.request.logprobs.top_count,
+        )
+        return sequence.take_prompt_logprobs(chunk.start, measured)
 
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
         if sequence.is_prefilled and sequence.output_token_limit == 0:

@@ -26,6 +26,8 @@ _LIVE_HIDDEN_COPIES = 20
 """Residual, norm, q, k, v, attention out and feed-forward out, counted double and more, because attention
 is often twice as wide as the hidden size and a convolution computes three parts at once.
 """
+_LIVE_LOGIT_COPIES = 5
+"""Logits, their float32 form, the negative of it and the order that finds the likeliest ones."""
 _SCORE_COPIES = 2
 """Attention scores and their softmax, where the kernel keeps them."""
 _GROWING_LAYERS = 2
@@ -105,6 +107,18 @@ class MemoryModel:
             values += _SCORE_COPIES * shape.head_count * chunk_token_count * context_token_count
         return values * shape.compute_bytes
 
+    def logits_bytes(self, token_count: int) -> int:
+        """Return what the logits of so many tokens take while their log probabilities are read."""
+        return _LIVE_LOGIT_COPIES * 4 * self.shape.vocabulary_size * token_count
+
+    def measured_token_count(self, *, budget_bytes: int, block_token_count: int) -> int:
+        """Return how many tokens' logits fit the budget: at least one, and a divisor or a multiple of the
+        block size, so that a chunk ends wherever a block does."""
+        fitting = max(1, budget_bytes // max(1, self.logits_bytes(1)))
+        if fitting >= block_token_count:
+            return fitting // block_token_count * block_token_count
+        return next(n for n in range(fitting, 0, -1) if block_token_count % n == 0)
+
     def request_bytes(self, *, token_count: int, chunk_token_count: int) -> int:
         """Return the most a request of this many tokens, output included, needs at once."""
         chunk = min(chunk_token_count, token_count)
@@ -130,9 +144,16 @@ class MemoryGuard:
     """Compares predictions with what the device is using. `limit_bytes` 0 switches it off."""
 
     def __init__(
-        self, model: MemoryModel, *, limit_bytes: int, weight_bytes: int, chunk_token_count: int
+        self,
+        model: MemoryModel,
+        *,
+        limit_bytes: int,
+        weight_bytes: int,
+        chunk_token_count: int,
+        measured_chunk_token_count: int = 0,
     ) -> None:
         self.limit_bytes = limit_bytes
+        self._measured_chunk_token_count = measured_chunk_token_count
         self._model = model
         self._weight_bytes = weight_bytes
         self._chunk_token_count = chunk_token_count
@@ -158,17 +179,24 @@ class MemoryGuard:
         """Return what must be free before a sequence may start: its input, a little output, one chunk."""
         left = sequence.output_token_limit - len(sequence.output_token_ids)
         token_count = len(sequence.input_token_ids) + min(left, _OUTPUT_ALLOWANCE)
-        return self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
+        needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
+        if sequence.measures_prompt:
+            needed += self._model.logits_bytes(self._measured_chunk_token_count)
+        return needed
 
     def growth_bytes(self, sequences: Iterable[Sequence]) -> int:
         """Return what running sequences were let in for and do not hold yet."""
         return sum(max(0, self.start_bytes(s) - self._model.kv_bytes(s.kv_token_count)) for s in sequences)
 
-    def chunk_bytes(self, chunk_token_count: int, context_token_count: int) -> int:
-        """Return the transient of one prefill chunk, its KV included."""
+    def chunk_bytes(
+        self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False
+    ) -> int:
+        """Return the transient of one prefill chunk, its KV included, and its logits if they are wanted."""
         transient = self._model.chunk_bytes(
             chunk_token_count=chunk_token_count, context_token_count=context_token_count
         )
+        if is_measured:
+            transient += self._model.logits_bytes(chunk_token_count)
         return transient + self._model.growth_bytes(
             chunk_token_count=chunk_token_count, context_token_count=context_token_count
         )

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from service.clock import Clock
+from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
 from service.domain.sampling import SamplingParams
 from service.engine import model_loader, upstream
@@ -21,6 +22,7 @@ from service.engine.ports import Drawn, MemoryUse
 from service.engine.runner_blocks import RunnerBlocks
 from service.engine.runner_lanes import Lanes
 from service.engine.sampling_row import SamplingRow
+from service.engine.token_logprobs import measure
 from service.engine.tokenizer import Tokenizer
 from service.errors import ConfigError, Reason
 
@@ -107,6 +109,22 @@ class MlxRunner:
         # The logits stay lazy and are never evaluated: only the caches matter here.
         self._model(mx.array(list(token_ids))[None], cache=caches)
         mx.eval(upstream.cache_states(caches))
+
+    def prefill_measured(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        *,
+        next_token_ids: Sequence[int],
+        top_count: int,
+    ) -> Sequence[TokenLogprobs]:
+        self._thread.check()
+        caches = self._open[sequence_id]
+        logits = self._model(mx.array(list(token_ids))[None], cache=caches)[0]
+        top_counts = [top_count] * len(next_token_ids)
+        measured = measure(logits, mx.array(list(next_token_ids)), top_counts=top_counts)
+        mx.eval(upstream.cache_states(caches), measured.arrays)
+        return measured.read()
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         self._thread.check()

@@ -56,6 +56,18 @@ class Runner(Protocol):
         """Run the next tokens of an open sequence through the model, to completion."""
         ...
 
+    def prefill_measured(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        *,
+        next_token_ids: Sequence[int],
+        top_count: int,
+    ) -> Sequence[TokenLogprobs]:
+        """Run tokens like `prefill` and return what each says of the one that follows it, and of the
+        `top_count` likeliest ones."""
+        ...
+
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         """Move a sequence, prefilled up to the row's last token, into decoding; its next token comes with
         the next decode."""

@@ -96,9 +96,10 @@ class PrefixCache:
         """Return h0 for this model and tenant."""
         return self.shares.root(tenant)
 
-    def may_read(self, request: GenerationRequest) -> bool:
-        """Whether this request may reuse what is cached."""
-        return self.is_supported and request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
+    def may_read(self, sequence: Sequence) -> bool:
+        """Whether this sequence may reuse what is cached now."""
+        reads = sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
+        return self.is_supported and reads and not sequence.measures_prompt
 
     def plan(self, sequence: Sequence) -> PrefixPlan:
         """Say what of a prompt is reused and from where, and count the lookup."""
@@ -107,6 +108,8 @@ class PrefixCache:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
         if not self.is_supported:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.UNSUPPORTED))
+        if sequence.measures_prompt:
+            return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.PROMPT_LOGPROBS))
         root = self.root(request.tenant)
         plan = self.planner.plan(
             root=root, token_ids=sequence.input_token_ids, with_ssd=self.storage is not None

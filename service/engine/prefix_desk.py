@@ -209,7 +209,7 @@ class PrefixDesk:
 
     def _follows(self, sequence: Sequence) -> bool:
         cache = self._cache
-        if not cache.can_share or not cache.may_read(sequence.request):
+        if not cache.can_share or not cache.may_read(sequence):
             return False
         return self._promises.follow(sequence, cache.root(sequence.request.tenant))
 

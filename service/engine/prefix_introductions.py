@@ -32,7 +32,7 @@ class Introductions:
         if sequence.sequence_id in self._asked:
             self._asked.discard(sequence.sequence_id)
             return False
-        if cache.storage is None or not cache.may_read(sequence.request):
+        if cache.storage is None or not cache.may_read(sequence):
             return False
         if self._is_inventory_due:
             # The model was loaded before the directory was read: a moment now spares a whole prefill.

@@ -56,7 +56,7 @@ class Pressure:
         if not self.guard.limit_bytes or not isinstance(work, PrefillChunk):
             return None
         chunk = work.stop - work.start
-        needed = self.guard.chunk_bytes(chunk, work.stop)
+        needed = self.guard.chunk_bytes(chunk, work.stop, is_measured=work.sequence.measures_prompt)
         while self._excess_after_yield(needed):
             victim = self._youngest(work.sequence)
             if victim is None:

@@ -35,6 +35,8 @@ class SchedulerLimits:
     prefill_chunk_s: float = 0.0
     chunk_ends_at_last_block: int = 0
     """Block size when a chunk must end at the prompt's last full block (checkpoints), else 0."""
+    measured_chunk_token_count: int = 0
+    """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
 
 
 _OLDEST_EVERY = 4
@@ -221,4 +223,7 @@ class Scheduler:
             last_block_end = sequence.prefill_target // block * block
             if start < last_block_end < stop:
                 stop = last_block_end
+        measured = self.limits.measured_chunk_token_count
+        if measured and sequence.measures_prompt:
+            stop = min(stop, (start // measured + 1) * measured)
         return PrefillChunk(sequence, start, stop)

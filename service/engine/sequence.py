@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
+from collections.abc import Sequence as ReadSequence
 
 from service.domain.blocks import RegionKind
 from service.domain.events import CacheReport, FinishReason, Started, Usage
 from service.domain.ids import BlockHash
+from service.domain.logprobs import TokenLogprobs
 from service.domain.request import GenerationRequest
 from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
@@ -60,6 +62,9 @@ class Sequence:
     """Prompt tokens whose KV exists, reused ones included."""
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     undelivered_token_ids: list[int] = dataclasses.field(default_factory=list)
+    undelivered_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprob_count: int = 0
+    """Prompt tokens behind the first whose log probabilities were told."""
     cache: CacheReport = dataclasses.field(default_factory=CacheReport)
     chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """Hashes of the full blocks behind it, reused or computed."""
@@ -120,6 +125,23 @@ class Sequence:
             return len(self.request.prompt_token_ids) + len(self.output_token_ids) - not_fed_count
         return self.processed_token_count
 
+    @property
+    def measures_prompt(self) -> bool:
+        """Whether its next tokens run for the log probabilities of the prompt, so none may be reused."""
+        wanted = self.request.logprobs
+        if wanted is None or not wanted.of_prompt:
+            return False
+        return self.prompt_logprob_count < len(self.request.prompt_token_ids) - 1
+
+    def take_prompt_logprobs(
+        self, start: int, measured: ReadSequence[TokenLogprobs]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Take what the tokens from `start` on say of those behind them; return what was not told before,
+        which is less where the sequence was parked meanwhile and computes again."""
+        new = tuple(measured[max(0, self.prompt_logprob_count - start) :])
+        self.prompt_logprob_count += len(new)
+        return new
+
     def note_cache(self, report: CacheReport) -> None:
         """Remember what was reused of the prompt; what a parked sequence resumes from is not that."""
         if not self.has_started:
@@ -140,6 +162,7 @@ class Sequence:
             prompt_token_ids=self.request.prompt_token_ids,
             output_token_ids=tuple(self.output_token_ids),
             constraint=self.request.grammar.start() if self.request.grammar is not None else None,
+            logprob_top_count=None if self.request.logprobs is None else self.request.logprobs.top_count,
         )
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import model_service_pb2, usage_pb2
+from icehouse.v1 import logprobs_pb2, model_service_pb2, usage_pb2
 
 from service.domain.events import (
     CacheReport,
@@ -17,7 +19,11 @@ from service.domain.events import (
     Started,
     Usage,
 )
+from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
+
+Spell = Callable[[int], str]
+"""A token id's own spelling."""
 
 _FINISH_REASONS = {
     FinishReason.STOP_TOKEN: usage_pb2.FINISH_REASON_STOP_TOKEN,
@@ -36,6 +42,7 @@ REUSE_LIMITS = {
     ReuseLimit.LOAD_FAILED: usage_pb2.REUSE_LIMIT_LOAD_FAILED,
     ReuseLimit.SWITCHED_OFF: usage_pb2.REUSE_LIMIT_SWITCHED_OFF,
     ReuseLimit.UNSUPPORTED: usage_pb2.REUSE_LIMIT_UNSUPPORTED,
+    ReuseLimit.PROMPT_LOGPROBS: usage_pb2.REUSE_LIMIT_PROMPT_LOGPROBS,
 }
 
 
@@ -102,15 +109,33 @@ def finished_proto(event: Finished) -> inference.Finished:
     )
 
 
-def delta_proto(event: Delta) -> inference.Delta:
+def delta_proto(event: Delta, *, piece: Spell) -> inference.Delta:
     """Return new output, all of it as text."""
-    return inference.Delta(text=event.text, token_ids=event.token_ids)
+    logprobs = [logprobs_proto(entry, piece=piece) for entry in event.logprobs]
+    return inference.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
 
 
-def progress_proto(event: PrefillProgress) -> inference.PrefillProgress:
+def progress_proto(event: PrefillProgress, *, piece: Spell) -> inference.PrefillProgress:
     """Return how far the prompt is computed."""
     return inference.PrefillProgress(
-        processed_tokens=event.processed_token_count, prompt_tokens=event.prompt_token_count
+        processed_tokens=event.processed_token_count,
+        prompt_tokens=event.prompt_token_count,
+        prompt_logprobs=[logprobs_proto(entry, piece=piece) for entry in event.logprobs],
+    )
+
+
+def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenLogprobs:
+    """Return what the model thought of one token; `piece` spells a token."""
+    top = [
+        logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
+        for t in entry.top
+    ]
+    return logprobs_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        piece=piece(entry.token_id),
+        top=top,
     )
 
 

@@ -12,6 +12,7 @@ from icehouse.v1 import cache_policy_pb2, tool_pb2
 
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
+from service.domain.logprobs import LogprobsWanted
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.response_format import ResponseFormat
 from service.domain.sampling import SamplingParams
@@ -85,6 +86,7 @@ class Generation:
         stop: tuple[str, ...] = (),
         tool_choice: tool_pb2.ToolChoice | None = None,
         form: ResponseFormat | None = None,
+        logprobs: LogprobsWanted | None = None,
     ) -> Prepared:
         """Return the served model and the engine's request; raises what refuses it.
 
@@ -116,6 +118,7 @@ class Generation:
             tenant=tenant,
             priority=priority,
             grammar=await self._grammars.compile(form) if form is not None else None,
+            logprobs=logprobs,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         return Prepared(model, request, prompt.chat)

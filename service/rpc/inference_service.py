@@ -18,7 +18,7 @@ from service.rpc.router import Router
 from service.rpc.sampling_fields import sampling_of
 from service.rpc.stall_timer import StallTimer
 from service.rpc.stats import StatsReader
-from service.rpc.validation import check_model, max_output_tokens_of, stop_of
+from service.rpc.validation import check_model, logprobs_of, max_output_tokens_of, stop_of
 
 
 class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -112,5 +112,6 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             bad_words=request.sampling.bad_words,
             stop=stop_of(request.stop, self._config),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
+            logprobs=logprobs_of(request.logprobs) if request.HasField("logprobs") else None,
             tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
         )

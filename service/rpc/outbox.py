@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 from collections.abc import Callable
 
 from service.domain.events import Delta, Event, Failed, Finished, PrefillProgress
@@ -16,6 +17,8 @@ from service.errors import Overloaded, Reason
 
 TOKEN_ID_BYTES = 8
 """What one waiting token id is counted as."""
+LOGPROB_BYTES = 16
+"""What one waiting log probability is counted as."""
 
 
 class Outbox:
@@ -80,7 +83,7 @@ class Outbox:
     def _append(self, event: Event) -> None:
         newest = self._waiting[-1] if self._waiting else None
         if isinstance(event, PrefillProgress) and isinstance(newest, PrefillProgress):
-            self._waiting[-1] = event
+            self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
         elif isinstance(event, Delta) and len(self._waiting) >= self._event_limit:
             if isinstance(newest, Delta):
                 newest = self._waiting[-1] = _DeltaRun(newest)
@@ -98,16 +101,21 @@ class _DeltaRun:
     def __init__(self, first: Delta) -> None:
         self._texts = [first.text]
         self._token_ids = list(first.token_ids)
+        self._logprobs = list(first.logprobs)
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
 
     def merged(self) -> Delta:
-        return Delta("".join(self._texts), tuple(self._token_ids))
+        return Delta("".join(self._texts), tuple(self._token_ids), tuple(self._logprobs))
 
 
 def _size_bytes(event: Event) -> int:
+    size_bytes = 0
     if isinstance(event, Delta):
-        return len(event.text.encode("utf-8")) + TOKEN_ID_BYTES * len(event.token_ids)
-    return 0
+        size_bytes += len(event.text.encode("utf-8")) + TOKEN_ID_BYTES * len(event.token_ids)
+    if isinstance(event, Delta | PrefillProgress):
+        size_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) for entry in event.logprobs)
+    return size_bytes

@@ -34,6 +34,7 @@ class Prepared:
             model_id=self.model.info.model_id,
             seed=self.request.sampling.seed,
             splitter=self._new_splitter(),
+            piece=self.model.tokenizer.piece,
         )
 
     def _new_splitter(self) -> SplitterPort | None:

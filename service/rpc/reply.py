@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import tool_pb2, usage_pb2
+from icehouse.v1 import logprobs_pb2, tool_pb2, usage_pb2
 
 from service.domain.events import (
     Delta,
@@ -18,14 +18,17 @@ from service.domain.events import (
     Started,
 )
 from service.domain.reply import CallPiece, MalformedPiece, Piece, ReasoningPiece, TextPiece
-from service.rpc.convert import delta_proto, finished_proto, progress_proto, started_proto
+from service.rpc.convert import Spell, delta_proto, finished_proto, progress_proto, started_proto
 from service.rpc.ports import SplitterPort
 
 
 class Reply:
     """One output's events to the messages of a stream. Without a splitter everything is text."""
 
-    def __init__(self, *, request_id: str, model_id: str, seed: int, splitter: SplitterPort | None) -> None:
+    def __init__(
+        self, *, request_id: str, model_id: str, seed: int, splitter: SplitterPort | None, piece: Spell
+    ) -> None:
+        self._piece = piece
         self._request_id = request_id
         self._model_id = model_id
         self._seed = seed
@@ -40,7 +43,7 @@ class Reply:
                 )
                 return [inference.StreamResponse(started=started)]
             case PrefillProgress():
-                return [inference.StreamResponse(prefill_progress=progress_proto(event))]
+                return [inference.StreamResponse(prefill_progress=progress_proto(event, piece=self._piece))]
             case Delta():
                 return [inference.StreamResponse(delta=delta) for delta in self._deltas(event)]
             case Finished():
@@ -50,7 +53,7 @@ class Reply:
 
     def _deltas(self, event: Delta) -> list[inference.Delta]:
         """Return one message at least: tokens are told even where their text has to wait."""
-        whole = delta_proto(event)
+        whole = delta_proto(event, piece=self._piece)
         if self._splitter is None:
             return [whole]
         pieces = self._splitter.push(event.text)
@@ -79,6 +82,8 @@ class ReplySum:
         self._texts: list[str] = []
         self._reasonings: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[logprobs_pb2.TokenLogprobs] = []
+        self._prompt_logprobs: list[logprobs_pb2.TokenLogprobs] = []
         self._calls: dict[int, tool_pb2.ToolCall] = {}
         self._arguments: dict[int, list[str]] = {}
         self._malformed: list[tool_pb2.MalformedToolCall] = []
@@ -89,6 +94,8 @@ class ReplySum:
             match response.WhichOneof("event"):
                 case "started":
                     self._started = response.started
+                case "prefill_progress":
+                    self._prompt_logprobs.extend(response.prefill_progress.prompt_logprobs)
                 case "delta":
                     self._add_delta(response.delta)
                 case "finished":
@@ -112,12 +119,15 @@ class ReplySum:
             tool_calls=self._calls.values(),
             reasoning="".join(self._reasonings),
             malformed_tool_calls=self._malformed,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _add_delta(self, delta: inference.Delta) -> None:
         self._texts.append(delta.text)
         self._reasonings.append(delta.reasoning)
         self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
         if delta.HasField("malformed_tool_call"):
             self._malformed.append(delta.malformed_tool_call)
         if delta.HasField("tool_call"):

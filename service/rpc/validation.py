@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from google.protobuf.duration_pb2 import Duration
-from icehouse.v1 import cache_policy_pb2
+from icehouse.v1 import cache_policy_pb2, logprobs_pb2
 
 from service.config import ServerConfig
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from service.domain.logprobs import LogprobsWanted
 from service.domain.model import ModelInfo
 from service.domain.request import CacheUse
 from service.errors import Forbidden, InvalidRequest, NotFound, Reason
@@ -22,6 +23,7 @@ from service.rpc.caller import Caller, Role
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 TENANT_BYTE_LIMIT = 128
 PRIORITY_LIMIT = 100
+TOP_LOGPROB_COUNT_LIMIT = 20
 WATCH_INTERVAL_RANGE_S = (0.1, 3600.0)
 DEFAULT_WATCH_INTERVAL_S = 1.0
 DEFAULT_PAGE_SIZE = 100
@@ -94,6 +96,13 @@ def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
                 f"stop[{index}]", f"{size_bytes} bytes", f"1 to {config.max_stop_bytes} bytes long in UTF-8"
             )
     return tuple(dict.fromkeys(stop))
+
+
+def logprobs_of(proto: logprobs_pb2.LogprobsOptions) -> LogprobsWanted:
+    """Return which log probabilities to tell."""
+    if not 0 <= proto.top_count <= TOP_LOGPROB_COUNT_LIMIT:
+        refuse_value("logprobs.top_count", proto.top_count, f"0 to {TOP_LOGPROB_COUNT_LIMIT}")
+    return LogprobsWanted(top_count=proto.top_count, of_prompt=proto.prompt)
 
 
 def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use") -> CacheUse:

@@ -12,6 +12,7 @@ from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from service.domain.logprobs import LogprobsWanted
 from service.domain.model import EngineState
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.sampling import SamplingParams
@@ -189,6 +190,7 @@ class House:
         sampling: SamplingParams | None = None,
         tenant: Tenant = DEFAULT_TENANT,
         cache_use: CacheUse = CacheUse.READ_WRITE,
+        logprobs: LogprobsWanted | None = None,
     ) -> None:
         """Hand in a request without waiting for it."""
         self.engine.submit(
@@ -201,6 +203,7 @@ class House:
                 arrival_time=0.0,
                 tenant=tenant,
                 cache_use=cache_use,
+                logprobs=logprobs,
             )
         )
 

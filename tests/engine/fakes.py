@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from service.domain.events import Delta, Event, Failed, Finished
 from service.domain.ids import Fingerprint, RequestId
+from service.domain.logprobs import LogprobsWanted, TokenLogprobs
 from service.domain.model import EngineState, ModelInfo
 from service.domain.request import GenerationRequest
 from service.domain.sampling import SamplingParams
@@ -97,6 +98,20 @@ class FakeRunner:
         self.on_prefill()
         self.chunks.append((sequence_id, len(token_ids)))
         self.history[sequence_id] += token_ids
+
+    def prefill_measured(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        *,
+        next_token_ids: Sequence[int],
+        top_count: int,
+    ) -> list[TokenLogprobs]:
+        """The deeper in the sequence, the less likely."""
+        self.prefill(sequence_id, token_ids)
+        start = len(self.history[sequence_id]) - len(token_ids)
+        assert len(next_token_ids) == len(token_ids)
+        return [TokenLogprobs(token_id, -(start + i), 1) for i, token_id in enumerate(next_token_ids)]
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         self.history[sequence_id].append(row.last_token_id)
@@ -206,6 +221,7 @@ def request(
     deadline_time: float | None = None,
     priority: int = 0,
     sampling: SamplingParams | None = None,
+    logprobs: LogprobsWanted | None = None,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=RequestId(request_id),
@@ -216,6 +232,7 @@ def request(
         arrival_time=1000.0,
         deadline_time=deadline_time,
         priority=priority,
+        logprobs=logprobs,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from service.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
 from service.domain.ids import RequestId
+from service.domain.logprobs import LogprobsWanted
 from service.engine.endings import cancelled_by_client
 from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
@@ -291,3 +294,33 @@ def test_progress_is_told_once_a_full_chunk_however_small_the_pieces() -> None:
     assert [count for _, count in house.runner.chunks] == [4, 1, 1, 1, 1, 1, 1]
     progress = [e.processed_token_count for e in house.recorder.events["a"] if isinstance(e, PrefillProgress)]
     assert progress == [4, 8, 10]
+
+
+def test_log_probabilities_of_a_prompt_are_told_once_though_it_is_parked_within() -> None:
+    house = House()
+    prompt = list(range(1, 15))
+    house.submit("a", prompt, logprobs=LogprobsWanted(of_prompt=True))
+    house.loop.step()
+    house.loop.step()
+    (sequence,) = house.scheduler.running
+    assert sequence.processed_token_count == 8 and sequence.measures_prompt
+    house.loop._park(sequence)
+    house.run()
+    progress = [e for e in house.recorder.events["a"] if isinstance(e, PrefillProgress)]
+    told = [entry for event in progress for entry in event.logprobs]
+    assert [entry.token_id for entry in told] == prompt[1:]
+    assert [entry.logprob for entry in told] == [-position for position in range(len(prompt) - 1)]
+    assert not sequence.measures_prompt
+    assert isinstance(house.recorder.end_of("a"), Finished)
+
+
+def test_a_prompt_that_is_measured_runs_in_shorter_pieces() -> None:
+    house = House()
+    house.scheduler.limits = dataclasses.replace(house.scheduler.limits, measured_chunk_token_count=3)
+    house.submit("measured", range(1, 10), logprobs=LogprobsWanted(of_prompt=True))
+    house.submit("plain", range(1, 10), logprobs=LogprobsWanted())
+    house.run()
+    by_sequence: dict[int, list[int]] = {}
+    for sequence_id, count in house.runner.chunks:
+        by_sequence.setdefault(sequence_id, []).append(count)
+    assert sorted(by_sequence.values()) == [[3, 1, 2, 2], [4, 4]]

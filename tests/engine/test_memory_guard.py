@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from service.domain.events import Failed, Finished
@@ -145,3 +147,32 @@ def test_a_follower_goes_on_although_nobody_else_may_start() -> None:
     house.run()
     assert isinstance(house.recorder.end_of("leader"), Finished)
     assert isinstance(house.recorder.end_of("big"), Finished)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary_size", "block_token_count", "expected"),
+    [
+        (262_144, 256, 32),
+        (320, 256, 41_728),
+        (262_144, 48, 48),
+        (1 << 20, 256, 8),
+        (1 << 20, 7, 7),
+        (1 << 24, 7, 1),
+    ],
+)
+def test_measured_chunks_end_where_blocks_do(
+    vocabulary_size: int, block_token_count: int, expected: int
+) -> None:
+    shape = dataclasses.replace(memory_model().shape, vocabulary_size=vocabulary_size)
+    model = dataclasses.replace(memory_model(), shape=shape)
+    count = model.measured_token_count(budget_bytes=256 << 20, block_token_count=block_token_count)
+    assert count == expected
+    assert block_token_count % count == 0 or count % block_token_count == 0
+
+
+def test_the_logits_of_a_measured_chunk_count() -> None:
+    shape = dataclasses.replace(memory_model().shape, vocabulary_size=1000)
+    guard = MemoryGuard(
+        dataclasses.replace(memory_model(), shape=shape), limit_bytes=1, weight_bytes=0, chunk_token_count=4
+    )
+    assert guard.chunk_bytes(3, 8, is_measured=True) - guard.chunk_bytes(3, 8) >= 3 * 1000 * 4 * 2

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from service.domain.events import Delta, PrefillProgress
+from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SamplingParams
 from service.engine.engine import Engine
 from service.engine.mlx_runner import MlxRunner
@@ -26,11 +28,22 @@ _PRESSED_STEPS = (6, 7, 15, 30)
 """Decode steps before which memory runs short; two in a row park two sequences."""
 _OUTPUT = 40
 _SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
+_PENALIZED = SamplingParams(
+    temperature=0.7,
+    seed=11,
+    top_k=20,
+    xtc_probability=0.3,
+    repetition_penalty=1.2,
+    frequency_penalty=0.6,
+    frequency_window=9,
+    banned=((60, 61), (62,)),
+    min_output_token_count=20,
+)
 _REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
     "greedy": (prompt(3 * BLOCK + 5), SamplingParams()),
     "sampled": (prompt(2 * BLOCK + 9, salt=1), _SAMPLED),
     "short": (prompt(7, salt=2), SamplingParams()),
-    "warm": (prompt(4 * BLOCK, salt=3), SamplingParams(temperature=0.7, top_k=20, seed=11)),
+    "warm": (prompt(4 * BLOCK, salt=3), _PENALIZED),
 }
 
 
@@ -70,10 +83,24 @@ def test_parked_sequences_go_on_with_the_same_tokens(
     monkeypatch.setattr(
         cache_house, "Engine", functools.partial(Engine, memory_limit_bytes=lambda: _LIMIT_BYTES)
     )
-    with House(folder, tmp_path / "blocks" if with_ssd else None) as house:
+    with House(folder, tmp_path / "blocks" if with_ssd else None, is_pipelined=not with_ssd) as house:
         for name, (tokens, sampling) in _REQUESTS.items():
-            house.submit(name, tokens, sampling=sampling, max_output_tokens=_OUTPUT)
+            house.submit(
+                name,
+                tokens,
+                sampling=sampling,
+                max_output_tokens=_OUTPUT,
+                logprobs=LogprobsWanted(of_prompt=True),
+            )
         parked = {name: house.answer(name).tokens for name in _REQUESTS}
         engine, _ = house.stats()
     assert engine.parked_total >= len(_PRESSED_STEPS) - 1
     assert parked == undisturbed
+    for name, (tokens, _) in _REQUESTS.items():
+        events = house.recorder.events[name]
+        of_prompt = [
+            entry for event in events if isinstance(event, PrefillProgress) for entry in event.logprobs
+        ]
+        of_output = [entry for event in events if isinstance(event, Delta) for entry in event.logprobs]
+        assert [entry.token_id for entry in of_prompt] == tokens[1:]
+        assert [entry.token_id for entry in of_output] == parked[name]

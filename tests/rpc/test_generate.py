@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2, usage_pb2
+from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 
 from service.domain.events import Delta, FinishReason, PrefillProgress
 from service.domain.events import Finished as FinishedEvent
+from service.domain.logprobs import Logprob, LogprobsWanted, TokenLogprobs
 from service.domain.request import CacheUse
 from service.domain.sampling import SamplingParams
 from tests.rpc.conftest import SEED, House
@@ -143,6 +144,36 @@ async def test_stop_string_and_progress_are_told(house: House) -> None:
     assert responses[1].prefill_progress.processed_tokens == 1
     assert responses[-1].finished.stop_string == "END"
     assert responses[-1].finished.finish_reason == usage_pb2.FINISH_REASON_STOP_STRING
+
+
+async def test_log_probabilities_are_told_token_by_token(house: House) -> None:
+    of_prompt = TokenLogprobs(105, -0.25, 1)
+    of_output = TokenLogprobs(5, -2.5, 3, (Logprob(6, -0.5), Logprob(7, -1.5)))
+    house.engine.script = lambda request: [
+        started(request),
+        PrefillProgress(1, 2, (of_prompt,)),
+        Delta("", (5,), (of_output,)),
+        Delta("x", (8,), (TokenLogprobs(8, -0.75, 1),)),
+        FinishedEvent(FinishReason.LENGTH, None, usage_of(request, output_token_count=2)),
+    ]
+    options = logprobs_pb2.LogprobsOptions(top_count=2, prompt=True)
+    request = messages.GenerateRequest(text="Hi", logprobs=options)
+    responses = await stream(house, request)
+    whole = await house.inference.Generate(request)
+    assert house.engine.submitted[0].logprobs == LogprobsWanted(top_count=2, of_prompt=True)
+    assert [(e.token_id, e.logprob, e.rank, e.piece) for e in whole.prompt_logprobs] == [
+        (105, -0.25, 1, "<105>")
+    ]
+    assert [(e.token_id, e.logprob, e.rank) for e in whole.logprobs] == [(5, -2.5, 3), (8, -0.75, 1)]
+    assert [(t.token_id, t.logprob, t.piece) for t in whole.logprobs[0].top] == [
+        (6, -0.5, "<6>"),
+        (7, -1.5, "<7>"),
+    ]
+    deltas = [response.delta for response in responses if response.HasField("delta")]
+    assert [entry for delta in deltas for entry in delta.logprobs] == list(whole.logprobs)
+    assert responses[1].prefill_progress.prompt_logprobs == whole.prompt_logprobs
+    await house.inference.Generate(messages.GenerateRequest(text="Hi"))
+    assert house.engine.submitted[-1].logprobs is None
 
 
 async def test_chat_is_rendered_and_tokens_are_taken_as_they_are(house: House) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.domain.events import CacheReport, Delta, Event, Failed, PrefillProgress, Started
+from service.domain.logprobs import TokenLogprobs
 from service.errors import Cancelled, Overloaded, Reason
 from service.rpc.outbox import Outbox
 
@@ -38,7 +39,7 @@ def test_nothing_is_lost_or_reordered(texts: list[str], taken_early: int, event_
         received: list[Event] = []
         box.put(STARTED)
         for index, text in enumerate(texts):
-            box.put(Delta(text, (index,)))
+            box.put(Delta(text, (index,), (TokenLogprobs(index, -1.0, 1),)))
             assert box.waiting_count <= event_limit + 1
             if index < taken_early:
                 received.append(await box.take())
@@ -47,6 +48,7 @@ def test_nothing_is_lost_or_reordered(texts: list[str], taken_early: int, event_
         deltas = [event for event in received if isinstance(event, Delta)]
         assert "".join(delta.text for delta in deltas) == "".join(texts)
         assert [i for delta in deltas for i in delta.token_ids] == list(range(len(texts)))
+        assert [entry.token_id for delta in deltas for entry in delta.logprobs] == list(range(len(texts)))
         assert received[0] == STARTED and received[-1] is CANCELLED
         assert box.ended and box.waiting_bytes == 0 and stalls == []
 
@@ -58,6 +60,17 @@ async def test_newest_progress_replaces_the_one_before() -> None:
     box.put(PrefillProgress(1, 9))
     box.put(PrefillProgress(5, 9))
     assert await take_all(box) == [PrefillProgress(5, 9)]
+
+
+async def test_log_probabilities_of_merged_progress_are_all_told_and_counted() -> None:
+    box, stalls = outbox(byte_limit=40)
+    first, second = TokenLogprobs(3, -0.5, 1), TokenLogprobs(4, -1.5, 2)
+    box.put(PrefillProgress(1, 9, (first,)))
+    box.put(PrefillProgress(5, 9, (second,)))
+    assert await take_all(box) == [PrefillProgress(5, 9, (first, second))]
+    assert box.waiting_bytes == 0 and stalls == []
+    box.put(PrefillProgress(9, 9, (first,) * 3))
+    assert stalls == ["stall"]
 
 
 async def test_passing_the_byte_limit_drops_all_and_ends_with_stalled() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2
+from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 
 from service.domain.events import Failed
@@ -90,6 +90,8 @@ OUT_OF_RANGE = [
     ("stop", request(stop=[str(i) for i in range(17)])),
     ("stop[1]", request(stop=["a", ""])),
     ("stop[0]", request(stop=["é" * 129])),
+    ("logprobs.top_count", request(logprobs=logprobs_pb2.LogprobsOptions(top_count=21))),
+    ("logprobs.top_count", request(logprobs=logprobs_pb2.LogprobsOptions(top_count=-1))),
     ("request_id", request(request_id="a b")),
     ("request_id", request(request_id="a" * 129)),
     ("priority", request(priority=101)),

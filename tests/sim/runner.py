@@ -8,6 +8,7 @@ import struct
 from collections.abc import Collection, Sequence
 
 from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
 from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
@@ -102,6 +103,16 @@ class SimRunner:
     def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
         assert token_ids, "a prefill of nothing"
         self.open_caches[sequence_id].prefill(token_ids)
+
+    def prefill_measured(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        *,
+        next_token_ids: Sequence[int],
+        top_count: int,
+    ) -> list[TokenLogprobs]:
+        raise AssertionError("no story asks for log probabilities")
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         self.joining[sequence_id] = (self.open_caches.pop(sequence_id), row.last_token_id, row.sampling.seed)

@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from icehouse.v1 import cache_policy_pb2 as _cache_policy_pb2
 from icehouse.v1 import cache_stats_pb2 as _cache_stats_pb2
 from icehouse.v1 import engine_stats_pb2 as _engine_stats_pb2
+from icehouse.v1 import logprobs_pb2 as _logprobs_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
 from icehouse.v1 import response_format_pb2 as _response_format_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
@@ -45,6 +46,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
@@ -93,6 +95,10 @@ class GenerateRequest(_message.Message):
         """
 
     @_builtins.property
+    def logprobs(self) -> _logprobs_pb2.LogprobsOptions:
+        """Tell log probabilities of tokens. Absent: none."""
+
+    @_builtins.property
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """What may be done with the prefix cache. Absent: read and write, default tenant."""
 
@@ -113,13 +119,14 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         response_format: _response_format_pb2.ResponseFormat | None = ...,
         tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        logprobs: _logprobs_pb2.LogprobsOptions | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
         tool_choice: _tool_pb2.ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -144,6 +151,8 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
@@ -182,6 +191,14 @@ class GenerateResponse(_message.Message):
         """
 
     @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One for each of `token_ids`. Absent: not asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One for each prompt token but the first, which nothing comes before. Absent: not asked for."""
+
+    @_builtins.property
     def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
         """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
 
@@ -199,11 +216,13 @@ class GenerateResponse(_message.Message):
         seed: _builtins.int = ...,
         tool_calls: _abc.Iterable[_tool_pb2.ToolCall] | None = ...,
         reasoning: _builtins.str = ...,
+        logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "finish_reason", b"finish_reason", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -309,19 +328,27 @@ class PrefillProgress(_message.Message):
 
     PROCESSED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     processed_tokens: _builtins.int
     """Prompt tokens done, reused ones included."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
+        token. Absent: not asked for, or no new ones.
+        """
+
     def __init__(
         self,
         *,
         processed_tokens: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["processed_tokens", b"processed_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processed_tokens", b"processed_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,6 +364,7 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALL_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only. May be empty: some tokens complete no character."""
@@ -353,6 +381,10 @@ class Delta(_message.Message):
         """A piece of a tool call; never with `text` or `reasoning`. Absent: none."""
 
     @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One for each of `token_ids`. Absent: not asked for."""
+
+    @_builtins.property
     def malformed_tool_call(self) -> _tool_pb2.MalformedToolCall:
         """Says that `text` of this delta is a call that cannot be read as one. Absent: it is not."""
 
@@ -363,11 +395,12 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         reasoning: _builtins.str = ...,
         tool_call: _tool_pb2.ToolCallDelta | None = ...,
+        logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         malformed_tool_call: _tool_pb2.MalformedToolCall | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["malformed_tool_call", b"malformed_tool_call", "tool_call", b"tool_call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["malformed_tool_call", b"malformed_tool_call", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "malformed_tool_call", b"malformed_tool_call", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,6 +86,8 @@ class _ReuseLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReuseLimit
     """The request or the server does not use the cache."""
     REUSE_LIMIT_UNSUPPORTED: _ReuseLimit.ValueType  # 8
     """This model's cache classes cannot be cut into blocks."""
+    REUSE_LIMIT_PROMPT_LOGPROBS: _ReuseLimit.ValueType  # 9
+    """The log probabilities of the prompt were asked for, so all of it was computed."""
 
 class ReuseLimit(_ReuseLimit, metaclass=_ReuseLimitEnumTypeWrapper):
     """Why the reused beginning of the prompt was not longer."""
@@ -108,6 +110,8 @@ REUSE_LIMIT_SWITCHED_OFF: ReuseLimit.ValueType  # 7
 """The request or the server does not use the cache."""
 REUSE_LIMIT_UNSUPPORTED: ReuseLimit.ValueType  # 8
 """This model's cache classes cannot be cut into blocks."""
+REUSE_LIMIT_PROMPT_LOGPROBS: ReuseLimit.ValueType  # 9
+"""The log probabilities of the prompt were asked for, so all of it was computed."""
 Global___ReuseLimit: _TypeAlias = ReuseLimit  # noqa: Y015
 
 @_typing.final
