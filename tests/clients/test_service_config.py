@@ -1,0 +1,29 @@
+"""The published service config says what is safe: every client library in clients/ takes it from here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from icehouse.v1 import inference_service_pb2 as inference
+
+CONFIG: dict[str, Any] = json.loads((Path(__file__).parents[2] / "clients/service_config.json").read_text())
+
+_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"]
+
+
+def test_only_generate_is_retried_and_only_where_no_server_took_it() -> None:
+    (method,) = CONFIG["methodConfig"]
+    (name,) = method["name"]
+    assert name == {"service": _SERVICE.full_name, "method": "Generate"}
+    assert _SERVICE.methods_by_name[name["method"]].server_streaming is False
+    assert method["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+    assert 2 <= method["retryPolicy"]["maxAttempts"] <= 5
+    assert "hedgingPolicy" not in json.dumps(CONFIG)
+
+
+def test_a_server_that_does_not_serve_is_passed_over() -> None:
+    assert CONFIG["healthCheckConfig"] == {"serviceName": _SERVICE.full_name}
+    # gRPC looks at health only where a policy chooses among connections; pick_first does not.
+    assert CONFIG["loadBalancingConfig"] == [{"round_robin": {}}]
