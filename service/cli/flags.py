@@ -20,6 +20,7 @@ _PANELS = {
     "model": "Model",
     "engine": "Engine",
     "cache": "Prefix cache",
+    "telemetry": "Telemetry",
     "log": "Log",
 }
 
@@ -29,6 +30,7 @@ _METAVARS = {
     Kind.COUNT: "N",
     Kind.SECONDS: "SECONDS",
     Kind.MILLISECONDS: "MS",
+    Kind.RATIO: "0..1",
     Kind.BYTES: "SIZE",
 }
 

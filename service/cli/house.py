@@ -10,8 +10,9 @@ from service.cli.cache_room import build_cache_room, fingerprint_of
 from service.cli.machine import memory_limit
 from service.cli.model_source import LocalModel
 from service.cli.preload import openblas_loaded, runs_on_cpu
+from service.cli.telemetry import TelemetryRoom
 from service.clock import Clock
-from service.config import Config, ModelConfig
+from service.config import Config, EngineConfig, ModelConfig
 from service.domain.cache_orders import CacheOrder
 from service.domain.events import Event
 from service.domain.ids import RequestId
@@ -63,6 +64,7 @@ class House:
     clock: Clock
     storage: Storage | None
     """None without an SSD tier."""
+    telemetry: TelemetryRoom
 
 
 def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clock) -> House:
@@ -98,12 +100,7 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         make_prefix=lambda: room.open_desk(runner, clock),
         flush_timeout_s=config.cache.flush_timeout_s,
         limits=limits,
-        waiting=WaitingLimits(
-            request_limit=config.engine.waiting_limit,
-            token_limit=config.engine.waiting_token_limit,
-            tenant_running_limit=config.engine.tenant_running_limit,
-            aging_s=config.engine.aging_s,
-        ),
+        waiting=waiting_limits(config.engine),
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
         mailbox_limit=config.engine.mailbox_limit,
         listener=announcer,
@@ -112,7 +109,36 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         decode_with_markers=tokenizer.decode_with_markers,
     )
     announcer.engine = engine
-    server = RpcServer(
+    telemetry = TelemetryRoom(config)
+    server = build_edge(
+        config,
+        engine,
+        router=router,
+        clock=clock,
+        grammars=grammar_compiler(config, source, tokenizer),
+        telemetry=telemetry,
+    )
+    return House(
+        engine=engine,
+        server=server,
+        router=router,
+        clock=clock,
+        storage=room.storage,
+        telemetry=telemetry,
+    )
+
+
+def build_edge(
+    config: Config,
+    engine: Engine,
+    *,
+    router: Router,
+    clock: Clock,
+    grammars: GrammarCompiler,
+    telemetry: TelemetryRoom,
+) -> RpcServer:
+    """Wire the edge around an engine."""
+    return RpcServer(
         config=config.server,
         connection=config.connection,
         security=config.security,
@@ -121,10 +147,10 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         engine=_EngineDoor(engine),
         router=router,
         clock=clock,
-        grammars=grammar_compiler(config, source, tokenizer),
+        grammars=grammars,
         heartbeat_timeout_s=config.server.stuck_timeout_s,
+        telemetry=telemetry.watchers,
     )
-    return House(engine=engine, server=server, router=router, clock=clock, storage=room.storage)
 
 
 def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
@@ -160,6 +186,16 @@ def engine_limits(whole: Config) -> tuple[SchedulerLimits, int]:
         prefill_slice_s=config.prefill_slice_ms / 1000,
     )
     return limits, config.lane_row_limit or defaults.lane_row_limit
+
+
+def waiting_limits(config: EngineConfig) -> WaitingLimits:
+    """Return what may wait for a slot."""
+    return WaitingLimits(
+        request_limit=config.waiting_limit,
+        token_limit=config.waiting_token_limit,
+        tenant_running_limit=config.tenant_running_limit,
+        aging_s=config.aging_s,
+    )
 
 
 class _Announcer:

@@ -55,8 +55,10 @@ async def _serve(config: Config, clock: Clock) -> None:
     stop_signal = _listen_for_signals()
     address = await house.server.start()
     try:
+        house.telemetry.start(house.server.sampler)
         _open_storage(house, config, narrator)
     except IcehouseError:
+        house.telemetry.stop()
         await house.server.stop(grace_s=0)
         raise
     house.engine.start()
@@ -147,6 +149,7 @@ async def _drain(house: House, *, grace_s: float, narrator: Narrator) -> None:
         if house.storage is not None:
             house.storage.close(deadline_time=house.clock.monotonic() + _CLOSE_S)
             await asyncio.to_thread(house.storage.join, timeout_s=_CLOSE_S)
+        await asyncio.to_thread(house.telemetry.stop)
     if not ended:
         _log.error("stuck_inference_abandoned", extra={"waited_s": _STUCK_S})
         os._exit(1)

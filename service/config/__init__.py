@@ -12,6 +12,7 @@ from service.config.sections import (
     ServerConfig,
 )
 from service.config.security import SecurityConfig
+from service.config.telemetry import TelemetryConfig
 from service.config.tenants import TenantConfig
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "SecurityConfig",
     "ServerConfig",
+    "TelemetryConfig",
     "TenantConfig",
     "load_config",
 ]

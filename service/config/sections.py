@@ -10,6 +10,7 @@ from service.config import paths
 from service.config.connection import ConnectionConfig
 from service.config.security import SecurityConfig
 from service.config.setting import Kind, Setting, setting, settings_of
+from service.config.telemetry import TelemetryConfig
 from service.config.tenants import TenantConfig
 
 MIB = 1 << 20
@@ -280,6 +281,9 @@ class LogConfig:
         choices=("debug", "info", "warning", "error"),
         flag="--log-level",
     )
+    access_enabled: bool = setting(
+        True, Kind.SWITCH, "One line for every call, when it ends.", flag="--access-log"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -293,6 +297,7 @@ class Config:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
 
@@ -304,6 +309,7 @@ SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "engine": EngineConfig,
     "cache": CacheConfig,
+    "telemetry": TelemetryConfig,
     "log": LogConfig,
 }
 

@@ -43,6 +43,8 @@ class Kind(enum.Enum):
     """A whole number."""
     SECONDS = "seconds"
     MILLISECONDS = "milliseconds"
+    RATIO = "ratio"
+    """From 0 to 1."""
     BYTES = "bytes"
     """A whole number of bytes; "4GiB" and "500 MB" are read too."""
     SWITCH = "switch"
@@ -112,7 +114,7 @@ class Setting:
                 return switch
             case Kind.BYTES:
                 return self._read_bytes(raw, source)
-            case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS:
+            case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
                 return self._read_number(raw, source)
 
     def _read_number(self, raw: object, source: str) -> int | float:

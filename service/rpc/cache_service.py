@@ -77,10 +77,9 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 max_output_tokens=0,
                 sampling=SamplingParams(),
             )
-            async with self._generation.run(prepared.request) as events:
+            async with self._generation.run(prepared.request, call=call) as events:
                 async for event in events:
                     if isinstance(event, Finished):
-                        call.finish(event)
                         return messages.WarmResponse(
                             request_id=prepared.request.request_id,
                             cache=cache_report_proto(event.usage.cache),

@@ -1,4 +1,4 @@
-"""What every call shares: admission by number, the deadline, errors to statuses, one log line at its end."""
+"""What every call shares: admission by number, the deadline, errors to statuses, and being seen out."""
 
 from __future__ import annotations
 
@@ -6,53 +6,66 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from service.clock import Clock
-from service.domain.events import Finished, Usage
+from service.domain.call import CallRecord, TraceContext
+from service.domain.events import Event, Finished, Started, Usage
 from service.errors import IcehouseError, Overloaded, Reason, Unavailable
 from service.rpc import caller as callers
 from service.rpc.caller import Caller
-from service.rpc.status import code_of, internal_error, status_of
+from service.rpc.peer import peer_kind
+from service.rpc.status import code_of, internal_error, status_of, with_trailers
+from service.rpc.watchers import Watchers
+from service.rpc.wire import DEADLINE_TOLERANCE_S, current_method
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CALL_RETRY_S = 1.0
 """When to come back after being refused for the number of calls; calls last seconds."""
 
-DEADLINE_TOLERANCE_S = 0.05
-"""A call cancelled this shortly before its deadline was cancelled by it."""
-
 _logger = logging.getLogger("service.rpc.calls")
 
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One call, and what its log line will say. Never holds prompt or output text."""
+    """One call, and what will be told of it. Never holds prompt or output text."""
 
     method: str
     arrival_time: float
     """`Clock.monotonic`."""
+    arrival_wall_time: float
+    """`Clock.wall`."""
     deadline_time: float | None
     caller: Caller
-    request_id: str = ""
+    request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    """Made here, until the request names its own: every log line has one."""
+    tenant: str = ""
+    model_id: str = ""
+    tokenize_s: float = 0.0
     prompt_token_count: int = 0
+    started: Started | None = None
     usage: Usage | None = None
 
-    def finish(self, event: Finished) -> None:
-        """Note what the request cost."""
-        self.usage = event.usage
+    def note(self, event: Event) -> None:
+        """Take what an event tells of the request's cost."""
+        if isinstance(event, Started):
+            self.started = event
+        elif isinstance(event, Finished):
+            self.usage = event.usage
 
 
 class CallDesk:
     """Lets calls in and sees them out. Owned by the event loop."""
 
-    def __init__(self, *, clock: Clock, concurrent_call_limit: int) -> None:
+    def __init__(self, *, clock: Clock, concurrent_call_limit: int, watchers: Watchers) -> None:
         self._clock = clock
         self._concurrent_call_limit = concurrent_call_limit
+        self._watchers = watchers
         self._running_count = 0
         self._closed = False
         self._idle = asyncio.Event()
@@ -68,25 +81,33 @@ class CallDesk:
 
     @contextlib.asynccontextmanager
     async def call(self, method: str, context: Context) -> AsyncIterator[Call]:
-        """Wrap one servicer method; whatever leaves the block becomes a status and a log line."""
-        call = Call(method, self._clock.monotonic(), self._deadline_time(context), callers.current.get())
+        """Wrap one servicer method; whatever leaves the block becomes a status, and is told on."""
+        call = Call(
+            current_method(),
+            self._clock.monotonic(),
+            self._clock.wall(),
+            self._deadline_time(context),
+            callers.current.get(),
+        )
         self._running_count += 1
         self._idle.clear()
         try:
             self._check_room()
             yield call
-            self._log(call, grpc.StatusCode.OK)
+            if trailers := self._see_out(call, context, grpc.StatusCode.OK):
+                context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
         except IcehouseError as error:
-            self._log(call, code_of(error), error)
-            await context.abort_with_status(status_of(error))
+            trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
+            await context.abort_with_status(with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
-            self._log(call, self._cancel_code(call))
+            self._see_out(call, context, self._cancel_code(call))
             raise
         except Exception:
             # The edge of the house: the caller learns that it broke, the log learns why.
             _logger.exception("call broke method=%s request_id=%s", call.method, call.request_id)
-            self._log(call, grpc.StatusCode.INTERNAL)
-            await context.abort_with_status(status_of(internal_error()))
+            told = internal_error()
+            trailers = self._see_out(call, context, code_of(told), reason=told.reason.value)
+            await context.abort_with_status(with_trailers(status_of(told), trailers))
         finally:
             self._running_count -= 1
             if not self._running_count:
@@ -116,24 +137,28 @@ class CallDesk:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED
 
-    def _log(self, call: Call, code: grpc.StatusCode, error: IcehouseError | None = None) -> None:
-        facts: dict[str, object] = {
-            "method": call.method,
-            "code": code.name,
-            "duration_s": round(self._clock.monotonic() - call.arrival_time, 6),
-        }
-        if call.caller.tenant is not None:
-            facts["tenant"] = call.caller.tenant
-        if call.request_id:
-            facts["request_id"] = call.request_id
-        if call.prompt_token_count:
-            facts["prompt_tokens"] = call.prompt_token_count
-        if error is not None:
-            facts["reason"] = error.reason.value
-        if call.usage is not None:
-            facts["cached_tokens"] = call.usage.cache.cached_token_count
-            facts["output_tokens"] = call.usage.output_token_count
-            facts["queue_s"] = round(call.usage.queue_s, 6)
-            facts["ttft_s"] = round(call.usage.ttft_s, 6)
-        line = " ".join(f"{name}={value}" for name, value in facts.items())
-        _logger.info("call finished %s", line, extra={"facts": facts})
+    def _see_out(
+        self, call: Call, context: Context, code: grpc.StatusCode, *, reason: str = ""
+    ) -> tuple[tuple[str, str | bytes], ...]:
+        record = CallRecord(
+            method=call.method,
+            code=code.name,
+            reason=reason,
+            request_id=call.request_id,
+            peer=peer_kind(context.peer()),
+            tenant=call.tenant or call.caller.tenant or "",
+            model_id=call.model_id,
+            start_time=call.arrival_wall_time,
+            duration_s=self._clock.monotonic() - call.arrival_time,
+            tokenize_s=call.tokenize_s,
+            prompt_token_count=call.prompt_token_count,
+            started=call.started,
+            usage=call.usage,
+            trace=_trace_context(context),
+        )
+        return self._watchers.see_out(record)
+
+
+def _trace_context(context: Context) -> TraceContext:
+    found = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return TraceContext(found.get("traceparent", ""), found.get("tracestate", ""))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from icehouse.v1 import cache_service_pb2, cache_stats_pb2, engine_stats_pb2, inference_service_pb2
 
 from service.domain.cache_orders import BlockMatch, EvictReport, Explanation, Tier, VerifyReport
@@ -19,6 +21,8 @@ from service.domain.cache_stats import (
 )
 from service.domain.stats import EngineStats
 from service.rpc.convert import REUSE_LIMITS, cache_report_proto, duration_proto, timestamp_proto
+from service.rpc.convert_slow import slow_request_proto
+from service.rpc.slow_requests import SlowRequest
 
 DAMAGED_HASH_LIMIT = 1000
 """Most names in one VerifyResponse."""
@@ -39,13 +43,18 @@ _DROP_CAUSES = {
 
 
 def stats_response(
-    engine: EngineStats, cache: CacheStats | None, *, collect_time: float
+    engine: EngineStats,
+    cache: CacheStats | None,
+    *,
+    collect_time: float,
+    slowest: Sequence[SlowRequest] = (),
 ) -> inference_service_pb2.CacheStatsResponse:
     """Return all counters; `collect_time` is `Clock.wall`."""
     return inference_service_pb2.CacheStatsResponse(
         collect_time=timestamp_proto(collect_time),
         engine=engine_stats_proto(engine),
         cache=None if cache is None else cache_stats_proto(cache),
+        slowest_requests=[slow_request_proto(slow) for slow in slowest],
     )
 
 

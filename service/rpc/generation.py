@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from icehouse.v1 import cache_policy_pb2, tool_pb2
 
+from service.clock import Clock
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
 from service.domain.logprobs import LogprobsWanted
@@ -61,7 +61,9 @@ class Generation:
         grammars: GrammarDesk,
         tenants: Tenants,
         draw_seed: Callable[[], int],
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._config = config
         self._engine = engine
         self._router = router
@@ -92,12 +94,12 @@ class Generation:
 
         `kind` is the prompt's set field. What needs no tokenizer is refused first: it costs nothing.
         """
-        request_id = request_id_of(message.request_id, generated=uuid.uuid4().hex)
+        request_id = request_id_of(message.request_id, generated=call.request_id)
         call.request_id = request_id
         cache_use = cache_use_of(message.cache)
         if max_output_tokens == 0 and cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
             refuse_value("cache.use", cache_use.name, "one that writes, for a warm-up")
-        tenant = tenant_of(message.cache, call.caller)
+        tenant = call.tenant = tenant_of(message.cache, call.caller)
         priority = priority_of(message.priority)
         check_bad_words(bad_words)
         model, prompt = await self.read_prompt(
@@ -135,13 +137,16 @@ class Generation:
         """Return the served model and the prompt's tokens; raises what refuses them."""
         model = self._router.require_model()
         check_model(model_id, model.info)
+        call.model_id = model.info.model_id
+        began = self._clock.monotonic()
         prompt = await self._prompts.read(prompt_of(message, kind, model.info, tool_choice), model)
+        call.tokenize_s = self._clock.monotonic() - began
         call.prompt_token_count = len(prompt.token_ids)
         return model, prompt
 
     @contextlib.asynccontextmanager
     async def run(
-        self, request: GenerationRequest, *, on_stall: Callable[[], None] = lambda: None
+        self, request: GenerationRequest, *, call: Call, on_stall: Callable[[], None] = lambda: None
     ) -> AsyncIterator[AsyncIterator[Event]]:
         """Submit the request and give its events; leaving the block early cancels it at once.
 
@@ -159,7 +164,7 @@ class Generation:
         )
         self._router.require_model()
         with self._tenants.staying(request) as stay, self._submitted(request, outbox):
-            yield _events(outbox, stay)
+            yield _events(outbox, stay, call)
 
     @contextlib.contextmanager
     def _submitted(self, request: GenerationRequest, outbox: Outbox) -> Iterator[None]:
@@ -178,9 +183,10 @@ class Generation:
                 self._engine.cancel(request.request_id)
 
 
-async def _events(outbox: Outbox, stay: Stay) -> AsyncIterator[Event]:
+async def _events(outbox: Outbox, stay: Stay, call: Call) -> AsyncIterator[Event]:
     while not outbox.ended:
         event = await outbox.take()
+        call.note(event)
         if isinstance(event, Failed):
             raise event.error
         stay.note(event)

@@ -48,11 +48,10 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._desk.call("Generate", context) as call:
             prepared = await self._read(request, call)
             reply, total = prepared.new_reply(), ReplySum()
-            async with self._generation.run(prepared.request) as events:
+            async with self._generation.run(prepared.request, call=call) as events:
                 async for event in events:
                     total.add(reply.responses(event))
                     if isinstance(event, Finished):
-                        call.finish(event)
                         return total.response(cache_report_proto(event.usage.cache))
         raise AssertionError("a request's events ended without Finished or Failed")
 
@@ -65,15 +64,13 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._desk.call("Stream", context) as call:
             prepared = await self._read(request, call)
             reply = prepared.new_reply()
-            running = self._generation.run(prepared.request, on_stall=timer.expire)
+            running = self._generation.run(prepared.request, call=call, on_stall=timer.expire)
             async with running as events, timer.guard():
                 async for event in events:
                     for response in reply.responses(event):
                         timer.writing()
                         await context.write(response)
                         timer.written()
-                    if isinstance(event, Finished):
-                        call.finish(event)
 
     async def Tokenize(
         self, request: messages.TokenizeRequest, context: Context

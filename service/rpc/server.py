@@ -23,13 +23,15 @@ from service.rpc.grammar_desk import GrammarDesk
 from service.rpc.health import Health
 from service.rpc.inference_service import InferenceService
 from service.rpc.model_service import ModelService
+from service.rpc.observation import Observation
 from service.rpc.one_of import OneOfInterceptor
 from service.rpc.ports import EnginePort, GrammarPort
 from service.rpc.prompts import PromptReader
 from service.rpc.reflection import add_reflection
 from service.rpc.router import Router
+from service.rpc.sampler import Sampler
 from service.rpc.security import Security
-from service.rpc.stats import StatsReader
+from service.rpc.telemetry import Telemetry
 from service.rpc.tenants import Tenants
 from service.rpc.transport import server_options
 
@@ -66,17 +68,25 @@ class RpcServer:
         tenant_running_limit: int = 0,
         draw_seed: Callable[[], int] = draw_seed,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        telemetry: Telemetry | None = None,
     ) -> None:
         connection = connection or ConnectionConfig()
         self._config = config
         self._security_config = security or SecurityConfig()
         self._tenants = Tenants(tenants or TenantConfig(), running_limit=tenant_running_limit, clock=clock)
+        self._observation = Observation(
+            telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
+        )
         self._security = Security(self._security_config, clock=clock)
         self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
         self._grammars = GrammarDesk(
             grammars, byte_limit=config.max_grammar_bytes, timeout_s=config.grammar_timeout_s
         )
-        self._desk = CallDesk(clock=clock, concurrent_call_limit=config.max_concurrent_calls)
+        self._desk = CallDesk(
+            clock=clock,
+            concurrent_call_limit=config.max_concurrent_calls,
+            watchers=self._observation.watchers,
+        )
         self._health = Health(
             engine=engine,
             router=router,
@@ -91,9 +101,11 @@ class RpcServer:
             message_timeout_s=connection.message_timeout_s,
             unread_call_limit=config.max_concurrent_calls,
         )
-        # The first is the outermost: whoever calls passes the door before anything else is looked at.
+        # The first is the outermost: what watches sees refusals too, and whoever calls passes the door
+        # before anything else is looked at.
         self._server = grpc.aio.server(
-            options=server_options(config, connection), interceptors=(door, OneOfInterceptor(self._desk))
+            options=server_options(config, connection),
+            interceptors=(self._observation.interceptor, door, OneOfInterceptor(self._desk)),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
@@ -113,7 +125,13 @@ class RpcServer:
             asyncio.create_task(self._health.run(), name="health"),
             asyncio.create_task(self._security.run(), name="security"),
         ]
+        self._observation.start()
         return self.address
+
+    @property
+    def sampler(self) -> Sampler:
+        """What is known of the engine without asking it."""
+        return self._observation.sampler
 
     async def refresh_health(self) -> None:
         """Look at state and heartbeat now."""
@@ -136,6 +154,7 @@ class RpcServer:
                 await self._desk.wait_idle()
         # Not waited for any longer: health watchers, who would stay for ever.
         await self._server.stop(_FLUSH_S)
+        await self._observation.stop()
         self._prompts.close()
         self._grammars.close()
         if self.address:
@@ -149,7 +168,7 @@ class RpcServer:
         self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
     ) -> None:
         desk = self._desk
-        stats = StatsReader(engine=engine, router=router, tenants=self._tenants, clock=clock)
+        stats = self._observation.stats
         generation = Generation(
             config=self._config,
             engine=engine,
@@ -158,6 +177,7 @@ class RpcServer:
             grammars=self._grammars,
             tenants=self._tenants,
             draw_seed=draw_seed,
+            clock=clock,
         )
         inference = InferenceService(
             config=self._config,

@@ -14,15 +14,19 @@ from service.rpc.convert_stats import stats_response
 from service.rpc.convert_tenants import tenant_stats_protos
 from service.rpc.ports import EnginePort
 from service.rpc.router import Router
+from service.rpc.slow_requests import SlowRequests
 from service.rpc.tenants import Tenants
 
-Snapshot = tuple[EngineStats, CacheStats | None]
+Counters = tuple[EngineStats, CacheStats | None]
 
 
 class StatsReader:
     """Asks the engine between two of its steps. Owned by the event loop."""
 
-    def __init__(self, *, engine: EnginePort, router: Router, tenants: Tenants, clock: Clock) -> None:
+    def __init__(
+        self, *, engine: EnginePort, router: Router, tenants: Tenants, slow: SlowRequests, clock: Clock
+    ) -> None:
+        self._slow = slow
         self._engine = engine
         self._router = router
         self._tenants = tenants
@@ -33,13 +37,19 @@ class StatsReader:
 
         What the whole house does tells one tenant of the others, so it is for operators.
         """
-        self._router.require_model()
-        engine, cache = await self._router.ask(self._send)
-        response = stats_response(engine, cache, collect_time=self._clock.wall())
+        engine, cache = await self.ask()
+        is_operator = caller.role is Role.OPERATOR
+        slowest = self._slow.slowest(tenant=None if is_operator else caller.tenant)
+        response = stats_response(engine, cache, collect_time=self._clock.wall(), slowest=slowest)
         response.tenants.extend(tenant_stats_protos(self._tenants, cache))
-        return response if caller.role is Role.OPERATOR else _part_of(response, caller)
+        return response if is_operator else _part_of(response, caller)
 
-    def _send(self, reply: Callable[[Snapshot], None]) -> None:
+    async def ask(self) -> Counters:
+        """Return the counters as the engine tells them; raises as `read` does."""
+        self._router.require_model()
+        return await self._router.ask(self._send)
+
+    def _send(self, reply: Callable[[Counters], None]) -> None:
         self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
 
 
@@ -47,4 +57,6 @@ def _part_of(
     response: inference_service_pb2.CacheStatsResponse, caller: Caller
 ) -> inference_service_pb2.CacheStatsResponse:
     own = [stats for stats in response.tenants if stats.tenant == caller.tenant]
-    return inference_service_pb2.CacheStatsResponse(collect_time=response.collect_time, tenants=own)
+    return inference_service_pb2.CacheStatsResponse(
+        collect_time=response.collect_time, tenants=own, slowest_requests=response.slowest_requests
+    )

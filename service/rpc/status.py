@@ -73,6 +73,14 @@ class _Status(grpc.Status):
     trailing_metadata: Any
 
 
+def with_trailers(status: grpc.Status, trailers: tuple[tuple[str, str | bytes], ...]) -> grpc.Status:
+    """Return the status with more trailing metadata."""
+    if not trailers:
+        return status
+    metadata = (*(status.trailing_metadata or ()), *trailers)
+    return _Status(code=status.code, details=status.details, trailing_metadata=metadata)
+
+
 def internal_error() -> IcehouseError:
     """Return what a caller may know of an exception that nobody foresaw: nothing."""
     return errors.EngineFailed(

@@ -17,6 +17,7 @@ from service.domain.model import EngineState, ModelInfo
 from service.rpc.ports import ServedModel
 from service.rpc.router import Router
 from service.rpc.server import RpcServer
+from service.rpc.telemetry import Telemetry
 from tests.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.rpc.fake_grammars import FakeGrammars
 from tests.rpc.stubs import Stubs
@@ -84,6 +85,7 @@ async def running_house(
     security: SecurityConfig | None = None,
     tenants: TenantConfig | None = None,
     grammars: FakeGrammars | None = _ITS_OWN,
+    telemetry: Telemetry | None = None,
     **settings: Any,
 ) -> AsyncIterator[House]:
     """Start a server with these settings of ServerConfig on a free loopback port.
@@ -108,6 +110,7 @@ async def running_house(
         grammars=grammars,
         draw_seed=lambda: SEED,
         heartbeat_timeout_s=30.0,
+        telemetry=telemetry,
     )
     try:
         address = await server.start()

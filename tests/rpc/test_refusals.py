@@ -219,13 +219,13 @@ async def test_unforeseen_exception_tells_the_log_and_not_the_caller(
 
 
 async def test_one_log_line_per_call_without_its_text(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "service.rpc.calls"):
+    with caplog.at_level(logging.INFO, "icehouse.access"):
         await house.inference.Generate(request(request_id="r1", text="my prompt", max_output_tokens=2))
         await refused(house.inference.Generate(request(request_id="r2", text="my prompt", priority=999)))
     facts = [getattr(record, "facts", None) for record in caplog.records]
     assert [(f["method"], f["code"], f["request_id"]) for f in facts if f] == [
-        ("Generate", "OK", "r1"),
-        ("Generate", "INVALID_ARGUMENT", "r2"),
+        ("icehouse.v1.InferenceService/Generate", "OK", "r1"),
+        ("icehouse.v1.InferenceService/Generate", "INVALID_ARGUMENT", "r2"),
     ]
     assert facts[0] and (facts[0]["prompt_tokens"], facts[0]["output_tokens"]) == (9, 2)
     assert "my prompt" not in caplog.text

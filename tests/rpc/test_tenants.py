@@ -137,18 +137,24 @@ async def test_the_numbers_of_a_tenant_add_up() -> None:
 
 async def test_a_tenant_is_told_of_itself_only_and_an_operator_of_all(tmp_path: Path) -> None:
     async with guarded_house(tmp_path) as house:
-        for token in (SEARCH, ADS):
-            request = messages.GenerateRequest(text="Hi", max_output_tokens=1)
+        for token, name in ((SEARCH, "one"), (ADS, "two")):
+            request = messages.GenerateRequest(text="Hi", max_output_tokens=1, request_id=name)
             await house.inference.Generate(request, metadata=bearer(token))
         own = await house.inference.CacheStats(messages.CacheStatsRequest(), metadata=bearer(SEARCH))
         assert [stats.tenant for stats in own.tenants] == ["search"]
-        assert {field.name for field, _ in own.ListFields()} == {"collect_time", "tenants"}
+        assert {field.name for field, _ in own.ListFields()} == {
+            "collect_time",
+            "tenants",
+            "slowest_requests",
+        }
+        assert [slow.request_id for slow in own.slowest_requests] == ["one"]
         watch = house.cache.WatchStats(cache_service_pb2.WatchStatsRequest(), metadata=bearer(ADS))
         assert [stats.tenant for stats in (await watch.read()).stats.tenants] == ["ads"]
         watch.cancel()
         everything = await house.inference.CacheStats(messages.CacheStatsRequest(), metadata=bearer(BOSS))
         assert {stats.tenant for stats in everything.tenants} == {"search", "ads"}
         assert everything.engine.step_total == 7
+        assert {slow.request_id for slow in everything.slowest_requests} == {"one", "two"}
 
 
 async def test_names_that_callers_make_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

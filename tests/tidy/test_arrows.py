@@ -8,7 +8,7 @@ import pytest
 
 from tests.tidy.tree import Module, imports_of, modules
 
-RANKS = {"domain": 0, "kv": 1, "engine": 2, "rpc": 3, "demo": 3, "cli": 4}
+RANKS = {"domain": 0, "telemetry": 1, "kv": 1, "engine": 2, "rpc": 3, "demo": 3, "cli": 4}
 """Imports go to the same or a lower rank."""
 
 FOR_EVERYONE = {"config", "errors", "clock"}
@@ -39,6 +39,8 @@ OWNERS = {
     "llguidance": ("service.engine.grammar",),
     "sqlite_utils": ("service.kv.manifest",),
     "sqlite3": ("service.kv.",),
+    "prometheus_client": ("service.telemetry.prometheus",),
+    "opentelemetry": ("service.telemetry.spans",),
     "typer": ("service.cli.",),
     "rich": ("service.cli.",),
 }

@@ -16,6 +16,7 @@ from icehouse.v1 import logprobs_pb2 as _logprobs_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
 from icehouse.v1 import response_format_pb2 as _response_format_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
+from icehouse.v1 import slow_request_pb2 as _slow_request_pb2
 from icehouse.v1 import tenant_stats_pb2 as _tenant_stats_pb2
 from icehouse.v1 import tool_pb2 as _tool_pb2
 from icehouse.v1 import usage_pb2 as _usage_pb2
@@ -560,6 +561,7 @@ class CacheStatsResponse(_message.Message):
     COLLECT_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    SLOWEST_REQUESTS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def collect_time(self) -> _timestamp_pb2.Timestamp:
@@ -574,9 +576,16 @@ class CacheStatsResponse(_message.Message):
         """The prefix cache's counters. Absent: the server runs without a prefix cache."""
 
     @_builtins.property
+    def slowest_requests(self) -> _containers.RepeatedCompositeFieldContainer[_slow_request_pb2.SlowRequest]:
+        """The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
+        first; at most 10. A tenant sees its own, an operator those of all.
+        """
+
+    @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[_tenant_stats_pb2.TenantStats]:
         """One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-        only operators get the whole message: others get `collect_time` and their own entry here.
+        only operators get the whole message: others get `collect_time`, their own entry here and
+        their own slowest requests.
         """
 
     def __init__(
@@ -585,11 +594,12 @@ class CacheStatsResponse(_message.Message):
         collect_time: _timestamp_pb2.Timestamp | None = ...,
         engine: _engine_stats_pb2.EngineStats | None = ...,
         cache: _cache_stats_pb2.CacheStats | None = ...,
+        slowest_requests: _abc.Iterable[_slow_request_pb2.SlowRequest] | None = ...,
         tenants: _abc.Iterable[_tenant_stats_pb2.TenantStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "slowest_requests", b"slowest_requests", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

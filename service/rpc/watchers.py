@@ -1,0 +1,63 @@
+"""Who watches calls: the seams that metrics, traces and balancers fill. Event loop only; none may block."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from service.domain.call import CallRecord
+from service.rpc.access_log import AccessLog
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpanNames:
+    """How the span of a call is found again."""
+
+    trace_id: str
+    """32 hex digits."""
+    traceresponse: str
+    """The W3C header of that name, for the caller."""
+
+
+class CallWatcher(Protocol):
+    """Is told of every ended call of our own services."""
+
+    def call_ended(self, record: CallRecord) -> None: ...
+
+
+class Tracer(Protocol):
+    """Makes spans of ended calls."""
+
+    def trace(self, record: CallRecord) -> SpanNames | None:
+        """Record a call's spans; None when its trace is not kept."""
+        ...
+
+
+class Trailer(Protocol):
+    """Adds to the trailing metadata of every call."""
+
+    def trailer(self) -> tuple[str, str | bytes] | None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watchers:
+    """All of them; empty ones cost nothing."""
+
+    calls: tuple[CallWatcher, ...] = ()
+    tracer: Tracer | None = None
+    load: Trailer | None = None
+    access_log: AccessLog | None = None
+
+    def see_out(self, record: CallRecord) -> tuple[tuple[str, str | bytes], ...]:
+        """Tell everyone of an ended call; return the trailing metadata that its caller gets."""
+        trailers: list[tuple[str, str | bytes]] = []
+        names = self.tracer.trace(record) if self.tracer is not None else None
+        if names is not None:
+            trailers.append(("traceresponse", names.traceresponse))
+        if self.load is not None and (trailer := self.load.trailer()) is not None:
+            trailers.append(trailer)
+        if self.access_log is not None:
+            self.access_log.write(record, trace_id=names.trace_id if names is not None else "")
+        for watcher in self.calls:
+            watcher.call_ended(record)
+        return tuple(trailers)

@@ -1,0 +1,1 @@
+"""What operators look at: metrics in one table, their Prometheus endpoint, OpenTelemetry spans."""
