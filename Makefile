@@ -59,11 +59,13 @@ types: $(STAMP) ## mypy, strict over service/.
 proto: $(STAMP) ## buf lint over protos/.
 	@cd protos && $(abspath $(BIN))/buf lint
 
-fresh: $(STAMP) ## Is gen/ what protos/ says?
+fresh: $(STAMP) ## Are gen/ and docs/ what protos/ and the code say?
 	@$(BIN)/python protos/generate.py --check
+	@PYTHONPATH=.:gen/python $(BIN)/python docs/generate.py --check
 
-gen: $(STAMP) ## Write gen/ from protos/.
+gen: $(STAMP) ## Write gen/ from protos/, docs/errors.md from the code.
 	@$(BIN)/python protos/generate.py
+	@PYTHONPATH=.:gen/python $(BIN)/python docs/generate.py
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend.
 	@$(BIN)/ruff check --fix-only --quiet .

@@ -193,4 +193,4 @@ def _of_length(name: str, array: mx.array, token_count: int) -> mx.array:
 
 
 def _unusable(message: str) -> StorageError:
-    return StorageError(Reason.BLOCK_NOT_FOUND, f"The cached prefix is not usable: {message}")
+    return StorageError(Reason.STORE_UNUSABLE, f"The cached prefix is not usable: {message}")

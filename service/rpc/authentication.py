@@ -8,7 +8,6 @@ certificate may then belong to a proxy. Without one the client certificate says 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
 
 from service.clock import Clock
 from service.domain.ids import Tenant
@@ -53,18 +52,18 @@ class Authenticator:
     def _by_token(self, tokens: TokenFile, metadata: Metadata) -> Caller:
         given = [value for key, value in metadata if key == "authorization"]
         if not given:
-            _refuse(
+            raise Unauthenticated(
                 Reason.CREDENTIALS_MISSING,
                 "this server wants a token; send the metadata `authorization: Bearer <token>`",
             )
         if len(given) > 1 or not isinstance(given[0], str) or given[0][: len(_SCHEME)].lower() != _SCHEME:
-            _refuse(
+            raise Unauthenticated(
                 Reason.CREDENTIALS_INVALID,
                 "the metadata `authorization` must be there once and read `Bearer <token>`",
             )
         caller = tokens.find(given[0][len(_SCHEME) :].strip(), now=self._clock.wall())
         if caller is None:
-            _refuse(
+            raise Unauthenticated(
                 Reason.CREDENTIALS_INVALID,
                 "the token is not known here or has expired; ask the server's operator for one",
             )
@@ -73,19 +72,15 @@ class Authenticator:
     def _by_name(self, auth_context: AuthContext) -> Caller:
         names = [*auth_context.get("peer_uri", ()), *auth_context.get("peer_dns", ())]
         if not names:
-            _refuse(
+            raise Unauthenticated(
                 Reason.CREDENTIALS_INVALID,
                 "the client certificate has no URI or DNS name among its subject alternative names",
             )
         name = names[0].decode("utf-8", "replace")
         if len(names[0]) > _NAME_BYTE_LIMIT:
-            _refuse(
+            raise Unauthenticated(
                 Reason.CREDENTIALS_INVALID,
                 f"the client certificate's name has {len(names[0])} bytes, the limit is {_NAME_BYTE_LIMIT}",
             )
         role = Role.OPERATOR if name in self._operator_names else Role.TENANT
         return Caller(Tenant(name), role)
-
-
-def _refuse(reason: Reason, message: str) -> NoReturn:
-    raise Unauthenticated(reason, message)

@@ -1,0 +1,66 @@
+"""The table of reasons is whole, is what the code raises, and is what the docs show."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+
+import pytest
+
+from service import errors
+from service.errors import IcehouseError, Reason
+from service.rpc.reason_table import TABLE, markdown
+from service.rpc.status import code_of
+from tests.tidy.tree import ROOT, modules
+
+NEVER_RAISED = {Reason.UNSUPPORTED}
+"""Names that were given out once."""
+
+LOCAL = (errors.ConfigError, errors.ModelError, errors.StartError)
+"""Errors that end a command or a start. No call raises them."""
+
+
+def raised_classes() -> dict[Reason, set[str]]:
+    """Return which error classes are made with each reason, from the syntax trees."""
+    found: dict[Reason, set[str]] = defaultdict(set)
+    for module in modules("service"):
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            for argument in node.args:
+                if (
+                    isinstance(argument, ast.Attribute)
+                    and isinstance(argument.value, ast.Name)
+                    and argument.value.id == "Reason"
+                ):
+                    name = ast.unparse(node.func).rpartition(".")[2]
+                    found[Reason[argument.attr]].add("IcehouseError" if name == "__init__" else name)
+    return found
+
+
+RAISED = raised_classes()
+
+
+def test_every_reason_is_in_the_table_and_has_words() -> None:
+    assert set(TABLE) == set(Reason)
+    assert all(row.meaning.endswith(".") and row.advice.endswith(".") for row in TABLE.values())
+    assert not any("|" in row.meaning + row.advice for row in TABLE.values())
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_a_reason_has_the_code_that_the_code_gives_it(reason: Reason) -> None:
+    classes = {getattr(errors, name, None) for name in RAISED[reason]}
+    assert None not in classes, f"{reason} is made by a helper: {RAISED[reason]}"
+    assert bool(classes) is (reason not in NEVER_RAISED)
+    kinds = [kind for kind in classes if kind is not None and issubclass(kind, IcehouseError)]
+    codes = {code_of(kind(reason, "")) for kind in kinds if not issubclass(kind, LOCAL)}
+    row = TABLE[reason]
+    if classes:
+        assert codes <= {row.code}
+        assert bool(codes) is (row.code is not None)
+    if row.code is not None and any(issubclass(kind, LOCAL) for kind in kinds):
+        assert row.is_also_local
+
+
+def test_the_page_is_fresh() -> None:
+    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == markdown(), "run make gen"
