@@ -177,7 +177,7 @@ def markdown() -> str:
         "# Reasons",
         "",
         "A refused call has a canonical status code and a `google.rpc.ErrorInfo` (domain `icehouse.dev`)",
-        "whose `reason` is one of these names. Names are never changed, and new ones may come: treat one that",
+        "whose `reason` is one of these names. Names never change, and new ones may come: treat one that",
         "you do not know by its code. `metadata` holds every number of the message. Statuses without an",
         "ErrorInfo come from gRPC itself, from a proxy, or from the connection.",
         "",

@@ -92,7 +92,7 @@ class TokenRunner(FakeRunner):
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         if self.refuse_restore(restore):
-            raise StorageError(Reason.BLOCK_NOT_FOUND, "the test refused this restore")
+            raise StorageError(Reason.STORE_UNUSABLE, "the test refused this restore")
         self._restoring[sequence_id] = (restore, self.slices_per_restore)
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:

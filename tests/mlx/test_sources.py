@@ -200,7 +200,7 @@ def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, m
     blocks = damage(recording.blocks(stop=4 * BLOCK))
     with pytest.raises(StorageError, match=message) as caught:
         _restore(recording, RestoreSource(blocks), 4 * BLOCK)
-    assert caught.value.reason is Reason.BLOCK_NOT_FOUND
+    assert caught.value.reason is Reason.STORE_UNUSABLE
 
 
 def test_arrays_shorter_than_the_hit_are_refused() -> None:

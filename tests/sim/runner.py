@@ -290,4 +290,4 @@ def _rows_in(region: Region) -> tuple[int, ...]:
 
 
 def _unusable(message: str) -> StorageError:
-    return StorageError(Reason.BLOCK_NOT_FOUND, message)
+    return StorageError(Reason.STORE_UNUSABLE, message)
