@@ -50,8 +50,14 @@ TABLE: Mapping[Reason, Row] = {
         "Send the request without tools, or use a model with.",
     ),
     Reason.PARAMETER_OUT_OF_RANGE: Row(_INVALID, "A field has a value that is not allowed.", _MEND),
+    Reason.RESPONSE_FORMAT_INVALID: Row(_INVALID, "The response format cannot be read.", _MEND),
+    Reason.GRAMMAR_TOO_COMPLEX: Row(
+        _INVALID,
+        "The response format costs more to compile than is allowed.",
+        "Use a simpler or smaller format; `metadata` has the limit.",
+    ),
     Reason.UNSUPPORTED: Row(
-        _INVALID, "Not offered here. This version never sends it.", "Leave the field out."
+        _INVALID, "This server, or its model, does not offer it.", "Leave the field out."
     ),
     Reason.MODEL_NOT_FOUND: Row(
         grpc.StatusCode.NOT_FOUND,
