@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured soak smoke clean
+.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured soak smoke audit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -94,6 +94,14 @@ bench-blas: $(STAMP) ## What OpenBLAS is worth on a CPU: prefill of the demo mod
 
 smoke: $(STAMP) ## The README's grpcurl lines and bad inputs against a live server (needs grpcurl).
 	@$(BIN)/python .ci/smoke.py $(ARGS)
+
+build/audit/.stamp: .ci/audit-requirements.txt
+	@$(PYTHON) -m venv build/audit/venv
+	@build/audit/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+audit: $(STAMP) build/audit/.stamp ## Known vulnerabilities of what is installed, and build/audit/sbom.json, a CycloneDX bill of materials.
+	@build/audit/venv/bin/python .ci/audit.py --python $(BIN)/python --sbom build/audit/sbom.json
 
 clean: ## Remove what make made here; the model and the cache in the user's cache directory stay.
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/out
