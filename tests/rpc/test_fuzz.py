@@ -40,6 +40,7 @@ ITEM_LIMIT = 3
 CALL_TIMEOUT_S = 20
 EXAMPLE_COUNT = 150
 
+REAL_EDGES = (0.0, -1.0, 1.0, math.inf, -math.inf, math.nan, 1e-45, 3e38)
 EDGES = (0, 1, -1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), 2**32 - 1, 2**64 - 1)
 WORDS = (
     "",
@@ -82,7 +83,7 @@ class Target:
             if not is_stream:
                 self.channel.unary_unary(path)(data, timeout=CALL_TIMEOUT_S)
                 return None
-            answers = self.channel.unary_stream(path)(data, timeout=CALL_TIMEOUT_S)
+            answers: Any = self.channel.unary_stream(path)(data, timeout=CALL_TIMEOUT_S)
             for count, _ in enumerate(answers):
                 if count == 2 or path.endswith("WatchStats"):
                     answers.cancel()
@@ -93,7 +94,7 @@ class Target:
 
     def is_serving(self) -> bool:
         """Whether health says so and a good request is answered."""
-        check = self.channel.unary_unary(
+        check: Any = self.channel.unary_unary(
             "/grpc.health.v1.Health/Check", response_deserializer=health_pb2.HealthCheckResponse.FromString
         )
         status = check(b"", timeout=CALL_TIMEOUT_S).status
@@ -136,8 +137,7 @@ def scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         if field.type == FieldDescriptor.TYPE_BYTES:
             return st.binary(max_size=20)
         return st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
-    edges = [0.0, -1.0, 1.0, math.inf, -math.inf, math.nan, 1e-45, 3e38]
-    return st.sampled_from(edges) | st.floats(width=32)
+    return st.sampled_from(REAL_EDGES) | st.floats(width=32)
 
 
 @st.composite
