@@ -9,6 +9,7 @@ import dataclasses
 import enum
 
 from service.domain.logprobs import TokenLogprobs
+from service.domain.speculation import NO_DRAFTS, DraftCounts
 from service.errors import IcehouseError
 
 
@@ -72,6 +73,8 @@ class Usage:
     decode_s: float
     ttft_s: float
     total_s: float
+    drafts: DraftCounts = NO_DRAFTS
+    """What speculation did."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from service.domain.constraint import Grammar
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SamplingParams
+from service.domain.speculation import Speculation
 
 
 class CacheUse(enum.Enum):
@@ -44,3 +45,4 @@ class GenerationRequest:
     """What the output must be, if anything."""
     logprobs: LogprobsWanted | None = None
     """None tells no log probabilities."""
+    speculation: Speculation | None = None

@@ -22,6 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from service.domain.logprobs import TokenLogprobs
+from service.domain.speculation import Speculation
 from service.engine import upstream
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn
@@ -40,6 +41,9 @@ class JoiningRow:
     caches: list[upstream.Cache]
     last_token_id: int
     sampling: SamplingRow
+    token_ids: tuple[int, ...] = ()
+    """Prompt and output so far, for rows that speculate."""
+    speculation: Speculation | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -151,7 +155,15 @@ class DecodeBatch:
         logprobs = drawn.logprobs()
         self._in_flight = None
         return [
-            Drawn(sequence_id, token_id, logprobs.get(sequence_id), row.is_complete, row.error)
+            Drawn(
+                sequence_id,
+                token_id,
+                logprobs.get(sequence_id),
+                row.is_complete,
+                row.error,
+                row.drafts,
+                is_fed=self._is_pipelined,
+            )
             for sequence_id, token_id, row in zip(self._ids, token_ids, self._rows, strict=True)
         ]
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from service.domain.constraint import Constraint
 from service.domain.sampling import SamplingParams
+from service.domain.speculation import Speculation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +21,9 @@ class DecodeRow:
     """A fresh one; it is told `output_token_ids` when the row joins."""
     logprob_top_count: int | None = None
     """How many likeliest tokens to tell beside each drawn one; None tells no log probabilities."""
+
+    speculation: Speculation | None = None
+    """Asked for; the runner tells with the first token whether it can."""
 
     @property
     def last_token_id(self) -> int:

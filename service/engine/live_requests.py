@@ -64,9 +64,9 @@ class LiveRequests:
         self._counters.rejected_total += 1
         self._delivery.tell(request.request_id, Failed(error))
 
-    def of(self, sequence_id: SequenceId) -> Sequence:
-        """Return a sequence that the runner names."""
-        return self._by_id[sequence_id]
+    def find(self, sequence_id: SequenceId) -> Sequence | None:
+        """Return a sequence that the runner names, None once it has ended."""
+        return self._by_id.get(sequence_id)
 
     def tell(self, sequence: Sequence, event: Event) -> None:
         """Add an event to what the step publishes."""

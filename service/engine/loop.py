@@ -157,7 +157,6 @@ class EngineLoop:
             sequence_id=self._live.next_id(),
             decode=self._decode_with_markers if request.shows_markers else self._decode,
             context_token_limit=self._model.context_token_limit,
-            is_fed_ahead=self._runner.is_pipelined,
         )
         limit = sequence.output_token_limit
         refusal = self._admission.refusal(request, output_token_limit=limit, now=self._clock.monotonic())
@@ -269,7 +268,9 @@ class EngineLoop:
         now = self._clock.monotonic()
         self.counters.note_decode(len(drawn), now - began)
         for token in drawn:
-            sequence = self._live.of(token.sequence_id)
+            sequence = self._live.find(token.sequence_id)
+            if sequence is None:
+                continue  # it ended with an earlier token of the same step
             if token.error is not None:
                 self._live.fail(sequence, token.error)
                 continue

@@ -75,10 +75,6 @@ class MlxRunner:
             self, block_token_count=settings.block_token_count, clock=clock, thread=self._thread
         )
 
-    @property
-    def is_pipelined(self) -> bool:
-        return self._settings.is_pipelined
-
     def load(self) -> ModelInfo:
         self._thread.claim()
         loaded = model_loader.load(self._source)
@@ -130,7 +126,10 @@ class MlxRunner:
         self._thread.check()
         caches = self._open.pop(sequence_id)
         sampling = SamplingRow(row, end_token_ids=self._end_token_ids)
-        self._lanes.join(JoiningRow(sequence_id, caches, row.last_token_id, sampling))
+        tokens = (*row.prompt_token_ids, *row.output_token_ids) if row.speculation is not None else ()
+        self._lanes.join(
+            JoiningRow(sequence_id, caches, row.last_token_id, sampling, tokens, row.speculation)
+        )
 
     def decode(self) -> list[Drawn]:
         self._thread.check()

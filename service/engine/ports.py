@@ -9,6 +9,7 @@ from service.domain.events import Event
 from service.domain.ids import RequestId
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import EngineState, ModelInfo
+from service.domain.speculation import DraftCounts
 from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.memory_guard import MemoryModel
@@ -26,6 +27,10 @@ class Drawn(NamedTuple):
     """The row's constraint lets nothing follow this token."""
     error: IcehouseError | None = None
     """Why the row cannot go on; its token is not to be told."""
+    drafts: DraftCounts | None = None
+    """What speculation did in this step, with the step's first token, for rows that asked for it."""
+    is_fed: bool = False
+    """The token was fed to the model already: its KV exists."""
 
 
 class MemoryUse(NamedTuple):
@@ -38,11 +43,6 @@ class MemoryUse(NamedTuple):
 
 class Runner(Protocol):
     """The model and its sequences. Every call is made on the inference thread."""
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether a token is fed to the model before it is returned: its KV then exists already."""
-        ...
 
     def load(self) -> ModelInfo:
         """Load and warm the model. Raises ModelError when the folder cannot be served."""
@@ -74,7 +74,8 @@ class Runner(Protocol):
         ...
 
     def decode(self) -> list[Drawn]:
-        """Run one decode step; one token for every decoding sequence."""
+        """Run one decode step; one token for every decoding sequence, or more, in order, for one that
+        speculates."""
         ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:

@@ -1,7 +1,7 @@
 """The lanes in which sequences decode (inference thread).
 
-Sequences whose cache classes batch share lanes of at most `row_limit` rows; each of the others
-decodes in a lane of its own beside them.
+Sequences whose cache classes batch share lanes of at most `row_limit` rows; each of the others, and
+each that speculates, decodes in a lane of its own beside them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from service.domain.speculation import DraftCounts, SpeculationLimit
 from service.engine import upstream
 from service.engine.decode_batch import DecodeBatch, JoiningRow
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn
+from service.engine.speculative_lane import SpeculativeLane, speculation_limit
 
 
 class Lanes:
@@ -22,7 +24,7 @@ class Lanes:
         self._row_limit = row_limit
         self._is_pipelined = is_pipelined
         self._joining: list[JoiningRow] = []
-        self._lanes: list[DecodeBatch] = []
+        self._lanes: list[DecodeBatch | SpeculativeLane] = []
 
     def join(self, row: JoiningRow) -> None:
         """Let a prefilled sequence draw from the next step on."""
@@ -52,13 +54,17 @@ class Lanes:
 
     def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
         """Return the caches that hold a decoding sequence, and its row in them."""
+        for row in self._joining:
+            if row.sequence_id == sequence_id:
+                return row.caches, 0
         lane = next(lane for lane in self._lanes if sequence_id in lane.sequence_ids)
         return lane.locate(sequence_id)
 
     def _seat(self, model: Any) -> None:
         """Put the joining rows into lanes: full lanes stay as they are, new lanes open as needed."""
-        shared = [row for row in self._joining if upstream.can_batch(row.caches)]
-        alone = [row for row in self._joining if not upstream.can_batch(row.caches)]
+        joining = [row for row in self._joining if not self._seat_speculating(row, model)]
+        shared = [row for row in joining if upstream.can_batch(row.caches)]
+        alone = [row for row in joining if not upstream.can_batch(row.caches)]
         self._joining = []
         for lane in self._lanes:
             room = self._row_limit - len(lane)
@@ -73,3 +79,14 @@ class Lanes:
             lane = DecodeBatch(model, is_pipelined=self._is_pipelined, is_solitary=True)
             lane.join([row])
             self._lanes.append(lane)
+
+    def _seat_speculating(self, row: JoiningRow, model: Any) -> bool:
+        """Give a row that speculates its own lane; False for one that did not ask or cannot."""
+        if row.speculation is None:
+            return False
+        limit = speculation_limit(row)
+        if limit is not SpeculationLimit.NONE:
+            row.sampling.drafts = DraftCounts(limit=limit)
+            return False
+        self._lanes.append(SpeculativeLane(model, row, row.speculation))
+        return True

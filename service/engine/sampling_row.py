@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 
 from service.domain.constraint import Constraint
 from service.domain.sampling import SamplingParams
+from service.domain.speculation import DraftCounts
 from service.engine.bans import Bans
 from service.engine.decode_row import DecodeRow
 from service.engine.logit_edits import LogitEdits
@@ -18,6 +20,7 @@ class SamplingRow:
     __slots__ = (
         "bans",
         "constraint",
+        "drafts",
         "drawn_count",
         "edits",
         "end_token_ids",
@@ -45,12 +48,21 @@ class SamplingRow:
             self.bans = Bans(params, end_token_ids=end_token_ids, **tokens)
         self.is_plain = self.edits is None and self.bans is None and self.constraint is None
         """The model's logits are taken as they are."""
+        self.drafts: DraftCounts | None = None
+        """What to tell of a row that asked for speculation and decodes without."""
         self.needs_tokens = (
             self.constraint is not None
             or (self.edits is not None and not self.edits.is_static)
             or (self.bans is not None and not self.bans.is_static)
         )
         """The next draw depends on the tokens drawn before it, so it waits until they are known."""
+
+    def ahead(self, count: int) -> SamplingRow:
+        """Return this row as it will be after `count` draws; only where it does not need their tokens."""
+        assert not self.needs_tokens
+        later = copy.copy(self)
+        later.drawn_count += count
+        return later
 
     @property
     def is_greedy(self) -> bool:

@@ -12,6 +12,7 @@ from service.domain.events import CacheReport, FinishReason, Started, Usage
 from service.domain.ids import BlockHash
 from service.domain.logprobs import TokenLogprobs
 from service.domain.request import GenerationRequest
+from service.domain.speculation import NO_DRAFTS, DraftCounts
 from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.text import Decode, TextStream
@@ -55,8 +56,9 @@ class Sequence:
     has_started: bool = False
     """`Started` was told; a parked sequence does not start twice."""
     park_count: int = 0
-    is_fed_ahead: bool = True
-    """The runner feeds a token before it tells it, so KV of the last output token exists."""
+    is_fed_ahead: bool = False
+    """The last token was fed before it was told, so its KV exists."""
+    drafts: DraftCounts = NO_DRAFTS
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
     """Prompt tokens whose KV exists, reused ones included."""
@@ -81,7 +83,6 @@ class Sequence:
         sequence_id: SequenceId,
         decode: Decode,
         context_token_limit: int,
-        is_fed_ahead: bool,
     ) -> Sequence:
         """Return a sequence that waits, its output bounded by what is left of the context."""
         prompt = request.prompt_token_ids
@@ -95,7 +96,6 @@ class Sequence:
                 unsearched_token_count=request.sampling.min_output_token_count,
             ),
             output_token_limit=min(request.max_output_tokens, context_token_limit - len(prompt)),
-            is_fed_ahead=is_fed_ahead,
         )
 
     def __post_init__(self) -> None:
@@ -142,6 +142,10 @@ class Sequence:
         self.prompt_logprob_count += len(new)
         return new
 
+    def note_drafts(self, step: DraftCounts) -> None:
+        """Add what speculation did in a step."""
+        self.drafts = self.drafts.plus(step)
+
     def note_cache(self, report: CacheReport) -> None:
         """Remember what was reused of the prompt; what a parked sequence resumes from is not that."""
         if not self.has_started:
@@ -153,6 +157,7 @@ class Sequence:
         self.processed_token_count = 0
         self.chain.clear()
         self.unkept.clear()
+        self.is_fed_ahead = False
         self.park_count += 1
 
     def decode_row(self) -> DecodeRow:
@@ -163,6 +168,7 @@ class Sequence:
             output_token_ids=tuple(self.output_token_ids),
             constraint=self.request.grammar.start() if self.request.grammar is not None else None,
             logprob_top_count=None if self.request.logprobs is None else self.request.logprobs.top_count,
+            speculation=self.request.speculation,
         )
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
@@ -193,4 +199,5 @@ class Sequence:
             decode_s=now - first,
             ttft_s=first - self.request.arrival_time,
             total_s=now - self.request.arrival_time,
+            drafts=self.drafts,
         )

@@ -21,6 +21,7 @@ from service.domain.events import (
 )
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
+from service.rpc.speculation_fields import LIMITS
 
 Spell = Callable[[int], str]
 """A token id's own spelling."""
@@ -85,6 +86,9 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
         decode_duration=duration_proto(usage.decode_s),
         time_to_first_token=duration_proto(usage.ttft_s),
         total_duration=duration_proto(usage.total_s),
+        draft_tokens=usage.drafts.proposed_count,
+        accepted_draft_tokens=usage.drafts.accepted_count,
+        speculation_limit=LIMITS[usage.drafts.limit],
     )
 
 

@@ -16,6 +16,7 @@ from service.domain.logprobs import LogprobsWanted
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.response_format import ResponseFormat
 from service.domain.sampling import SamplingParams
+from service.domain.speculation import Speculation
 from service.rpc.calls import Call
 from service.rpc.grammar_desk import GrammarDesk
 from service.rpc.outbox import Outbox
@@ -89,6 +90,7 @@ class Generation:
         tool_choice: tool_pb2.ToolChoice | None = None,
         form: ResponseFormat | None = None,
         logprobs: LogprobsWanted | None = None,
+        speculation: Speculation | None = None,
     ) -> Prepared:
         """Return the served model and the engine's request; raises what refuses it.
 
@@ -121,6 +123,7 @@ class Generation:
             priority=priority,
             grammar=await self._grammars.compile(form) if form is not None else None,
             logprobs=logprobs,
+            speculation=speculation,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         return Prepared(model, request, prompt.chat)

@@ -16,6 +16,7 @@ from service.rpc.reply import ReplySum
 from service.rpc.response_formats import response_format_of
 from service.rpc.router import Router
 from service.rpc.sampling_fields import sampling_of
+from service.rpc.speculation_fields import speculation_of
 from service.rpc.stall_timer import StallTimer
 from service.rpc.stats import StatsReader
 from service.rpc.validation import check_model, logprobs_of, max_output_tokens_of, stop_of
@@ -111,4 +112,5 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
             logprobs=logprobs_of(request.logprobs) if request.HasField("logprobs") else None,
             tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
+            speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,
         )

@@ -81,7 +81,6 @@ class FakeRunner:
         self.chunks: list[tuple[SequenceId, int]] = []
         self.released: list[SequenceId] = []
         self.closed = False
-        self.is_pipelined = True
         self.on_decode: Callable[[], None] = lambda: None
         self.on_prefill: Callable[[], None] = lambda: None
         self.active_bytes: Callable[[], int] = lambda: 1
@@ -119,7 +118,7 @@ class FakeRunner:
 
     def decode(self) -> list[Drawn]:
         self.on_decode()
-        drawn = [Drawn(i, self.next_token(self.history[i])) for i in self.decoding]
+        drawn = [Drawn(i, self.next_token(self.history[i]), is_fed=True) for i in self.decoding]
         for token in drawn:
             self.history[token.sequence_id].append(token.token_id)
         return drawn

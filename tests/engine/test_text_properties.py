@@ -133,7 +133,6 @@ def delivered(
         sequence_id=SequenceId(0),
         decode=decoder(built),
         context_token_limit=10_000,
-        is_fed_ahead=True,
     )
     end = None
     for token_id in output:

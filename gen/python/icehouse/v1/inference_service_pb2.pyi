@@ -17,6 +17,7 @@ from icehouse.v1 import prompt_pb2 as _prompt_pb2
 from icehouse.v1 import response_format_pb2 as _response_format_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
 from icehouse.v1 import slow_request_pb2 as _slow_request_pb2
+from icehouse.v1 import speculation_pb2 as _speculation_pb2
 from icehouse.v1 import tenant_stats_pb2 as _tenant_stats_pb2
 from icehouse.v1 import tool_pb2 as _tool_pb2
 from icehouse.v1 import usage_pb2 as _usage_pb2
@@ -51,6 +52,7 @@ class GenerateRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
     Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
@@ -107,6 +109,10 @@ class GenerateRequest(_message.Message):
     def tool_choice(self) -> _tool_pb2.ToolChoice:
         """Whether, and which tool, the model calls. Absent: it decides."""
 
+    @_builtins.property
+    def speculation(self) -> _speculation_pb2.Speculation:
+        """Guess several tokens a step; the output is the same. Absent: no."""
+
     def __init__(
         self,
         *,
@@ -124,10 +130,11 @@ class GenerateRequest(_message.Message):
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
         tool_choice: _tool_pb2.ToolChoice | None = ...,
+        speculation: _speculation_pb2.Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

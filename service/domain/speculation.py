@@ -1,0 +1,47 @@
+"""Speculative decoding as callers ask for it and hear of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Speculation:
+    """Draft tokens by prompt lookup (Saxena 2023): what followed the last tokens where they stood before."""
+
+    draft_token_limit: int
+    """Draft tokens a step, >= 1."""
+    ngram_token_limit: int
+    """Last tokens that are looked for, >= 1; fewer where so many are nowhere found."""
+
+
+class SpeculationLimit(enum.Enum):
+    """Why a request that asked for speculation decoded one token a step, or ended up so."""
+
+    NONE = enum.auto()
+    CACHE = enum.auto()
+    """The model has caches that cannot take rejected tokens back."""
+    WINDOW = enum.auto()
+    """A sliding window was full; from there on nothing can be taken back."""
+    SAMPLING = enum.auto()
+    """Each token's draw depends on the token before it: penalties, bad words or a response format."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Draft tokens of one step, or of a whole request, and what became of them."""
+
+    proposed_count: int = 0
+    accepted_count: int = 0
+    limit: SpeculationLimit = SpeculationLimit.NONE
+
+    def plus(self, step: DraftCounts) -> DraftCounts:
+        """Return the sum with a later step's; the later limit stands."""
+        return DraftCounts(
+            self.proposed_count + step.proposed_count, self.accepted_count + step.accepted_count, step.limit
+        )
+
+
+NO_DRAFTS = DraftCounts()
+"""Of a request that did not ask, or has not begun."""

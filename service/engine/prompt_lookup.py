@@ -1,0 +1,51 @@
+"""Draft tokens by looking up what followed the last tokens before (inference thread).
+
+Prompt lookup decoding (A. Saxena, 2023): texts that quote their prompt, such as edits, extracts and
+code, repeat long runs of it. A look is a few passes over an array of token ids: 30,000 tokens take
+about 20 microseconds a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+
+
+class PromptLookup:
+    """All tokens of one sequence so far, prompt and output."""
+
+    def __init__(self, token_ids: Sequence[int], *, ngram_token_limit: int) -> None:
+        assert token_ids and ngram_token_limit >= 1
+        self._ngram_token_limit = ngram_token_limit
+        self._count = len(token_ids)
+        self._tokens: Ids = np.empty(self._count + 256, dtype=np.int64)
+        self._tokens[: self._count] = token_ids
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add what was generated."""
+        stop = self._count + len(token_ids)
+        if stop > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(max(stop, 256), dtype=np.int64)])
+        self._tokens[self._count : stop] = token_ids
+        self._count = stop
+
+    def propose(self, count: int) -> list[int]:
+        """Return at most `count` tokens that may come next: what followed the latest earlier place with the
+        longest equal end. Empty when the last token is new."""
+        known = self._tokens[: self._count]
+        # Ends of earlier places; the very last token has nothing behind it.
+        ends = np.flatnonzero(known[:-1] == known[-1])
+        for length in range(2, min(self._ngram_token_limit, self._count - 1) + 1):
+            longer = ends[ends >= length - 1]
+            longer = longer[known[longer - (length - 1)] == known[-length]]
+            if not len(longer):
+                break
+            ends = longer
+        if not len(ends) or count < 1:
+            return []
+        start = int(ends[-1]) + 1
+        return [int(token_id) for token_id in known[start : start + count]]

@@ -1,0 +1,125 @@
+"""A lane of one row that guesses ahead and verifies its guesses in one pass (inference thread).
+
+Each step feeds the last token and the drafts behind it, and draws every position exactly as plain
+decoding would: from its own logits, with the key of its own place. Drafts count while they equal
+what was drawn, so the output is the plain one for any sampling, and a wrong guess costs only work.
+What was fed in vain is taken back out of the caches.
+
+Rows that speculate do not share passes: each takes a different number of tokens a step, and mlx-lm's
+batch caches cannot take back a different number in each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+from service.domain.speculation import DraftCounts, Speculation, SpeculationLimit
+from service.engine import upstream
+from service.engine.decode_batch import JoiningRow
+from service.engine.ids import SequenceId
+from service.engine.ports import Drawn
+from service.engine.prompt_lookup import PromptLookup
+from service.engine.sampler import sample
+from service.engine.token_logprobs import LogprobArrays, measure
+
+
+class SpeculativeLane:
+    """Dispatched and collected like a DecodeBatch; gives one to `draft_token_limit` + 1 tokens a step.
+
+    Never a step ahead: how far a step got decides where the next one begins. The token drawn last is
+    not in the caches yet.
+    """
+
+    is_solitary = True
+
+    def __init__(self, model: Any, joining: JoiningRow, speculation: Speculation) -> None:
+        self._model = model
+        self._speculation = speculation
+        self._ids = [joining.sequence_id]
+        self._row = joining.sampling
+        self._caches = joining.caches
+        self._last_token_id = joining.last_token_id
+        self._lookup = PromptLookup(joining.token_ids, ngram_token_limit=speculation.ngram_token_limit)
+        self._drafts: list[int] = []
+        self._tokens: mx.array | None = None
+        self._measured: LogprobArrays | None = None
+        self._limit = SpeculationLimit.NONE
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._ids)
+
+    def join(self, joining: Sequence[JoiningRow]) -> None:
+        """Nobody joins: the lane is solitary."""
+        raise AssertionError(f"{len(joining)} rows came to a lane of one")
+
+    def dispatch(self) -> None:
+        """Start the pass over the last token and the drafts behind it."""
+        assert self._tokens is None, "dispatch and collect take turns"
+        # The last token is fed too, and need not be taken back.
+        room = upstream.rewindable_token_count(self._caches) - 1
+        if room < 1:
+            self._limit = SpeculationLimit.WINDOW
+        count = min(self._speculation.draft_token_limit, room)
+        self._drafts = self._lookup.propose(count) if count > 0 else []
+        fed = mx.array([[self._last_token_id, *self._drafts]])
+        logits = self._model(fed, cache=self._caches)[0]
+        rows = [self._row.ahead(step) for step in range(len(self._drafts) + 1)]
+        self._tokens = sample(logits, rows)
+        arrays = [self._tokens]
+        if self._row.logprob_top_count is not None:
+            top_counts = [self._row.logprob_top_count] * len(rows)
+            self._measured = measure(logits, self._tokens, top_counts=top_counts)
+            arrays += self._measured.arrays
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+
+    def draw(self) -> None:
+        """Nothing is left to draw: no row here waits for its own tokens."""
+
+    def collect(self) -> list[Drawn]:
+        """Wait for the pass; return the tokens that plain decoding would have drawn, one step each."""
+        assert self._tokens is not None, "collect follows dispatch"
+        token_ids = cast("list[int]", self._tokens.tolist())
+        accepted = 0
+        while accepted < len(self._drafts) and token_ids[accepted] == self._drafts[accepted]:
+            accepted += 1
+        upstream.rewind(self._caches, len(self._drafts) - accepted)
+        logprobs = self._measured.read() if self._measured is not None else [None] * len(token_ids)
+        self._tokens, self._measured = None, None
+        kept = token_ids[: accepted + 1]
+        self._row.drawn_count += len(kept)
+        self._lookup.extend(kept)
+        self._last_token_id = kept[-1]
+        counts = DraftCounts(len(self._drafts), accepted, self._limit)
+        (sequence_id,) = self._ids
+        return [
+            Drawn(sequence_id, token_id, entry, drafts=counts if place == 0 else None, is_fed=False)
+            for place, (token_id, entry) in enumerate(zip(kept, logprobs, strict=False))
+        ]
+
+    def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
+        """Return the caches, which hold every token but the one collected last."""
+        assert sequence_id in self._ids
+        return self._caches, 0
+
+    def remove(self, sequence_ids: Collection[SequenceId]) -> None:
+        """Drop the row, between steps."""
+        if set(self._ids) & set(sequence_ids):
+            self._ids.clear()
+            self._caches = []
+
+
+def speculation_limit(joining: JoiningRow) -> SpeculationLimit:
+    """Tell why a row cannot speculate from the start; NONE when it can."""
+    if joining.sampling.needs_tokens:
+        return SpeculationLimit.SAMPLING
+    room = upstream.rewindable_token_count(joining.caches)
+    if room > 1:
+        return SpeculationLimit.NONE
+    return SpeculationLimit.WINDOW if upstream.can_rewind(joining.caches) else SpeculationLimit.CACHE

@@ -1,0 +1,107 @@
+"""Speculation in the whole engine: the same tokens as plain decoding, alone and beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from service.domain.events import Delta, Finished
+from service.domain.ids import RequestId
+from service.domain.request import CacheUse, GenerationRequest
+from service.domain.sampling import SamplingParams
+from service.domain.speculation import DraftCounts, Speculation, SpeculationLimit
+from tests.cache.house import BLOCK, House
+from tests.cache.test_reuse import prompt
+from tests.models import tiny_model_dir
+
+LOOKUP = Speculation(draft_token_limit=6, ngram_token_limit=3)
+OUTPUT_TOKENS = 60
+
+
+def repetitive(*, block_count: int = 2) -> list[int]:
+    """A prompt that says the same thing again and again, so that an output has something to quote."""
+    phrase = prompt(BLOCK // 2)
+    return [*phrase * (2 * block_count), 7, 8, 9]
+
+
+def submit(
+    house: House,
+    name: str,
+    tokens: Sequence[int],
+    *,
+    speculation: Speculation | None,
+    sampling: SamplingParams | None = None,
+    stop: tuple[str, ...] = (),
+    max_output_tokens: int = OUTPUT_TOKENS,
+    cache_use: CacheUse = CacheUse.READ_WRITE,
+) -> None:
+    house.engine.submit(
+        GenerationRequest(
+            request_id=RequestId(name),
+            prompt_token_ids=tuple(tokens),
+            max_output_tokens=max_output_tokens,
+            sampling=sampling or SamplingParams(),
+            stop=stop,
+            arrival_time=0.0,
+            speculation=speculation,
+            cache_use=cache_use,
+        )
+    )
+
+
+def outcome(house: House, name: str) -> tuple[list[int], DraftCounts]:
+    end = house.recorder.wait_for_end(name)
+    assert isinstance(end, Finished), end
+    return house.recorder.tokens_of(name), end.usage.drafts
+
+
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.4, seed=11),
+    SamplingParams(temperature=0.3, seed=12, top_p=0.9, logit_bias=((50, 2.0),), min_output_token_count=3),
+]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_the_tokens_are_those_of_plain_decoding(
+    tmp_path: Path, architecture: str, is_pipelined: bool
+) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    prompts = [repetitive(), prompt(2 * BLOCK + 3)]
+    with House(folder, None, is_enabled=False, is_pipelined=is_pipelined) as house:
+        for name, sampling in enumerate(SAMPLINGS):
+            for place, tokens in enumerate(prompts):
+                submit(house, f"{name}.{place}", tokens, speculation=None, sampling=sampling)
+        plain = {
+            f"{name}.{place}": outcome(house, f"{name}.{place}")[0]
+            for name in range(len(SAMPLINGS))
+            for place in range(len(prompts))
+        }
+    with House(folder, tmp_path / "blocks", is_pipelined=is_pipelined) as house:
+        for turn in ("cold", "warm"):
+            for name, sampling in enumerate(SAMPLINGS):
+                for place, tokens in enumerate(prompts):
+                    # Every second one speculates, the others decode in one batch beside them.
+                    speculation = LOOKUP if (name + place) % 2 == 0 else None
+                    submit(
+                        house, f"{turn} {name}.{place}", tokens, speculation=speculation, sampling=sampling
+                    )
+            found = {key: outcome(house, f"{turn} {key}")[0] for key in plain}
+            assert found == plain, turn
+
+
+def test_guesses_are_counted_and_save_steps(tmp_path: Path) -> None:
+    with House(tiny_model_dir(tmp_path, "llama"), None, is_enabled=False) as house:
+        submit(house, "plain", repetitive(), speculation=None)
+        plain, none = outcome(house, "plain")
+        assert none == DraftCounts()
+        before = house.stats_of_engine().decode_step_total
+        submit(house, "fast", repetitive(), speculation=LOOKUP)
+        tokens, drafts = outcome(house, "fast")
+        steps = house.stats_of_engine().decode_step_total - before
+    assert tokens == plain
+    assert 0 < drafts.accepted_count <= drafts.proposed_count
+    assert steps <= OUTPUT_TOKENS - drafts.accepted_count + 1 and drafts.limit is SpeculationLimit.NONE
