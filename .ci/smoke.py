@@ -44,7 +44,11 @@ EXPECTED = {
 }
 
 # What the answer to a line with these words must contain besides.
-EXPECTED_TOO = {"tool_choice": '"name": "get_weather"', '"chat"': '"finished"'}
+EXPECTED_TOO = {
+    "tool_choice": '"name": "get_weather"',
+    '"chat"': '"finished"',
+    '"speculation"': '"accepted_draft_tokens"',
+}
 
 # grpcurl's exit code when -max-time ended the call; a stream without an end has no other way to end.
 DEADLINE_EXIT_CODE = 64 + 4
@@ -61,6 +65,7 @@ WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("huge length", {"text": "a", "max_output_tokens": 1 << 30}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
     ("cold", {"text": "a", "sampling": {"temperature": -1}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
     ("NaN", {"text": "a", "sampling": {"temperature": "NaN"}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    ("no drafter", {"text": "a", "speculation": {}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
     (
         "no schema",
         {"text": "a", "response_format": {"json_schema": "{"}},

@@ -17,13 +17,11 @@ class Speculation:
 
 
 class SpeculationLimit(enum.Enum):
-    """Why a request that asked for speculation decoded one token a step, or ended up so."""
+    """Why a request that asked for speculation decoded one token a step."""
 
     NONE = enum.auto()
     CACHE = enum.auto()
     """The model has caches that cannot take rejected tokens back."""
-    WINDOW = enum.auto()
-    """A sliding window was full; from there on nothing can be taken back."""
     SAMPLING = enum.auto()
     """Each token's draw depends on the token before it: penalties, bad words or a response format."""
 
@@ -37,7 +35,7 @@ class DraftCounts:
     limit: SpeculationLimit = SpeculationLimit.NONE
 
     def plus(self, step: DraftCounts) -> DraftCounts:
-        """Return the sum with a later step's; the later limit stands."""
+        """Return the sum with a later step's, whose limit stands."""
         return DraftCounts(
             self.proposed_count + step.proposed_count, self.accepted_count + step.accepted_count, step.limit
         )

@@ -34,8 +34,8 @@ class PromptLookup:
         self._count = stop
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` tokens that may come next: what followed the latest earlier place with the
-        longest equal end. Empty when the last token is new."""
+        """Return at most `count` tokens that may come next: what followed an earlier place with the longest
+        equal end, of equals the latest with `count` tokens behind it. Empty when the last token is new."""
         known = self._tokens[: self._count]
         # Ends of earlier places; the very last token has nothing behind it.
         ends = np.flatnonzero(known[:-1] == known[-1])
@@ -47,5 +47,7 @@ class PromptLookup:
             ends = longer
         if not len(ends) or count < 1:
             return []
-        start = int(ends[-1]) + 1
+        full = ends[ends + count < self._count]
+        # A short loop at the end leaves few tokens behind its latest place; the earliest has the most.
+        start = int(full[-1] if len(full) else ends[0]) + 1
         return [int(token_id) for token_id in known[start : start + count]]

@@ -46,7 +46,6 @@ class SpeculativeLane:
         self._drafts: list[int] = []
         self._tokens: mx.array | None = None
         self._measured: LogprobArrays | None = None
-        self._limit = SpeculationLimit.NONE
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -62,12 +61,7 @@ class SpeculativeLane:
     def dispatch(self) -> None:
         """Start the pass over the last token and the drafts behind it."""
         assert self._tokens is None, "dispatch and collect take turns"
-        # The last token is fed too, and need not be taken back.
-        room = upstream.rewindable_token_count(self._caches) - 1
-        if room < 1:
-            self._limit = SpeculationLimit.WINDOW
-        count = min(self._speculation.draft_token_limit, room)
-        self._drafts = self._lookup.propose(count) if count > 0 else []
+        self._drafts = self._lookup.propose(self._speculation.draft_token_limit)
         fed = mx.array([[self._last_token_id, *self._drafts]])
         logits = self._model(fed, cache=self._caches)[0]
         rows = [self._row.ahead(step) for step in range(len(self._drafts) + 1)]
@@ -96,7 +90,7 @@ class SpeculativeLane:
         self._row.drawn_count += len(kept)
         self._lookup.extend(kept)
         self._last_token_id = kept[-1]
-        counts = DraftCounts(len(self._drafts), accepted, self._limit)
+        counts = DraftCounts(len(self._drafts), accepted)
         (sequence_id,) = self._ids
         return [
             Drawn(sequence_id, token_id, entry, drafts=counts if place == 0 else None, is_fed=False)
@@ -119,7 +113,4 @@ def speculation_limit(joining: JoiningRow) -> SpeculationLimit:
     """Tell why a row cannot speculate from the start; NONE when it can."""
     if joining.sampling.needs_tokens:
         return SpeculationLimit.SAMPLING
-    room = upstream.rewindable_token_count(joining.caches)
-    if room > 1:
-        return SpeculationLimit.NONE
-    return SpeculationLimit.WINDOW if upstream.can_rewind(joining.caches) else SpeculationLimit.CACHE
+    return SpeculationLimit.NONE if upstream.can_rewind(joining.caches) else SpeculationLimit.CACHE

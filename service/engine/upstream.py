@@ -34,7 +34,6 @@ from transformers import AutoTokenizer
 
 _MIN_GROWTH = 32
 _MAX_GROWTH = 256
-_UNBOUNDED = 1 << 30
 
 Cache = Any
 """One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ... or its batch form."""
@@ -77,41 +76,34 @@ def can_batch(caches: Sequence[Cache]) -> bool:
     return True
 
 
-def rewindable_token_count(caches: Sequence[Cache]) -> int:
-    """Return how many tokens may be fed so that all of them can still be taken back; 0 for never.
-
-    Relies on `trim` moving only `offset` (and `_idx` of a RotatingKVCache, before it is full).
-    """
-    return min((_room(cache) for cache in caches), default=0)
-
-
 def can_rewind(caches: Sequence[Cache]) -> bool:
-    """Tell whether these classes could ever take tokens back, while their windows are not full."""
-    kinds = {type(part) for cache in caches for part in (getattr(cache, "caches", None) or (cache,))}
-    return kinds <= {KVCache, QuantizedKVCache, RotatingKVCache}
+    """Tell whether tokens that were fed together can be taken back out of these caches."""
+    parts = [part for cache in caches for part in (cache.caches if type(cache) is CacheList else (cache,))]
+    return bool(parts) and all(
+        type(part) in (KVCache, QuantizedKVCache) or (type(part) is RotatingKVCache and part.keep == 0)
+        for part in parts
+    )
 
 
 def rewind(caches: Sequence[Cache], count: int) -> None:
-    """Take the last `count` tokens back, which were fed within `rewindable_token_count`."""
+    """Take the last `count` tokens back, fewer than were fed in the last pass; `can_rewind` said so.
+
+    Relies on `trim` moving only `offset`, and on a RotatingKVCache that was fed several tokens at once
+    holding them in order, after a full window of those before: nothing was overwritten yet.
+    """
     if not count:
         return
     for cache in caches:
-        parts = getattr(cache, "caches", None)
-        if parts is not None:
-            rewind(parts, count)
+        if type(cache) is CacheList:
+            rewind(cache.caches, count)
+        elif type(cache) is RotatingKVCache:
+            keys, values = cache.keys_and_values()  # type: ignore[no-untyped-call]
+            cache.keys, cache.values = keys[..., :-count, :], values[..., :-count, :]
+            cache.offset -= count
+            cache._idx -= count
         else:
             taken = cache.trim(count)
             assert taken == count, f"{type(cache).__name__} took back {taken} of {count} tokens"
-
-
-def _room(cache: Cache) -> int:
-    if type(cache) is CacheList:
-        return min(_room(part) for part in cache.caches)
-    if type(cache) in (KVCache, QuantizedKVCache):
-        return _UNBOUNDED
-    if type(cache) is RotatingKVCache:
-        return max(0, int(cache.max_size) - int(cache.offset))
-    return 0
 
 
 def merge_caches(sequences: Sequence[Sequence[Cache]]) -> list[Cache]:

@@ -15,7 +15,6 @@ DEFAULT_NGRAM_TOKENS = 3
 LIMITS = {
     SpeculationLimit.NONE: speculation_pb2.SPECULATION_LIMIT_UNSPECIFIED,
     SpeculationLimit.CACHE: speculation_pb2.SPECULATION_LIMIT_CACHE,
-    SpeculationLimit.WINDOW: speculation_pb2.SPECULATION_LIMIT_WINDOW,
     SpeculationLimit.SAMPLING: speculation_pb2.SPECULATION_LIMIT_SAMPLING,
 }
 

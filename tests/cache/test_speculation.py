@@ -93,15 +93,71 @@ def test_the_tokens_are_those_of_plain_decoding(
             assert found == plain, turn
 
 
-def test_guesses_are_counted_and_save_steps(tmp_path: Path) -> None:
-    with House(tiny_model_dir(tmp_path, "llama"), None, is_enabled=False) as house:
+@pytest.mark.parametrize(("architecture", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0)])
+def test_the_next_turn_reuses_what_a_speculating_one_left(
+    tmp_path: Path, architecture: str, kv_bits: int
+) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    first = repetitive()
+    with House(folder, tmp_path / "blocks", kv_bits=kv_bits) as house:
+        submit(house, "first", first, speculation=LOOKUP)
+        said, drafts = outcome(house, "first")
+        assert drafts.proposed_count > drafts.accepted_count, "nothing was taken back"
+        second = [*first, *said, *prompt(5)]
+        submit(house, "second", second, speculation=None)
+        warm = house.answer("second")
+        assert warm.cache.cached_token_count >= (len(first) + len(said)) // BLOCK * BLOCK - BLOCK
+    with House(folder, None, is_enabled=False, kv_bits=kv_bits) as house:
+        submit(house, "second", second, speculation=None)
+        assert outcome(house, "second")[0] == warm.tokens
+
+
+def test_guesses_save_steps_and_are_counted(tmp_path: Path) -> None:
+    with House(tiny_model_dir(tmp_path, "qwen3"), None, is_enabled=False) as house:
         submit(house, "plain", repetitive(), speculation=None)
         plain, none = outcome(house, "plain")
         assert none == DraftCounts()
-        before = house.stats_of_engine().decode_step_total
+        before = house.stats()[0].step_total
         submit(house, "fast", repetitive(), speculation=LOOKUP)
         tokens, drafts = outcome(house, "fast")
-        steps = house.stats_of_engine().decode_step_total - before
+        steps = house.stats()[0].step_total - before
     assert tokens == plain
-    assert 0 < drafts.accepted_count <= drafts.proposed_count
-    assert steps <= OUTPUT_TOKENS - drafts.accepted_count + 1 and drafts.limit is SpeculationLimit.NONE
+    assert 4 <= drafts.accepted_count <= drafts.proposed_count
+    assert steps <= OUTPUT_TOKENS - drafts.accepted_count + 3 and drafts.limit is SpeculationLimit.NONE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sampling", "limit"),
+    [
+        ("lfm2", SamplingParams(), SpeculationLimit.CACHE),
+        ("llama", SamplingParams(repetition_penalty=1.2), SpeculationLimit.SAMPLING),
+    ],
+)
+def test_what_cannot_speculate_decodes_plainly_and_says_why(
+    tmp_path: Path, architecture: str, sampling: SamplingParams, limit: SpeculationLimit
+) -> None:
+    with House(tiny_model_dir(tmp_path, architecture), None, is_enabled=False) as house:
+        submit(house, "plain", repetitive(), speculation=None, sampling=sampling)
+        submit(house, "asked", repetitive(), speculation=LOOKUP, sampling=sampling)
+        tokens, drafts = outcome(house, "asked")
+        assert tokens == outcome(house, "plain")[0]
+        assert drafts == DraftCounts(0, 0, limit)
+
+
+@pytest.mark.parametrize("stop_at", [7, 23, 41])
+def test_a_stop_inside_a_run_of_guesses_ends_it_there(tmp_path: Path, stop_at: int) -> None:
+    with House(tiny_model_dir(tmp_path, "qwen3"), None, is_enabled=False) as house:
+        submit(house, "plain", repetitive(), speculation=None)
+        plain, _ = outcome(house, "plain")
+        submit(house, "short", repetitive(), speculation=LOOKUP, max_output_tokens=stop_at)
+        assert outcome(house, "short")[0] == plain[:stop_at]
+        text = "".join(e.text for e in house.recorder.events["plain"] if isinstance(e, Delta))
+        stop = text[stop_at : stop_at + 3]
+        for name, speculation in (("stopped plain", None), ("stopped fast", LOOKUP)):
+            submit(house, name, repetitive(), speculation=speculation, stop=(stop,))
+            outcome(house, name)
+        texts = [
+            "".join(e.text for e in house.recorder.events[name] if isinstance(e, Delta))
+            for name in ("stopped plain", "stopped fast")
+        ]
+        assert texts[0] == texts[1] == text[: text.index(stop)]

@@ -9,11 +9,12 @@ from service.engine.prompt_lookup import PromptLookup
 
 
 def plain_search(tokens: list[int], *, ngram: int, count: int) -> list[int]:
-    """The longest end, at most `ngram` tokens, that stood earlier; of equals the latest place."""
+    """The longest end that stood earlier; of equals the latest with enough behind."""
     for length in range(min(ngram, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - length - 1, -1, -1):
-            if tokens[start : start + length] == tokens[-length:]:
-                return tokens[start + length : start + length + count]
+        places = [at for at in range(len(tokens) - length) if tokens[at : at + length] == tokens[-length:]]
+        behind = [tokens[place + length : place + length + count] for place in places]
+        if behind:
+            return next((found for found in reversed(behind) if len(found) == count), behind[0])
     return []
 
 

@@ -23,6 +23,7 @@ from service.domain.events import (
 from service.domain.ids import RequestId
 from service.domain.model import ModelInfo
 from service.domain.request import GenerationRequest
+from service.domain.speculation import DraftCounts, SpeculationLimit
 from service.domain.stats import EngineStats
 from service.errors import Cancelled, CannotFit, IcehouseError, InvalidRequest, Overloaded, Reason
 from service.rpc.ports import OrderReply, SplitterPort, StatsReply
@@ -94,6 +95,7 @@ def usage_of(request: GenerationRequest, *, output_token_count: int) -> Usage:
         decode_s=2.5,
         ttft_s=3.5,
         total_s=4.5,
+        drafts=DraftCounts(8, 5, SpeculationLimit.SAMPLING),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2, usage_pb2
+from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2, speculation_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 
 from service.domain.events import Delta, FinishReason, PrefillProgress
@@ -121,6 +121,8 @@ async def test_usage_is_told_field_by_field(house: House) -> None:
     usage = (await house.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=4))).usage
     assert (usage.prompt_tokens, usage.output_tokens) == (2, 4)
     assert (usage.cached_tokens, usage.ram_tokens, usage.ssd_tokens) == (3, 2, 1)
+    assert (usage.draft_tokens, usage.accepted_draft_tokens) == (8, 5)
+    assert usage.speculation_limit == speculation_pb2.SPECULATION_LIMIT_SAMPLING
     seconds = [
         usage.queue_duration,
         usage.restore_duration,

@@ -23,6 +23,7 @@ OWNERS = {
         "service.engine.logit_shaping",  # what rows ask of their logits, as arrays
         "service.engine.token_logprobs",
         "service.engine.decode_batch",
+        "service.engine.speculative_lane",
         "service.engine.memory",
         "service.kv.layout",
         "service.kv.layout_",

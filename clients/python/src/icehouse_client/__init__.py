@@ -1,6 +1,6 @@
 """Client of Icehouse: `Client` for threads, `AsyncClient` for asyncio."""
 
-from icehouse_client import formats
+from icehouse_client import formats, speculation
 from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
@@ -34,5 +34,6 @@ __all__ = [
     "Usage",
     "formats",
     "prefix_key",
+    "speculation",
     "tool_result",
 ]

@@ -10,6 +10,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
+from icehouse_client.speculation import Speculation
 
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
@@ -48,6 +49,7 @@ class Options(TypedDict, total=False):
     template_arguments: Mapping[str, Any]
     continue_final_message: bool
     response_format: ResponseFormat
+    speculation: Speculation
     timeout_s: float | None
 
 
@@ -74,6 +76,8 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.cache.tenant = options["tenant"]
     if "response_format" in options:
         request.response_format.CopyFrom(options["response_format"])
+    if "speculation" in options:
+        request.speculation.CopyFrom(options["speculation"])
     if "tool_choice" in options:
         request.tool_choice.CopyFrom(choice_proto(options["tool_choice"]))
     if isinstance(prompt, str):

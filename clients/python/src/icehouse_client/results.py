@@ -42,6 +42,9 @@ class Usage:
     decode_s: float
     ttft_s: float
     total_s: float
+    draft_tokens: int = 0
+    """Guesses of speculation; `accepted_draft_tokens` of them saved a step each."""
+    accepted_draft_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,6 +203,8 @@ def _usage(usage: usage_pb2.Usage) -> Usage:
         decode_s=_seconds(usage.decode_duration),
         ttft_s=_seconds(usage.time_to_first_token),
         total_s=_seconds(usage.total_duration),
+        draft_tokens=usage.draft_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
     )
 
 

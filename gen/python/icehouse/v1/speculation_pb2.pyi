@@ -27,21 +27,17 @@ class _SpeculationLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spec
     """It did not ask, or nothing stood in the way."""
     SPECULATION_LIMIT_CACHE: _SpeculationLimit.ValueType  # 1
     """The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
-    SPECULATION_LIMIT_WINDOW: _SpeculationLimit.ValueType  # 2
-    """The sequence is longer than a sliding window of the model."""
-    SPECULATION_LIMIT_SAMPLING: _SpeculationLimit.ValueType  # 3
+    SPECULATION_LIMIT_SAMPLING: _SpeculationLimit.ValueType  # 2
     """Each draw depends on the token before it: penalties, bad words or a response format."""
 
 class SpeculationLimit(_SpeculationLimit, metaclass=_SpeculationLimitEnumTypeWrapper):
-    """Why a request that asked for speculation decoded plainly, from its start or from some token on."""
+    """Why a request that asked for speculation decoded plainly."""
 
 SPECULATION_LIMIT_UNSPECIFIED: SpeculationLimit.ValueType  # 0
 """It did not ask, or nothing stood in the way."""
 SPECULATION_LIMIT_CACHE: SpeculationLimit.ValueType  # 1
 """The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
-SPECULATION_LIMIT_WINDOW: SpeculationLimit.ValueType  # 2
-"""The sequence is longer than a sliding window of the model."""
-SPECULATION_LIMIT_SAMPLING: SpeculationLimit.ValueType  # 3
+SPECULATION_LIMIT_SAMPLING: SpeculationLimit.ValueType  # 2
 """Each draw depends on the token before it: penalties, bad words or a response format."""
 Global___SpeculationLimit: _TypeAlias = SpeculationLimit  # noqa: Y015
 

@@ -1,0 +1,64 @@
+"""Speculation as a request asks for it: what reaches the engine, and every misuse named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import speculation_pb2
+
+from service.domain.speculation import Speculation, SpeculationLimit
+from service.rpc.speculation_fields import LIMITS
+from tests.rpc.conftest import House
+from tests.rpc.details import refused
+
+LOOKUP = speculation_pb2.PromptLookup()
+
+
+def request(**fields: Any) -> messages.GenerateRequest:
+    return messages.GenerateRequest(
+        text="Hi", max_output_tokens=2, speculation=speculation_pb2.Speculation(**fields)
+    )
+
+
+async def test_it_reaches_the_engine_and_is_off_unless_asked_for(house: House) -> None:
+    await house.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=2))
+    await house.inference.Generate(request(prompt_lookup=LOOKUP))
+    asked = speculation_pb2.PromptLookup(max_ngram_tokens=8)
+    assert [event async for event in house.inference.Stream(request(prompt_lookup=asked, max_draft_tokens=1))]
+    assert [submitted.speculation for submitted in house.engine.submitted] == [
+        None,
+        Speculation(draft_token_limit=8, ngram_token_limit=3),
+        Speculation(draft_token_limit=1, ngram_token_limit=8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "speculation"),
+        ({"max_draft_tokens": 4}, "speculation"),
+        ({"prompt_lookup": LOOKUP, "max_draft_tokens": -1}, "speculation.max_draft_tokens"),
+        ({"prompt_lookup": LOOKUP, "max_draft_tokens": 17}, "speculation.max_draft_tokens"),
+        (
+            {"prompt_lookup": speculation_pb2.PromptLookup(max_ngram_tokens=9)},
+            "speculation.prompt_lookup.max_ngram_tokens",
+        ),
+        (
+            {"prompt_lookup": speculation_pb2.PromptLookup(max_ngram_tokens=-1)},
+            "speculation.prompt_lookup.max_ngram_tokens",
+        ),
+    ],
+)
+async def test_misuse_is_named_before_anything_runs(house: House, fields: dict[str, Any], field: str) -> None:
+    answer = await refused(house.inference.Generate(request(**fields)))
+    assert (answer.code, answer.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PARAMETER_OUT_OF_RANGE")
+    assert answer.field == field
+    assert house.engine.submitted == []
+
+
+def test_every_limit_has_a_value_of_its_own_in_the_api() -> None:
+    assert set(LIMITS) == set(SpeculationLimit)
+    assert set(LIMITS.values()) == set(speculation_pb2.SpeculationLimit.values())
