@@ -162,7 +162,7 @@ class DecodeBatch:
                 row.is_complete,
                 row.error,
                 row.drafts,
-                is_fed=self._is_pipelined,
+                fed_ahead_count=1 if self._is_pipelined else 0,
             )
             for sequence_id, token_id, row in zip(self._ids, token_ids, self._rows, strict=True)
         ]

@@ -25,7 +25,7 @@ class Delivery:
         token_id = drawn.token_id
         if sequence.first_token_time is None:
             sequence.first_token_time = now
-        sequence.is_fed_ahead = drawn.is_fed
+        sequence.fed_ahead_count = drawn.fed_ahead_count
         if drawn.drafts is not None:
             sequence.note_drafts(drawn.drafts)
         sequence.output_token_ids.append(token_id)

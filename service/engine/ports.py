@@ -29,8 +29,9 @@ class Drawn(NamedTuple):
     """Why the row cannot go on; its token is not to be told."""
     drafts: DraftCounts | None = None
     """What speculation did in this step, with the step's first token, for rows that asked for it."""
-    is_fed: bool = False
-    """The token was fed to the model already: its KV exists."""
+    fed_ahead_count: int = 0
+    """Tokens from this one on that were fed to the model already: their KV exists. 1 where the device runs
+    a step ahead; more inside a run of accepted guesses."""
 
 
 class MemoryUse(NamedTuple):

@@ -127,7 +127,7 @@ class PrefixCache:
         if not self.may_write(sequence):
             return
         size = self.settings.block_token_count
-        position = sequence.kv_token_count
+        position = min(sequence.kv_token_count, sequence.token_count)
         known_count = len(sequence.chain)
         for start in range(known_count * size, position - size + 1, size):
             name = self._keep(sequence, start, start + size)

@@ -56,8 +56,8 @@ class Sequence:
     has_started: bool = False
     """`Started` was told; a parked sequence does not start twice."""
     park_count: int = 0
-    is_fed_ahead: bool = False
-    """The last token was fed before it was told, so its KV exists."""
+    fed_ahead_count: int = 0
+    """Tokens from the last output token on that were fed before they were told, so their KV exists."""
     drafts: DraftCounts = NO_DRAFTS
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
@@ -119,11 +119,17 @@ class Sequence:
 
     @property
     def kv_token_count(self) -> int:
-        """Tokens whose KV exists: of the prompt, then of the output."""
-        if self.phase is Phase.DECODING:
-            not_fed_count = 1 if self.output_token_ids and not self.is_fed_ahead else 0
-            return len(self.request.prompt_token_ids) + len(self.output_token_ids) - not_fed_count
-        return self.processed_token_count
+        """Tokens in the sequence's caches: of the prompt, of the output, and of guesses not told yet."""
+        if self.phase is not Phase.DECODING:
+            return self.processed_token_count
+        if not self.output_token_ids:
+            return self.token_count
+        return self.token_count - 1 + self.fed_ahead_count
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of the prompt, and of the output so far."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def measures_prompt(self) -> bool:
@@ -157,7 +163,7 @@ class Sequence:
         self.processed_token_count = 0
         self.chain.clear()
         self.unkept.clear()
-        self.is_fed_ahead = False
+        self.fed_ahead_count = 0
         self.park_count += 1
 
     def decode_row(self) -> DecodeRow:

@@ -93,7 +93,13 @@ class SpeculativeLane:
         counts = DraftCounts(len(self._drafts), accepted)
         (sequence_id,) = self._ids
         return [
-            Drawn(sequence_id, token_id, entry, drafts=counts if place == 0 else None, is_fed=False)
+            Drawn(
+                sequence_id,
+                token_id,
+                entry,
+                drafts=counts if place == 0 else None,
+                fed_ahead_count=accepted - place,
+            )
             for place, (token_id, entry) in enumerate(zip(kept, logprobs, strict=False))
         ]
 

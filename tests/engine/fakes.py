@@ -118,7 +118,7 @@ class FakeRunner:
 
     def decode(self) -> list[Drawn]:
         self.on_decode()
-        drawn = [Drawn(i, self.next_token(self.history[i]), is_fed=True) for i in self.decoding]
+        drawn = [Drawn(i, self.next_token(self.history[i]), fed_ahead_count=1) for i in self.decoding]
         for token in drawn:
             self.history[token.sequence_id].append(token.token_id)
         return drawn

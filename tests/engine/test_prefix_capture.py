@@ -24,6 +24,7 @@ def sequence_at(position: int, *, prompt_count: int = 100, output_count: int = 0
     made.processed_token_count = position
     made.phase = Phase.DECODING if output_count else Phase.PREFILLING
     made.output_token_ids = list(range(output_count))
+    made.fed_ahead_count = 1
     return made
 
 

@@ -59,7 +59,7 @@ def test_a_parked_sequence_waits_with_its_output_as_input() -> None:
     s.processed_token_count = 4
     scheduler.start_decoding(s)
     s.output_token_ids += [7, 8]
-    assert s.kv_token_count == 7
+    assert s.kv_token_count == 6
     scheduler.park(s)
     assert scheduler.decoding_count == 0 and scheduler.waiting_count == 1
     assert s.input_token_ids == (1, 1, 1, 1, 1, 7, 8) and s.kv_token_count == 0

@@ -120,7 +120,9 @@ class SimRunner:
     def decode(self) -> list[Drawn]:
         if self.is_pipelined:
             self._seat()
-            told = [Drawn(sequence_id, row.drawn, is_fed=True) for sequence_id, row in self.decoding.items()]
+            told = [
+                Drawn(sequence_id, row.drawn, fed_ahead_count=1) for sequence_id, row in self.decoding.items()
+            ]
             self._advance()
             return told
         self._advance()
