@@ -104,7 +104,10 @@ def test_the_next_turn_reuses_what_a_speculating_one_left(
         # Some of these ends are inside a run of accepted guesses, past which the caches already are.
         submit(house, "first", first, speculation=LOOKUP, max_output_tokens=output_count)
         said, drafts = outcome(house, "first")
-        assert drafts.proposed_count > drafts.accepted_count, "nothing was taken back"
+        if output_count == OUTPUT_TOKENS:
+            assert drafts.proposed_count > drafts.accepted_count > 0, (
+                "nothing was taken back, or nothing kept"
+            )
         second = [*first, *said, *prompt(5)]
         submit(house, "second", second, speculation=None)
         warm = house.answer("second")
