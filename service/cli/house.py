@@ -94,7 +94,9 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
     )
-    room = build_cache_room(config.cache, config.tenant, fingerprint, clock=clock, post=announcer.pass_on)
+    telemetry = TelemetryRoom(config)
+    post = telemetry.watching(announcer.pass_on)
+    room = build_cache_room(config.cache, config.tenant, fingerprint, clock=clock, post=post)
     engine = Engine(
         runner=runner,
         make_prefix=lambda: room.open_desk(runner, clock),
@@ -109,7 +111,6 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         decode_with_markers=tokenizer.decode_with_markers,
     )
     announcer.engine = engine
-    telemetry = TelemetryRoom(config)
     server = build_edge(
         config,
         engine,

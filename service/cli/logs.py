@@ -1,7 +1,6 @@
 """One line per event on standard error: for people, or as JSON for machines.
 
-Fields go in `extra=`; both formats show them, after the message. A record that has said its fields in
-its message already gives them as one `facts` mapping, which only the JSON form shows.
+Fields go in `extra=`; both formats show them, after the message.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def setup_logging(config: LogConfig) -> None:
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
     """Return what the caller put into `extra=`."""
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD and name != "facts"}
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
 class TextFormatter(logging.Formatter):
@@ -53,7 +52,6 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "facts", {}),
             **fields_of(record),
         }
         if record.exc_info is not None:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 
 from service.domain.events import Started, Usage
+from service.domain.ids import RequestId
 
 
 class PeerKind(enum.StrEnum):
@@ -62,3 +63,26 @@ class WireRecord:
     sent_bytes: int
     """Of all messages, without framing."""
     received_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpillRecord:
+    """A block that was written to SSD because a request's work made it leave RAM."""
+
+    request_id: RequestId
+    start_time: float
+    """`Clock.wall` when writing began."""
+    duration_s: float
+    """Until its row was committed."""
+    token_count: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpanNames:
+    """How the span of a call is found again."""
+
+    trace_id: str
+    """32 hex digits."""
+    traceresponse: str
+    """The W3C header of that name, for the caller."""

@@ -17,6 +17,7 @@ class Flush:
 
     def __init__(self, cache: PrefixCache) -> None:
         self._spills = cache.spills
+        self._spills.request_id = None
         self._waiting: list[Entry] = [entry for entry in cache.ram if self._spills.wants(entry)]
 
     @property

@@ -68,6 +68,7 @@ class PrefixDesk:
     def begin(self, sequence: Sequence) -> Phase:
         """Plan a prompt. FOLLOWING when another sequence computes what it shares, LOADING or RESTORING
         when something is reused, PREFILLING when nothing is."""
+        self._cache.spills.request_id = sequence.request.request_id
         if self._follows(sequence):
             return Phase.FOLLOWING
         if sequence.sequence_id not in self._restores and self._introductions.ask(sequence):
@@ -96,6 +97,7 @@ class PrefixDesk:
     def receive(self, outcome: Outcome) -> list[Sequence]:
         """Take an outcome of the SSD tier; return the sequences whose load has ended."""
         cache = self._cache
+        cache.spills.request_id = None
         if isinstance(outcome, Loaded):
             return self._loaded(outcome)
         if isinstance(outcome, HeadsRead):
@@ -154,6 +156,7 @@ class PrefixDesk:
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the blocks that are complete now; with `is_end` the tail too."""
+        self._cache.spills.request_id = sequence.request.request_id
         self._promotions.step(sequence)
         before = len(sequence.chain)
         self._cache.capture(sequence, is_end=is_end)
@@ -178,6 +181,7 @@ class PrefixDesk:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
+        self._cache.spills.request_id = sequence.request.request_id
         restore = self._restores.pop(sequence.sequence_id, None)
         self._introductions.forget(sequence)
         # Before its first token a decoding sequence may have no row yet, and its prompt is kept already.
@@ -199,6 +203,7 @@ class PrefixDesk:
 
     def order(self, message: Order) -> None:
         """Carry out an order to the cache."""
+        self._cache.spills.request_id = None
         self._orders.carry_out(message)
 
     def _abandon_loads(self) -> list[Sequence]:

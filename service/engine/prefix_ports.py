@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from service.domain.blocks import HostBlock, HostRegion, HostTensor, RegionKind
-from service.domain.ids import BlockHash
+from service.domain.ids import BlockHash, RequestId
 from service.engine.ids import SequenceId
 from service.kv.entry import Region
 from service.kv.loads import HeadRequest, Loaded, LoadRequest
@@ -120,8 +120,8 @@ class StoragePort(Protocol):
         """Take credit in the write queue; None when it is full."""
         ...
 
-    def spill(self, block: HostBlock, credit: Any) -> None:
-        """Hand over a block to be written. Answered by Persisted or SpillDropped."""
+    def spill(self, block: HostBlock, credit: Any, *, request_id: RequestId | None = None) -> None:
+        """Hand over a block to be written, for this request. Answered by Persisted or SpillDropped."""
         ...
 
     def load(self, request: LoadRequest) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from service.domain.blocks import HostBlock, RegionKind
 from service.domain.cache_stats import SpillDropCause
-from service.domain.ids import BlockHash, Fingerprint
+from service.domain.ids import BlockHash, Fingerprint, RequestId
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_ports import CacheFacts, CacheRunner, StoragePort
 from service.engine.prefix_shares import Shares
@@ -46,6 +46,8 @@ class Spills:
         self._counters = counters
         self._shares = shares
         self._under_way: set[BlockHash] = set()
+        self.request_id: RequestId | None = None
+        """Whose work is done now; what leaves RAM meanwhile is written on its account."""
 
     @property
     def is_on(self) -> bool:
@@ -93,7 +95,7 @@ class Spills:
         kinds = sorted(entry.ram, key=list(RegionKind).index)
         regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
         header = entry.header(self._fingerprint, self._index.rules.block_token_count)
-        self.storage.spill(HostBlock(header, regions), credit)
+        self.storage.spill(HostBlock(header, regions), credit, request_id=self.request_id)
         self._shares.promise(entry, size_bytes)
         entry.is_spilling = True
         self._under_way.add(entry.hash)

@@ -9,7 +9,7 @@ import dataclasses
 from typing import NewType
 
 from service.domain.cache_stats import SpillDropCause
-from service.domain.ids import BlockHash
+from service.domain.ids import BlockHash, RequestId
 from service.kv.loads import BlockFailure, HeadsRead, Loaded, LoadFailed
 from service.kv.records import BlockRecord
 from service.kv.storage_stats import StorageStats
@@ -32,6 +32,11 @@ class Persisted:
     """The block's row is committed."""
 
     record: BlockRecord
+    request_id: RequestId | None = None
+    """Whose work made the block leave RAM; None at the stop, which is nobody's."""
+    start_time: float = 0.0
+    """`Clock.wall` when writing began."""
+    duration_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class Spiller:
             if room is Room.FULL:
                 self._drop(SpillDropCause.DISK_FULL)
                 return
-            started = self._clock.monotonic()
+            started, start_time = self._clock.monotonic(), self._clock.wall()
             record = self._store.put(prepared)
         except OSError as error:
             if not is_disk_full(error):
@@ -110,10 +110,11 @@ class Spiller:
             self._drop(SpillDropCause.WRITE_FAILED)
             raise
         self._gate.wrote()
-        self._rate.add(size_bytes=size_bytes, elapsed_s=self._clock.monotonic() - started)
+        elapsed_s = self._clock.monotonic() - started
+        self._rate.add(size_bytes=size_bytes, elapsed_s=elapsed_s)
         self._counters.write_bytes_per_s = self._rate.bytes_per_s
         self._counters.spill_persisted += 1
-        self._finish(Persisted(record))
+        self._finish(Persisted(record, self._spills[0].request_id, start_time, elapsed_s))
 
     def _make_more_room(self, size_bytes: int, error: OSError) -> None:
         """The disk is full before the limits said so: evict and retry once, then stop writing."""

@@ -15,7 +15,7 @@ from itertools import count
 
 from service.clock import Clock
 from service.domain.blocks import HostBlock
-from service.domain.ids import BlockHash, Fingerprint
+from service.domain.ids import BlockHash, Fingerprint, RequestId
 from service.kv.credit import Credit, Meter
 from service.kv.files import Files
 from service.kv.loads import HeadRequest, LoadRequest
@@ -120,10 +120,13 @@ class Storage:
         """Take room for one block in the spill queue, before it is copied; None when there is none."""
         return Credit(self._spill_meter, size_bytes) if self._spill_meter.try_take(size_bytes) else None
 
-    def spill(self, block: HostBlock, credit: Credit) -> None:
-        """Hand a block over to be persisted; `Persisted` or `SpillDropped` follows."""
+    def spill(self, block: HostBlock, credit: Credit, *, request_id: RequestId | None = None) -> None:
+        """Hand a block over to be persisted; `Persisted` or `SpillDropped` follows.
+
+        `request_id` names the request whose work made the block leave RAM.
+        """
         assert block.size_bytes <= credit.size_bytes, "Spill larger than its credit"
-        self._inbox.put(SpillRequest(block, credit))
+        self._inbox.put(SpillRequest(block, credit, request_id))
 
     def load(self, request: LoadRequest) -> bool:
         """Have blocks read; `Loaded` or `LoadFailed` follows. False when too many loads wait."""

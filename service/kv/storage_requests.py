@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from service.domain.blocks import HostBlock
-from service.domain.ids import BlockHash, Fingerprint
+from service.domain.ids import BlockHash, Fingerprint, RequestId
 from service.kv.credit import Credit
 from service.kv.messages import TaskId
 from service.kv.reader_pool import HeadReport, LoadReport
@@ -17,6 +17,8 @@ class SpillRequest:
 
     block: HostBlock
     credit: Credit
+    request_id: RequestId | None = None
+    """Whose work made the block leave RAM."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,9 +14,7 @@ class AccessLog:
 
     def write(self, record: CallRecord, *, trace_id: str) -> None:
         """Write one call's line; `trace_id` is empty where nothing traces."""
-        facts = facts_of(record, trace_id=trace_id)
-        line = " ".join(f"{name}={value}" for name, value in facts.items())
-        _logger.info("call finished %s", line, extra={"facts": facts})
+        _logger.info("call_ended", extra=facts_of(record, trace_id=trace_id))
 
 
 def facts_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:

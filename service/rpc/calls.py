@@ -104,7 +104,7 @@ class CallDesk:
             raise
         except Exception:
             # The edge of the house: the caller learns that it broke, the log learns why.
-            _logger.exception("call broke method=%s request_id=%s", call.method, call.request_id)
+            _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
             told = internal_error()
             trailers = self._see_out(call, context, code_of(told), reason=told.reason.value)
             await context.abort_with_status(with_trailers(status_of(told), trailers))

@@ -5,18 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-from service.domain.call import CallRecord
+from service.domain.call import CallRecord, SpanNames
 from service.rpc.access_log import AccessLog
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SpanNames:
-    """How the span of a call is found again."""
-
-    trace_id: str
-    """32 hex digits."""
-    traceresponse: str
-    """The W3C header of that name, for the caller."""
 
 
 class CallWatcher(Protocol):

@@ -8,6 +8,7 @@ import pytest
 
 from service.domain.blocks import HostBlock, RegionKind
 from service.domain.cache_stats import SpillDropCause
+from service.domain.ids import RequestId
 from service.engine.prefix_counters import PrefixCounters
 from service.engine.prefix_ports import CacheFacts
 from service.engine.prefix_shares import ShareLimits, Shares
@@ -29,7 +30,7 @@ class Queue:
     def try_reserve(self, size_bytes: int) -> Credit | None:
         return Credit(self.meter, size_bytes) if self.meter.try_take(size_bytes) else None
 
-    def spill(self, block: HostBlock, credit: Credit) -> None:
+    def spill(self, block: HostBlock, credit: Credit, *, request_id: RequestId | None = None) -> None:
         assert block.size_bytes <= credit.size_bytes
         self.blocks.append(block)
 

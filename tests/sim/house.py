@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.domain.blocks import HostBlock
-from service.domain.ids import BlockHash
+from service.domain.ids import BlockHash, RequestId
 from service.engine.loop import EngineLoop
 from service.engine.mailbox import Mailbox
 from service.engine.memory_guard import MemoryGuard
@@ -70,9 +70,9 @@ class _WatchedStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def spill(self, block: HostBlock, credit: Any) -> None:
+    def spill(self, block: HostBlock, credit: Any, *, request_id: RequestId | None = None) -> None:
         self._ledger.note_spill(block.header.hash)
-        self._storage.spill(block, credit)
+        self._storage.spill(block, credit, request_id=request_id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
