@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured soak smoke audit clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured soak smoke audit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ test: $(STAMP) ## Run the fast test suite (ARGS="tests/kv -k spill" narrows it).
 
 test-slow: $(STAMP) ## Run the long tests: many seeds, many kill -9.
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600 $(ARGS)
+
+test-clients: $(STAMP) ## Test the clients in other languages whose tool chains are here (ARGS="go" narrows it).
+	@$(BIN)/python -m tests.clients.languages $(ARGS)
 
 check: lint types proto fresh $(if $(TESTED),,test) ## Everything CI checks: format, lint, types, protos, generated code, tests.
 

@@ -1,9 +1,13 @@
-"""Make gen/python from the protos, or with --check fail when the committed code is stale.
+"""Make gen/ from the protos, or with --check fail when the committed code is stale.
 
-Messages, their typed interfaces and the service stubs come from the protoc inside
-`grpcio-tools` and the `mypy-protobuf` plugins, so nothing outside the Python environment is
-needed. The same input and versions give the same bytes. With --descriptors PATH it writes what
-Envoy's transcoder and grpcurl's -protoset read instead: the whole API and the details of its errors.
+gen/python: messages, their typed interfaces and the service stubs come from the protoc inside
+`grpcio-tools` and the `mypy-protobuf` plugins, so nothing outside the Python environment is needed.
+gen/go and gen/ts: the same protoc with plugins that go and npm bring, in the versions pinned by
+protos/plugins; where a tool chain is missing that folder is left alone, and a line says so. The Java
+client makes its code when it is built. The same input and versions give the same bytes.
+
+With --descriptors PATH it writes what Envoy's transcoder and grpcurl's -protoset read instead: the
+whole API and the details of its errors.
 """
 
 from __future__ import annotations
@@ -20,42 +24,83 @@ import tempfile
 import google.rpc  # type: ignore[import-untyped]
 
 PROTO_DIR = pathlib.Path(__file__).resolve().parent
-OUTPUT_DIR = PROTO_DIR.parent / "gen" / "python"
+OUTPUT_DIR = PROTO_DIR.parent / "gen"
 PACKAGE_DIR = pathlib.Path("icehouse")
+PLUGIN_DIR = PROTO_DIR / "plugins"
+GO_IMPORT = "icehouse.dev/api"
+"""The module in gen/go."""
+
+ERROR_PROTOS = ["google/rpc/error_details.proto", "google/rpc/status.proto"]
+
+_SUFFIXES = {".py", ".pyi", ".typed", ".go", ".ts"}
+_TOOL_TIMEOUT_S = 300.0
+"""A plugin is built or fetched the first time."""
+
+
+class ToolMissing(Exception):
+    """A language's tool chain is not here; says which part."""
 
 
 def generate(output_dir: pathlib.Path) -> None:
-    """Write the whole package into `output_dir`; raises CalledProcessError when protoc refuses."""
-    proto_files = sorted(str(path.relative_to(PROTO_DIR)) for path in PROTO_DIR.rglob("*.proto"))
-    service_files = [path for path in proto_files if path.endswith("_service.proto")]
+    """Write the Python package into `output_dir`; raises CalledProcessError when protoc refuses."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    _run_protoc(["python", "mypy"], proto_files, output_dir)
-    _run_protoc(["grpc_python", "mypy_grpc"], service_files, output_dir)
+    _run_protoc(["python", "mypy"], _proto_files(), output_dir)
+    _run_protoc(["grpc_python", "mypy_grpc"], _proto_files("*_service.proto"), output_dir)
     for folder in (PACKAGE_DIR, PACKAGE_DIR / "v1"):
         (output_dir / folder / "__init__.py").write_text('"""Generated from protos/; never edited."""\n')
     (output_dir / PACKAGE_DIR / "py.typed").write_text("")
 
 
+def generate_go(output_dir: pathlib.Path) -> None:
+    """Write the Go package into `output_dir`; raises ToolMissing without a Go that can build the plugins."""
+    package = f"{GO_IMPORT}/{PACKAGE_DIR / 'v1'};icehousev1"
+    for plugin, proto_files in (("go", _proto_files()), ("go-grpc", _proto_files("*_service.proto"))):
+        tool = _answer_of(["go", "-C", str(PLUGIN_DIR), "tool", "-n", f"protoc-gen-{plugin}"])
+        homes = [f"--{plugin}_opt=M{path}={package}" for path in _proto_files()]
+        options = [f"--plugin=protoc-gen-{plugin}={tool}", f"--{plugin}_opt=paths=source_relative", *homes]
+        _protoc(*options, f"--{plugin}_out={output_dir}", *proto_files)
+
+
 def describe(path: pathlib.Path) -> None:
     """Write a FileDescriptorSet of the API, of all it imports and of google.rpc's error details."""
-    proto_files = sorted(str(path.relative_to(PROTO_DIR)) for path in PROTO_DIR.rglob("*.proto"))
-    common_dir = pathlib.Path(next(iter(google.rpc.__path__))).parents[1]
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_DIR}"]
-    command += [f"--proto_path={common_dir}", "--include_imports"]
-    command += [f"--descriptor_set_out={path.resolve()}", *proto_files, "google/rpc/error_details.proto"]
-    subprocess.run(command, check=True, cwd=PROTO_DIR)
+    _protoc("--include_imports", f"--descriptor_set_out={path.resolve()}", *_proto_files(), ERROR_PROTOS[0])
+
+
+LANGUAGES = {"python": generate, "go": generate_go}
+"""Folder in gen/ -> what fills it."""
+
+
+def _proto_files(pattern: str = "*.proto") -> list[str]:
+    return sorted(str(path.relative_to(PROTO_DIR)) for path in (PROTO_DIR / PACKAGE_DIR).rglob(pattern))
 
 
 def _run_protoc(generators: list[str], proto_files: list[str], output_dir: pathlib.Path) -> None:
     scripts_dir = pathlib.Path(sysconfig.get_path("scripts"))
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_DIR}"]
+    options = []
     for generator in generators:
         if generator.startswith("mypy"):
-            command += [f"--plugin=protoc-gen-{generator}={scripts_dir / f'protoc-gen-{generator}'}"]
-            command += [f"--{generator}_out=quiet:{output_dir}"]
+            options += [f"--plugin=protoc-gen-{generator}={scripts_dir / f'protoc-gen-{generator}'}"]
+            options += [f"--{generator}_out=quiet:{output_dir}"]
         else:
-            command += [f"--{generator}_out={output_dir}"]
-    subprocess.run([*command, *proto_files], check=True, cwd=PROTO_DIR)
+            options += [f"--{generator}_out={output_dir}"]
+    _protoc(*options, *proto_files)
+
+
+def _protoc(*arguments: str) -> None:
+    """Run the protoc of grpcio-tools over the API and google.rpc."""
+    common_dir = pathlib.Path(next(iter(google.rpc.__path__))).parents[1]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_DIR}"]
+    subprocess.run([*command, f"--proto_path={common_dir}", *arguments], check=True, cwd=PROTO_DIR)
+
+
+def _answer_of(command: list[str]) -> str:
+    """Return what a tool prints; raises ToolMissing when it is not here or cannot do its work here."""
+    if shutil.which(command[0]) is None:
+        raise ToolMissing(f"there is no {command[0]} here")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise ToolMissing(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return done.stdout.strip()
 
 
 def stale_files(fresh_dir: pathlib.Path, committed_dir: pathlib.Path) -> list[str]:
@@ -71,32 +116,44 @@ def stale_files(fresh_dir: pathlib.Path, committed_dir: pathlib.Path) -> list[st
 
 
 def _files(folder: pathlib.Path) -> set[pathlib.Path]:
-    kept = {".py", ".pyi", ".typed"}
-    return {path.relative_to(folder) for path in folder.rglob("*") if path.suffix in kept}
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.suffix in _SUFFIXES}
+
+
+def _replace(fresh_dir: pathlib.Path, committed_dir: pathlib.Path) -> None:
+    """Put the fresh packages in the place of the committed ones; what lies beside them stays."""
+    for package in fresh_dir.iterdir():
+        shutil.rmtree(committed_dir / package.name, ignore_errors=True)
+        shutil.copytree(package, committed_dir / package.name)
 
 
 def main() -> int:
     """Generate, or compare; return the process's exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when gen/python is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when gen/ is stale")
     parser.add_argument("--descriptors", type=pathlib.Path, help="write a descriptor set here, nothing else")
     arguments = parser.parse_args()
     if arguments.descriptors is not None:
         describe(arguments.descriptors)
         return 0
-    with tempfile.TemporaryDirectory() as temporary:
-        fresh_dir = pathlib.Path(temporary)
-        generate(fresh_dir)
-        if arguments.check:
-            stale = stale_files(fresh_dir / PACKAGE_DIR, OUTPUT_DIR / PACKAGE_DIR)
-            for path in stale:
-                print(f"stale: gen/python/{PACKAGE_DIR / path}", file=sys.stderr)
-            if stale:
-                print("run `python protos/generate.py` and commit the result", file=sys.stderr)
-            return 1 if stale else 0
-        shutil.rmtree(OUTPUT_DIR / PACKAGE_DIR, ignore_errors=True)
-        shutil.copytree(fresh_dir / PACKAGE_DIR, OUTPUT_DIR / PACKAGE_DIR)
-    return 0
+    stale: list[str] = []
+    for language, fill in LANGUAGES.items():
+        committed_dir = OUTPUT_DIR / language
+        with tempfile.TemporaryDirectory() as temporary:
+            fresh_dir = pathlib.Path(temporary)
+            try:
+                fill(fresh_dir)
+            except ToolMissing as missing:
+                print(f"gen/{language} was not looked at: {missing}", file=sys.stderr)
+                continue
+            if arguments.check:
+                stale += [f"gen/{language}/{path}" for path in stale_files(fresh_dir, committed_dir)]
+            else:
+                _replace(fresh_dir, committed_dir)
+    for path in stale:
+        print(f"stale: {path}", file=sys.stderr)
+    if stale:
+        print("run `python protos/generate.py` and commit the result", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -73,12 +73,12 @@ class ServerProcess:
             self.kill()
         self._scratch.cleanup()
 
-    def wait_until_serving(self) -> None:
-        """Block until health says SERVING."""
+    def wait_until_serving(self, credentials: grpc.ChannelCredentials | None = None) -> None:
+        """Block until health says SERVING; `credentials` are a secured server's."""
         # The socket is not there yet when the first connection is tried; the next try comes soon.
         soon = [("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 20)]
         soon.append(("grpc.min_reconnect_backoff_ms", 20))
-        with grpc.insecure_channel(self.address, options=soon) as channel:
+        with self._channel(credentials, soon) as channel:
             watch = channel.unary_stream(
                 "/grpc.health.v1.Health/Watch",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -89,6 +89,13 @@ class ServerProcess:
                     watch.cancel()
                     return
         raise AssertionError(f"the server ended before it served: {self._log.read_text()}")
+
+    def _channel(
+        self, credentials: grpc.ChannelCredentials | None, options: list[tuple[str, int]]
+    ) -> grpc.Channel:
+        if credentials is None:
+            return grpc.insecure_channel(self.address, options=options)
+        return grpc.secure_channel(self.address, credentials, options=options)
 
     @property
     def pid(self) -> int:

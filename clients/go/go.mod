@@ -1,0 +1,19 @@
+module icehouse.dev/icehouse
+
+go 1.26.0
+
+// Both modules live in one repository; whoever imports the client gets the published one.
+replace icehouse.dev/api => ../../gen/go
+
+require (
+	google.golang.org/genproto/googleapis/rpc v0.0.0-20260817212433-ac3dfec99bb1
+	google.golang.org/grpc v1.85.0
+	icehouse.dev/api v0.1.0
+)
+
+require (
+	golang.org/x/net v0.60.0 // indirect
+	golang.org/x/sys v0.48.0 // indirect
+	golang.org/x/text v0.42.0 // indirect
+	google.golang.org/protobuf v1.36.12 // indirect
+)

@@ -1,0 +1,225 @@
+package icehouse
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	icehousev1 "icehouse.dev/api/icehouse/v1"
+)
+
+// scripted is a server that refuses as often as it is told; a real one cannot be made to do that.
+type scripted struct {
+	icehousev1.UnimplementedInferenceServiceServer
+
+	mutex       sync.Mutex
+	refusals    int
+	refusal     error
+	generations int
+	streams     int
+	deadline    bool
+	headers     metadata.MD
+}
+
+func (s *scripted) take(ctx context.Context, count *int) error {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	*count++
+	s.headers, _ = metadata.FromIncomingContext(ctx)
+	_, s.deadline = ctx.Deadline()
+	if s.refusals == 0 {
+		return nil
+	}
+	s.refusals--
+	return s.refusal
+}
+
+func (s *scripted) Generate(
+	ctx context.Context, _ *icehousev1.GenerateRequest,
+) (*icehousev1.GenerateResponse, error) {
+	if err := s.take(ctx, &s.generations); err != nil {
+		return nil, err
+	}
+	return &icehousev1.GenerateResponse{Text: "done"}, nil
+}
+
+func (s *scripted) Stream(
+	_ *icehousev1.GenerateRequest, stream grpc.ServerStreamingServer[icehousev1.StreamResponse],
+) error {
+	return s.take(stream.Context(), &s.streams)
+}
+
+// standing is a server's health, always the same. (Importing gRPC's own would link in what the client has
+// to link in itself.)
+type standing struct {
+	grpc_health_v1.UnimplementedHealthServer
+
+	status grpc_health_v1.HealthCheckResponse_ServingStatus
+}
+
+func (s standing) Watch(
+	_ *grpc_health_v1.HealthCheckRequest, stream grpc.ServerStreamingServer[grpc_health_v1.HealthCheckResponse],
+) error {
+	if err := stream.Send(&grpc_health_v1.HealthCheckResponse{Status: s.status}); err != nil {
+		return err
+	}
+	<-stream.Context().Done()
+	return stream.Context().Err()
+}
+
+// serve returns a client of a server with this script.
+func serve(t *testing.T, script *scripted, options ...Option) *Client {
+	t.Helper()
+	return serveAs(t, script, grpc_health_v1.HealthCheckResponse_SERVING, options...)
+}
+
+func serveAs(
+	t *testing.T, script *scripted, status grpc_health_v1.HealthCheckResponse_ServingStatus, options ...Option,
+) *Client {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	icehousev1.RegisterInferenceServiceServer(server, script)
+	grpc_health_v1.RegisterHealthServer(server, standing{status: status})
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(server.Stop)
+	client, err := Dial(listener.Addr().String(), options...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = client.Close() })
+	return client
+}
+
+func unavailable() error {
+	return status.Error(codes.Unavailable, "draining")
+}
+
+func TestGenerateIsRetriedWhileUnavailable(t *testing.T) {
+	script := &scripted{refusals: 2, refusal: unavailable()}
+	client := serve(t, script)
+	response, err := client.Generate(t.Context(), &icehousev1.GenerateRequest{Prompt: Text("Hi")})
+	if err != nil || response.GetText() != "done" {
+		t.Fatal(response, err)
+	}
+	if script.generations != 3 {
+		t.Errorf("tried %d times, not 3", script.generations)
+	}
+}
+
+func TestNothingElseIsRetried(t *testing.T) {
+	script := &scripted{refusals: 1, refusal: status.Error(codes.ResourceExhausted, "full")}
+	client := serve(t, script)
+	if _, err := client.Generate(t.Context(), &icehousev1.GenerateRequest{}); err == nil {
+		t.Error("a refusal got lost")
+	}
+	script.refusals, script.refusal = 1, unavailable()
+	for _, err := range client.Stream(t.Context(), &icehousev1.GenerateRequest{}).Texts() {
+		if status.Code(err) != codes.Unavailable {
+			t.Error(err)
+		}
+	}
+	if script.generations != 1 || script.streams != 1 {
+		t.Errorf("Generate was tried %d times, Stream %d times", script.generations, script.streams)
+	}
+}
+
+func TestAServerThatDoesNotServeIsNotCalled(t *testing.T) {
+	script := &scripted{}
+	client := serveAs(t, script, grpc_health_v1.HealthCheckResponse_NOT_SERVING)
+	stream := client.Stream(t.Context(), &icehousev1.GenerateRequest{})
+	for range stream.Texts() {
+	}
+	if _, err := stream.Reply(); status.Code(err) != codes.Unavailable || script.streams != 0 {
+		t.Errorf("called %d times: %v", script.streams, err)
+	}
+}
+
+func TestARetryDelayIsToldInTheError(t *testing.T) {
+	full, err := status.New(codes.ResourceExhausted, "full").WithDetails(
+		&errdetails.ErrorInfo{Reason: "QUEUE_FULL", Metadata: map[string]string{"waiting": "8"}},
+		&errdetails.RetryInfo{RetryDelay: durationpb.New(1500 * time.Millisecond)},
+	)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := serve(t, &scripted{refusals: 1, refusal: full.Err()})
+	_, err = client.Generate(t.Context(), &icehousev1.GenerateRequest{})
+	var refused *Error
+	if !errors.As(err, &refused) {
+		t.Fatalf("%v is no *Error", err)
+	}
+	delay, is := refused.RetryAfter()
+	if !is || delay != 1500*time.Millisecond || refused.Reason != "QUEUE_FULL" || refused.Metadata["waiting"] != "8" {
+		t.Errorf("%+v", refused)
+	}
+}
+
+func TestEveryCallHasADeadlineUnlessToldOtherwise(t *testing.T) {
+	for _, test := range []struct {
+		options []Option
+		want    bool
+	}{{nil, true}, {[]Option{WithTimeout(0)}, false}} {
+		script := &scripted{}
+		client := serve(t, script, test.options...)
+		if _, err := client.Generate(t.Context(), &icehousev1.GenerateRequest{}); err != nil {
+			t.Fatal(err)
+		}
+		if script.deadline != test.want {
+			t.Errorf("Generate has a deadline: %t", script.deadline)
+		}
+		for _, err := range client.Stream(t.Context(), &icehousev1.GenerateRequest{}).Events() {
+			t.Error(err)
+		}
+		if script.deadline != test.want {
+			t.Errorf("Stream has a deadline: %t", script.deadline)
+		}
+	}
+}
+
+func TestTheHeadersGoWithBothCalls(t *testing.T) {
+	script := &scripted{}
+	client := serve(t, script, WithToken("secret"))
+	request := &icehousev1.GenerateRequest{Prompt: Text("Once upon a time")}
+	check := func() {
+		t.Helper()
+		key, token := script.headers.Get(PrefixKeyHeader), script.headers.Get("authorization")
+		if len(key) != 1 || key[0] != PrefixKey(request) || len(token) != 1 || token[0] != "Bearer secret" {
+			t.Error(script.headers)
+		}
+		script.headers = nil
+	}
+	if _, err := client.Generate(t.Context(), request); err != nil {
+		t.Fatal(err)
+	}
+	check()
+	for _, err := range client.Stream(t.Context(), request).Texts() {
+		t.Error(err)
+	}
+	check()
+}
+
+func TestAStreamCutShortHasNoReply(t *testing.T) {
+	client := serve(t, &scripted{})
+	stream := client.Stream(t.Context(), &icehousev1.GenerateRequest{})
+	for _, err := range stream.Texts() {
+		t.Error(err)
+	}
+	if _, err := stream.Reply(); !errors.Is(err, ErrNotEnded) {
+		t.Error(err)
+	}
+}
