@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from bench.grpc_clients import NO_CACHE, Client, text_request
 from bench.load_arrivals import page
-from bench.load_run import gaps, percentiles
+from bench.load_gaps import gaps_of
+from bench.load_run import percentiles
 from bench.replies import Reply
 
 ALONE_CLIENTS = 8
@@ -38,7 +39,7 @@ async def decode_alone_p50_s(clients: Sequence[Client]) -> float:
     )
     # The first tokens come while other prompts are still computed.
     settled = [Reply(r.start_time_s, r.token_times_s[len(r.token_times_s) // 3 :], ()) for r, _, _ in seen]
-    return percentiles(gaps(settled)).p50_s
+    return percentiles([gap.duration_s for reply in settled for gap in gaps_of(reply)]).p50_s
 
 
 async def short_beside_long(client: Client, other: Client, *, long_token_count: int) -> ShortBesideLong:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bench.load_arrivals import Arrival
+from bench.load_gaps import gaps_of, slow_gap_kinds
 from bench.load_targets import Target
 from bench.replies import Reply, quantile
 
@@ -54,6 +55,7 @@ class LoadPoint:
     goodput_per_s: float
     ttft: Percentiles
     itl: Percentiles
+    slow_gap_kinds: Mapping[str, float]
 
     @property
     def is_saturated(self) -> bool:
@@ -96,13 +98,9 @@ def summarize(
         tokens_per_s=sum(len(reply.token_times_s) for reply in whole) / elapsed_s,
         goodput_per_s=sum(objective.is_met(reply) for reply in whole) / elapsed_s,
         ttft=percentiles([reply.ttft_s for reply in whole]),
-        itl=percentiles(gaps(whole)),
+        itl=percentiles([gap.duration_s for reply in whole for gap in gaps_of(reply)]),
+        slow_gap_kinds=slow_gap_kinds(whole),
     )
-
-
-def gaps(replies: Sequence[Reply]) -> list[float]:
-    """Return the seconds between neighbouring tokens of all replies."""
-    return [b - a for r in replies for a, b in zip(r.token_times_s, r.token_times_s[1:], strict=False)]
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
