@@ -161,7 +161,7 @@ class EngineConfig:
         minimum=0,
     )
     prefill_chunk_ms: float = setting(
-        250.0,
+        100.0,
         Kind.MILLISECONDS,
         "Longest prefill chunk while nothing decodes, so that newcomers are seen soon; 0 is unlimited.",
         minimum=0,

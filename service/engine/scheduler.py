@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from service.engine.ids import SequenceId
+from service.engine.oldest_share import OldestShare
 from service.engine.sequence import Phase, Sequence
 from service.engine.turns import Turns
 from service.engine.waiting import WaitingRoom
@@ -39,10 +40,6 @@ class SchedulerLimits:
     """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
 
 
-_OLDEST_EVERY = 4
-"""Every so many prefill turns the oldest prompt runs instead of the shortest, so none starves."""
-
-
 class Scheduler:
     """Holds the waiting, preparing and decoding sequences and picks the next unit of work."""
 
@@ -60,6 +57,7 @@ class Scheduler:
             chunk_token_count=limits.prefill_chunk_token_count,
             grid_token_count=limits.prefill_grid_token_count,
         )
+        self._oldest_share = OldestShare()
 
     @property
     def waiting_count(self) -> int:
@@ -187,6 +185,8 @@ class Scheduler:
     def note_chunk(self, chunk: PrefillChunk, elapsed_s: float) -> None:
         """Account for a prefill chunk that just ran."""
         self._turns.note_chunk(start=chunk.start, token_count=chunk.stop - chunk.start, elapsed_s=elapsed_s)
+        older = (s for s in self._unfinished if s.sequence_id < chunk.sequence.sequence_id)
+        self._oldest_share.note(elapsed_s, was_oldest=next(older, None) is None)
         self.note_prefill(elapsed_s)
 
     def note_prefill(self, elapsed_s: float) -> None:
@@ -202,18 +202,24 @@ class Scheduler:
         """Sequences that wait for their first token, for each one that decodes."""
         return (len(self._room) + self._preparing_count) / max(1, len(self._decoding))
 
+    @property
+    def _unfinished(self) -> list[Sequence]:
+        """Those with prompt left to compute."""
+        return [s for s in self._prefilling.values() if not s.is_prefilled]
+
     def _next_chunk(self) -> PrefillChunk | None:
-        oldest_turn = self._turns.count % _OLDEST_EVERY == 0
-        sequence = min(
-            (s for s in self._prefilling.values() if not s.is_prefilled),
-            key=lambda s: (
-                0 if oldest_turn else s.prefill_target - s.processed_token_count,
-                s.sequence_id,
-            ),
-            default=None,
-        )
-        if sequence is None:
+        unfinished = self._unfinished
+        if not unfinished:
             return None
+        oldest = min(unfinished, key=lambda s: s.sequence_id)
+        shortest = min(unfinished, key=lambda s: (s.prefill_target - s.processed_token_count, s.sequence_id))
+        if oldest is shortest:
+            return self._chunk_of(oldest)
+        chunk = self._chunk_of(oldest)
+        cost_s = self._turns.expected_s(chunk.start, chunk.stop - chunk.start)
+        return chunk if self._oldest_share.is_due(cost_s) else self._chunk_of(shortest)
+
+    def _chunk_of(self, sequence: Sequence) -> PrefillChunk:
         start = sequence.processed_token_count
         chunk = self.limits.prefill_chunk_token_count
         affordable = self._turns.chunk_stop(start, is_decoding=bool(self._decoding), crowd=self._crowd)

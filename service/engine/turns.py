@@ -36,8 +36,6 @@ class Turns:
         self._spent_s = 0.0
         self._has_joined = False
         self._has_prefilled = False
-        self.count = 0
-        """Turns so far."""
 
     def note_chunk(self, *, start: int, token_count: int, elapsed_s: float) -> None:
         """Learn from a chunk that began at `start`; its time is noted with `note_prefill` besides."""
@@ -49,9 +47,8 @@ class Turns:
             self._spent_s += elapsed_s
             self._has_prefilled = True
         else:
-            # No decode step ends the turn, and the oldest prompt must not keep it; nobody is owed anything.
+            # No decode step waits for the turn's end; nobody is owed anything.
             self._spent_s = 0.0
-            self.count += 1
 
     def note_join(self) -> None:
         """A row was added to those who decode."""
@@ -62,7 +59,6 @@ class Turns:
         self._spent_s = max(0.0, self._spent_s - self._slice_s(crowd))
         old = self._decode_step_s
         self._decode_step_s = elapsed_s if old == 0.0 else old + _SMOOTHING * (elapsed_s - old)
-        self.count += 1
         self._has_joined = False
         self._has_prefilled = False
 
@@ -83,11 +79,16 @@ class Turns:
         tokens: float = self._chunk_token_count
         if budget_s is not None and cost is not None:
             tokens = cost.tokens_within(budget_s)
-            if is_decoding and not self._fixed_slice_s:
-                # Where reading the weights is most of a chunk, slices of one step would starve the prompts.
+            if not (is_decoding and self._fixed_slice_s):
+                # Where reading the weights is most of a chunk, cutting it finer would starve the prompts.
                 tokens = max(tokens, cost.even_tokens)
         grid = self._grid_token_count
         return max(start // grid + 1, (start + int(min(tokens, self._chunk_token_count))) // grid) * grid
+
+    def expected_s(self, start: int, token_count: int) -> float:
+        """Return what a chunk from `start` is expected to take; 0 before any was measured."""
+        cost = self._pace.cost(start)
+        return cost.seconds(token_count) if cost else 0.0
 
     def _left_s(self, crowd: float) -> float | None:
         """Return what is left of the turn; None before any decode step was measured."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from service.engine.ids import SequenceId
 from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.engine.sequence import Sequence
@@ -224,42 +226,59 @@ def test_a_chunk_of_a_long_context_is_cut_to_its_time_while_nothing_decodes() ->
     assert all(elapsed_s <= 0.2 for _, elapsed_s in slow)
 
 
-def test_a_short_prompt_overtakes_a_long_one_and_the_long_one_still_moves() -> None:
-    scheduler = House()
-    long = sequence(0, 10_000)
-    short = sequence(1, 9)
-    for s in (long, short):
-        scheduler.room.add(s)
-    scheduler.admit_all()
-    scheduler.note_decode(0.01)
-    work = scheduler.next_work()
-    assert isinstance(work, PrefillChunk) and work.sequence is short
-    turns = []
-    for _ in range(8):
-        scheduler.note_decode(0.01)
-        work = scheduler.next_work()
-        assert isinstance(work, PrefillChunk)
-        turns.append(work.sequence)
-    assert long in turns, "the oldest gets a turn now and then"
-
-
-def test_a_short_prompt_overtakes_a_long_one_also_while_nothing_decodes() -> None:
-    for decoded_before in range(5):
-        scheduler = House()
-        for _ in range(decoded_before):
-            scheduler.note_decode(0.01)
-        long = sequence(0, 10_000)
-        short = sequence(1, 17)
-        for s in (long, short):
-            scheduler.room.add(s)
+@pytest.mark.parametrize("is_decoding", [True, False], ids=["beside a decode", "nothing decodes"])
+def test_a_short_prompt_overtakes_a_long_one_whatever_ran_before(is_decoding: bool) -> None:
+    device = Device(fixed_s=0.001, token_s=0.001, step_s=0.020)
+    for chunk_count in range(1, 9):
+        scheduler = House(FINE)
+        long, short = sequence(1, 10_000), sequence(2, 40)
+        if is_decoding:
+            scheduler.room.add(first := sequence(0, 2))
+            scheduler.admit_all()
+            scheduler.start_decoding(first)
+        scheduler.room.add(long)
         scheduler.admit_all()
-        turns = []
-        for _ in range(8):
-            work = scheduler.next_work()
+        device.run(scheduler, chunk_count)
+        scheduler.room.add(short)
+        scheduler.admit_all()
+        before = long.processed_token_count
+        while not short.is_prefilled:
+            device.run(scheduler, 1)
+        assert long.processed_token_count == before, f"after {chunk_count} units of work"
+
+
+@pytest.mark.parametrize("is_decoding", [True, False], ids=["beside a decode", "nothing decodes"])
+def test_shorter_prompts_without_end_leave_the_oldest_its_share_of_time(is_decoding: bool) -> None:
+    # A token on top of a long context costs five of the others'.
+    scheduler = House(dataclasses.replace(FINE, prefill_chunk_s=0.1))
+    long = sequence(0, 100_000)
+    long.processed_token_count = 50_000
+    scheduler.room.add(long)
+    if is_decoding:
+        scheduler.room.add(first := sequence(1, 2))
+    scheduler.admit_all()
+    if is_decoding:
+        scheduler.start_decoding(first)
+    spent_s = {True: 0.0, False: 0.0}
+    for number in range(2, 2000):
+        if scheduler.prefilling_count < 2:
+            scheduler.room.add(sequence(number, 300))
+            scheduler.admit_all()
+        work = scheduler.next_work()
+        if isinstance(work, Join):
+            scheduler.remove(work.sequence)
+        elif isinstance(work, DecodeStep):
+            scheduler.note_decode(0.02)
+        else:
             assert isinstance(work, PrefillChunk)
-            turns.append(work.sequence)
-            scheduler.note_prefill(0.06)
-        assert long in turns and turns.count(short) >= 5, f"after {decoded_before} decode steps"
+            is_long = work.sequence is long
+            elapsed_s = (work.stop - work.start) * (0.005 if is_long else 0.001)
+            work.sequence.processed_token_count = work.stop
+            scheduler.note_chunk(work, elapsed_s)
+            if number > 500:
+                spent_s[is_long] += elapsed_s
+    share = spent_s[True] / (spent_s[True] + spent_s[False])
+    assert 0.2 < share < 0.3, "a quarter of the time, not of the turns"
 
 
 def test_idle_when_nothing_runs() -> None:
