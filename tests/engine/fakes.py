@@ -94,8 +94,8 @@ class FakeRunner:
         self.history[sequence_id] = []
 
     def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
-        self.on_prefill()
         self.chunks.append((sequence_id, len(token_ids)))
+        self.on_prefill()
         self.history[sequence_id] += token_ids
 
     def prefill_measured(
