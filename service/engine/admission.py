@@ -37,15 +37,15 @@ class Admission:
         self._guard = guard
 
     def refusal(
-        self, request: GenerationRequest, *, output_token_limit: int, now: float
+        self, request: GenerationRequest, *, output_token_limit: int, now: float, request_count: int = 1
     ) -> IcehouseError | None:
-        """Return why a request may not even wait, or None when it may."""
+        """Return why a request, or so many alike, may not even wait, or None when it may."""
         token_count = len(request.prompt_token_ids)
         never = self._guard.never_fits(token_count + min(output_token_limit, request.max_output_tokens))
         if never is not None:
             return never
         prediction = self.predict(request)
-        if not self._room.has_room_for(token_count):
+        if not self._room.has_room_for(token_count, request_count=request_count):
             return self._full(prediction)
         if request.deadline_time is not None and prediction.ttft_s is not None:
             left_s = request.deadline_time - now

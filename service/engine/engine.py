@@ -108,14 +108,16 @@ class Engine:
         """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Hand in a request; its events come through the listener.
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
+        """Hand in a request, and others for the same prompt; their events come through the listener.
+
+        They are taken in together or not at all.
 
         Raises Unavailable while loading, draining or failed, and Overloaded when the mailbox is full.
         """
         if self._state is not EngineState.READY:
             raise self._not_ready()
-        if not self._mailbox.offer(Submit(request)):
+        if not self._mailbox.offer(Submit(request, siblings), work_count=1 + len(siblings)):
             raise Overloaded(
                 Reason.QUEUE_FULL,
                 f"{self._mailbox.limit} requests arrived in one step, which is the limit; try again later",

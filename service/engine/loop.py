@@ -10,7 +10,6 @@ from service.clock import Clock
 from service.domain.events import Failed, PrefillProgress
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
-from service.domain.request import GenerationRequest
 from service.domain.stats import EngineStats
 from service.engine.admission import Admission
 from service.engine.counters import Counters
@@ -24,6 +23,7 @@ from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, S
 from service.engine.ports import Listener, Runner
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.pressure import Pressure
+from service.engine.reception import Reception
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Phase, Sequence
 from service.engine.stats import engine_stats
@@ -58,10 +58,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._mailbox = mailbox
         self._clock = clock
-        self._decode, self._decode_with_markers = decode, decode_with_markers
-        self._model = model
-        self._prefix = prefix
-        self._room = room
+        self._prefix, self._room = prefix, room
         self._delivery = Delivery(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._start_time = clock.monotonic()
         self.counters = Counters()
@@ -73,7 +70,15 @@ class EngineLoop:
             counters=self.counters,
             clock=clock,
         )
-        self._admission = Admission(room=room, scheduler=scheduler, counters=self.counters, guard=guard)
+        self._reception = Reception(
+            admission=Admission(room=room, scheduler=scheduler, counters=self.counters, guard=guard),
+            live=self._live,
+            room=room,
+            model=model,
+            clock=clock,
+            decode=decode,
+            decode_with_markers=decode_with_markers,
+        )
         self._pressure = Pressure(
             guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
         )
@@ -114,7 +119,8 @@ class EngineLoop:
         """End every request with `error`; what the mailbox still holds too."""
         for message in self._mailbox.close():
             if isinstance(message, Submit):
-                self._delivery.tell(message.request.request_id, Failed(error))
+                for request in message.requests:
+                    self._delivery.tell(request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
                 message.reply(self.stats(), self._prefix.stats())
             elif isinstance(message, Order):
@@ -133,8 +139,10 @@ class EngineLoop:
         self._delivery.publish()
 
     def _receive(self, message: Message) -> None:
-        if isinstance(message, Submit):
-            self._accept(message.request)
+        if isinstance(message, Submit) and self.is_draining:
+            self._reception.refuse(message.requests, shutting_down())
+        elif isinstance(message, Submit):
+            self._reception.receive(message.requests)
         elif isinstance(message, Cancel):
             self._live.cancel(message.request_id, message.error)
         elif isinstance(message, QueryStats):
@@ -147,24 +155,6 @@ class EngineLoop:
             for sequence in self._prefix.receive(message):
                 if sequence.phase is Phase.LOADING:
                     self._scheduler.start_restoring(sequence)
-
-    def _accept(self, request: GenerationRequest) -> None:
-        if self.is_draining:
-            self._live.refuse(request, shutting_down())
-            return
-        sequence = Sequence.of(
-            request,
-            sequence_id=self._live.next_id(),
-            decode=self._decode_with_markers if request.shows_markers else self._decode,
-            context_token_limit=self._model.context_token_limit,
-        )
-        limit = sequence.output_token_limit
-        refusal = self._admission.refusal(request, output_token_limit=limit, now=self._clock.monotonic())
-        if refusal is not None:
-            self._live.refuse(request, refusal)
-            return
-        self._room.add(sequence)
-        self._live.accept(sequence)
 
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""

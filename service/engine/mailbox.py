@@ -24,12 +24,13 @@ class Mailbox(Generic[Message]):
         self._closed = False
         self._changed = threading.Condition()
 
-    def offer(self, message: Message) -> bool:
-        """Put new work in; False, and nothing kept, when `limit` of it waits already or the door is shut."""
+    def offer(self, message: Message, *, work_count: int = 1) -> bool:
+        """Put new work in, which counts as `work_count`; False, and nothing kept, when more than `limit` of it
+        would wait or the door is shut."""
         with self._changed:
-            if self._closed or self._work_count >= self.limit:
+            if self._closed or self._work_count + work_count > self.limit:
                 return False
-            self._work_count += 1
+            self._work_count += work_count
             self._messages.append((True, message))
             self._changed.notify()
             return True

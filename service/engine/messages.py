@@ -16,9 +16,14 @@ from service.kv.messages import Outcome
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submit:
-    """New work."""
+    """New work: a request, and others for the same prompt that are taken in with it or not at all."""
 
     request: GenerationRequest
+    siblings: tuple[GenerationRequest, ...] = ()
+
+    @property
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        return (self.request, *self.siblings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

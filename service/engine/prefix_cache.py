@@ -177,7 +177,8 @@ class PrefixCache:
 
     @property
     def can_share(self) -> bool:
-        """Whether a block that one sequence just computed lets another one start there."""
+        """Whether any block that one sequence just computed lets another one start there; else only what was
+        captured at the end of a prompt, or of a sequence, does."""
         return self.is_supported and self.facts.has_kv and not self.facts.needs_checkpoint
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:

@@ -56,7 +56,11 @@ class PrefixDesk:
         self._load_ids = count(1)
         self._introductions = Introductions(cache, load_ids=self._load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
-        self._promises = Promises(block_token_count=cache.settings.block_token_count)
+        self._promises = Promises(
+            block_token_count=cache.settings.block_token_count,
+            least_token_count=cache.settings.min_reuse_token_count,
+            shares_blocks=cache.can_share,
+        )
 
     @property
     def checkpoint_block_token_count(self) -> int:
@@ -147,7 +151,7 @@ class PrefixDesk:
 
     def lead(self, sequence: Sequence) -> None:
         """Note that a sequence computes the rest of its input now, so that others may wait for it."""
-        if self._cache.can_share and self._cache.may_write(sequence):
+        if self._cache.may_write(sequence):
             self._promises.make(sequence, self._cache.root(sequence.request.tenant))
 
     def take_ready(self) -> list[Sequence]:
@@ -161,6 +165,8 @@ class PrefixDesk:
         before = len(sequence.chain)
         self._cache.capture(sequence, is_end=is_end)
         self._promises.keep(sequence.chain[before:])
+        if is_end:
+            self._promises.withdraw(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
@@ -214,7 +220,7 @@ class PrefixDesk:
 
     def _follows(self, sequence: Sequence) -> bool:
         cache = self._cache
-        if not cache.can_share or not cache.may_read(sequence):
+        if not cache.may_read(sequence):
             return False
         return self._promises.follow(sequence, cache.root(sequence.request.tenant))
 

@@ -1,8 +1,8 @@
 """Blocks that a running prefill will complete, so that others wait for them instead of computing them too.
 
-Inference thread only. A prefill promises every full block of its input that is still to come. A
-request whose own prompt goes through such a block follows: it waits until the last block it
-shares is kept, or the leader ends, and is planned then.
+Inference thread only. A prefill promises every full block of its input that is still to come, and the
+tail at its end. A request whose own prompt goes through such a block follows: it waits until the last
+block it shares is kept, or the leader ends, and is planned then. Only an equal prompt shares the tail.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ _FOLLOW_LIMIT = 3
 class Promises:
     """Who computes what, and who waits for it."""
 
-    def __init__(self, *, block_token_count: int) -> None:
+    def __init__(
+        self, *, block_token_count: int, least_token_count: int = 0, shares_blocks: bool = True
+    ) -> None:
         self._block_token_count = block_token_count
+        self._least_token_count = least_token_count
+        """Inputs shorter than this are computed sooner than waited for."""
+        self._shares_blocks = shares_blocks
+        """Whether another prompt can start at any block; else only an equal one, at the end."""
         self._leaders: dict[BlockHash, SequenceId] = {}
         self._made: dict[SequenceId, list[BlockHash]] = {}
         self._followers: dict[BlockHash, list[Sequence]] = {}
@@ -30,9 +36,10 @@ class Promises:
         self._ready: list[Sequence] = []
 
     def make(self, sequence: Sequence, root: BlockHash) -> None:
-        """Promise the full blocks of a sequence's input that its chain does not hold yet."""
-        chain = self._chain(sequence, root)[len(sequence.chain) :]
-        mine = [name for name in chain if name not in self._leaders]
+        """Promise the blocks of a sequence's input that are not computed yet."""
+        if sequence.is_prefilled or sequence.prefill_target < self._least_token_count:
+            return
+        mine = [name for name in self._shareable(sequence, root) if name not in self._leaders]
         self._leaders.update(dict.fromkeys(mine, sequence.sequence_id))
         if mine:
             self._made[sequence.sequence_id] = mine
@@ -41,7 +48,7 @@ class Promises:
         """Have a sequence wait for the last block it shares with a running prefill; False for none."""
         if not self._leaders or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
             return False
-        shared = [name for name in self._chain(sequence, root) if name in self._leaders]
+        shared = [name for name in self._shareable(sequence, root) if name in self._leaders]
         if not shared:
             return False
         self._followers.setdefault(shared[-1], []).append(sequence)
@@ -74,12 +81,13 @@ class Promises:
         ready, self._ready = self._ready, []
         return ready
 
-    def _chain(self, sequence: Sequence, root: BlockHash) -> list[BlockHash]:
-        """Names of the full blocks before the last input token."""
-        size = self._block_token_count
+    def _shareable(self, sequence: Sequence, root: BlockHash) -> list[BlockHash]:
+        """Names of the blocks before the last input token, the tail's last, that its caches lack and that
+        another prompt could start from."""
+        stop = sequence.prefill_target
         names: list[BlockHash] = []
-        for start in range(0, sequence.prefill_target - size + 1, size):
+        for start in range(0, stop, self._block_token_count):
             parent = names[-1] if names else root
-            tokens = sequence.input_token_ids[start : start + size]
+            tokens = sequence.input_token_ids[start : min(start + self._block_token_count, stop)]
             names.append(block_hash(parent=parent, token_ids=tokens))
-        return names
+        return names[len(sequence.chain) :] if self._shares_blocks else names[-1:]

@@ -44,12 +44,13 @@ class WaitingRoom:
         """Tokens of all that wait."""
         return self._token_count
 
-    def has_room_for(self, token_count: int) -> bool:
-        """Whether one more request of this many tokens may wait. An empty room takes any one."""
-        if len(self._sequences) >= self.limits.request_limit:
+    def has_room_for(self, token_count: int, *, request_count: int = 1) -> bool:
+        """Whether so many more requests of this many tokens each may wait. Tokens do not matter to an empty
+        room."""
+        if len(self._sequences) + request_count > self.limits.request_limit:
             return False
         limit = self.limits.token_limit
-        return not limit or not self._sequences or self._token_count + token_count <= limit
+        return not limit or not self._sequences or self._token_count + request_count * token_count <= limit
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence in; also one that was parked, which no bound applies to."""

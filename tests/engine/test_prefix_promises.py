@@ -21,9 +21,9 @@ def sequence(number: int, tokens: list[int]) -> Sequence:
 
 def names(tokens: list[int]) -> list:
     chain: list = []
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+    for start in range(0, len(tokens) - 1, BLOCK):
         parent = chain[-1] if chain else ROOT
-        chain.append(block_hash(parent=parent, token_ids=tokens[start : start + BLOCK]))
+        chain.append(block_hash(parent=parent, token_ids=tokens[start : min(start + BLOCK, len(tokens) - 1)]))
     return chain
 
 
