@@ -26,6 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from icehouse.v1 import cache_policy_pb2 as icehouse_dot_v1_dot_cache__policy__pb2
 from icehouse.v1 import cache_stats_pb2 as icehouse_dot_v1_dot_cache__stats__pb2
+from icehouse.v1 import completion_pb2 as icehouse_dot_v1_dot_completion__pb2
 from icehouse.v1 import engine_stats_pb2 as icehouse_dot_v1_dot_engine__stats__pb2
 from icehouse.v1 import logprobs_pb2 as icehouse_dot_v1_dot_logprobs__pb2
 from icehouse.v1 import prompt_pb2 as icehouse_dot_v1_dot_prompt__pb2
@@ -38,37 +39,37 @@ from icehouse.v1 import tool_pb2 as icehouse_dot_v1_dot_tool__pb2
 from icehouse.v1 import usage_pb2 as icehouse_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#icehouse/v1/inference_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x9b\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\x05\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.icehouse.v1.SamplingParams\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x34\n\x0fresponse_format\x18\t \x01(\x0b\x32\x1b.icehouse.v1.ResponseFormat\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12.\n\x08logprobs\x18\x0b \x01(\x0b\x32\x1c.icehouse.v1.LogprobsOptions\x12\'\n\x05\x63\x61\x63he\x18\x0c \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\r \x01(\x05\x12,\n\x0btool_choice\x18\x0e \x01(\x0b\x32\x17.icehouse.v1.ToolChoice\x12-\n\x0bspeculation\x18\x10 \x01(\x0b\x32\x18.icehouse.v1.SpeculationB\x08\n\x06prompt\"\xeb\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.icehouse.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.icehouse.v1.Usage\x12\'\n\x05\x63\x61\x63he\x18\x08 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\x0c\n\x04seed\x18\t \x01(\x04\x12)\n\ntool_calls\x18\n \x03(\x0b\x32\x15.icehouse.v1.ToolCall\x12\x11\n\treasoning\x18\x0b \x01(\t\x12,\n\x08logprobs\x18\x0c \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\x12<\n\x14malformed_tool_calls\x18\x1e \x03(\x0b\x32\x1e.icehouse.v1.MalformedToolCallB\x0e\n\x0c_stop_string\"\xcc\x01\n\x0eStreamResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.icehouse.v1.StartedH\x00\x12\x38\n\x10prefill_progress\x18\x02 \x01(\x0b\x32\x1c.icehouse.v1.PrefillProgressH\x00\x12#\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.icehouse.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xad\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\x31\n\x0equeue_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"w\n\x0fPrefillProgress\x12\x18\n\x10processed_tokens\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x33\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\"\xd5\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x11\n\treasoning\x18\x03 \x01(\t\x12-\n\ttool_call\x18\x04 \x01(\x0b\x32\x1a.icehouse.v1.ToolCallDelta\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\x12;\n\x13malformed_tool_call\x18\x1e \x01(\x0b\x32\x1e.icehouse.v1.MalformedToolCall\"\x89\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.icehouse.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x02 \x01(\tH\x00\x88\x01\x01\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.UsageB\x0e\n\x0c_stop_string\"\x85\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.ToolB\x08\n\x06prompt\"K\n\x10TokenizeResponse\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.icehouse.v1.Token\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"\"\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\x05\x12\r\n\x05piece\x18\x02 \x01(\t\"\x13\n\x11\x43\x61\x63heStatsRequest\"\xf7\x01\n\x12\x43\x61\x63heStatsResponse\x12\x30\n\x0c\x63ollect_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EngineStats\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.CacheStats\x12\x32\n\x10slowest_requests\x18\n \x03(\x0b\x32\x18.icehouse.v1.SlowRequest\x12)\n\x07tenants\x18\x14 \x03(\x0b\x32\x18.icehouse.v1.TenantStats2\xba\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1d.icehouse.v1.GenerateResponse\x12\x45\n\x06Stream\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1b.icehouse.v1.StreamResponse0\x01\x12G\n\x08Tokenize\x12\x1c.icehouse.v1.TokenizeRequest\x1a\x1d.icehouse.v1.TokenizeResponse\x12M\n\nCacheStats\x12\x1e.icehouse.v1.CacheStatsRequest\x1a\x1f.icehouse.v1.CacheStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#icehouse/v1/inference_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xb0\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\x05\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.icehouse.v1.SamplingParams\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x34\n\x0fresponse_format\x18\t \x01(\x0b\x32\x1b.icehouse.v1.ResponseFormat\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12.\n\x08logprobs\x18\x0b \x01(\x0b\x32\x1c.icehouse.v1.LogprobsOptions\x12\'\n\x05\x63\x61\x63he\x18\x0c \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\r \x01(\x05\x12,\n\x0btool_choice\x18\x0e \x01(\x0b\x32\x17.icehouse.v1.ToolChoice\x12\x13\n\x0b\x63ompletions\x18\x0f \x01(\x05\x12-\n\x0bspeculation\x18\x10 \x01(\x0b\x32\x18.icehouse.v1.SpeculationB\x08\n\x06prompt\"\x99\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.icehouse.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.icehouse.v1.Usage\x12\'\n\x05\x63\x61\x63he\x18\x08 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\x0c\n\x04seed\x18\t \x01(\x04\x12)\n\ntool_calls\x18\n \x03(\x0b\x32\x15.icehouse.v1.ToolCall\x12\x11\n\treasoning\x18\x0b \x01(\t\x12,\n\x08logprobs\x18\x0c \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\x12,\n\x0b\x63ompletions\x18\x0e \x03(\x0b\x32\x17.icehouse.v1.Completion\x12<\n\x14malformed_tool_calls\x18\x1e \x03(\x0b\x32\x1e.icehouse.v1.MalformedToolCallB\x0e\n\x0c_stop_string\"\xcc\x01\n\x0eStreamResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.icehouse.v1.StartedH\x00\x12\x38\n\x10prefill_progress\x18\x02 \x01(\x0b\x32\x1c.icehouse.v1.PrefillProgressH\x00\x12#\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.icehouse.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xad\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\x31\n\x0equeue_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"w\n\x0fPrefillProgress\x12\x18\n\x10processed_tokens\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x33\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\"\xef\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x11\n\treasoning\x18\x03 \x01(\t\x12-\n\ttool_call\x18\x04 \x01(\x0b\x32\x1a.icehouse.v1.ToolCallDelta\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\x12\x18\n\x10\x63ompletion_index\x18\x06 \x01(\x05\x12;\n\x13malformed_tool_call\x18\x1e \x01(\x0b\x32\x1e.icehouse.v1.MalformedToolCall\"\xa3\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.icehouse.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x02 \x01(\tH\x00\x88\x01\x01\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.Usage\x12\x18\n\x10\x63ompletion_index\x18\x04 \x01(\x05\x42\x0e\n\x0c_stop_string\"\x85\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.ToolB\x08\n\x06prompt\"K\n\x10TokenizeResponse\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.icehouse.v1.Token\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"\"\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\x05\x12\r\n\x05piece\x18\x02 \x01(\t\"\x13\n\x11\x43\x61\x63heStatsRequest\"\xf7\x01\n\x12\x43\x61\x63heStatsResponse\x12\x30\n\x0c\x63ollect_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EngineStats\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.CacheStats\x12\x32\n\x10slowest_requests\x18\n \x03(\x0b\x32\x18.icehouse.v1.SlowRequest\x12)\n\x07tenants\x18\x14 \x03(\x0b\x32\x18.icehouse.v1.TenantStats2\xba\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1d.icehouse.v1.GenerateResponse\x12\x45\n\x06Stream\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1b.icehouse.v1.StreamResponse0\x01\x12G\n\x08Tokenize\x12\x1c.icehouse.v1.TokenizeRequest\x1a\x1d.icehouse.v1.TokenizeResponse\x12M\n\nCacheStats\x12\x1e.icehouse.v1.CacheStatsRequest\x1a\x1f.icehouse.v1.CacheStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.inference_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=474
-  _globals['_GENERATEREQUEST']._serialized_end=1013
-  _globals['_GENERATERESPONSE']._serialized_start=1016
-  _globals['_GENERATERESPONSE']._serialized_end=1507
-  _globals['_STREAMRESPONSE']._serialized_start=1510
-  _globals['_STREAMRESPONSE']._serialized_end=1714
-  _globals['_STARTED']._serialized_start=1717
-  _globals['_STARTED']._serialized_end=1890
-  _globals['_PREFILLPROGRESS']._serialized_start=1892
-  _globals['_PREFILLPROGRESS']._serialized_end=2011
-  _globals['_DELTA']._serialized_start=2014
-  _globals['_DELTA']._serialized_end=2227
-  _globals['_FINISHED']._serialized_start=2230
-  _globals['_FINISHED']._serialized_end=2367
-  _globals['_TOKENIZEREQUEST']._serialized_start=2370
-  _globals['_TOKENIZEREQUEST']._serialized_end=2503
-  _globals['_TOKENIZERESPONSE']._serialized_start=2505
-  _globals['_TOKENIZERESPONSE']._serialized_end=2580
-  _globals['_TOKEN']._serialized_start=2582
-  _globals['_TOKEN']._serialized_end=2616
-  _globals['_CACHESTATSREQUEST']._serialized_start=2618
-  _globals['_CACHESTATSREQUEST']._serialized_end=2637
-  _globals['_CACHESTATSRESPONSE']._serialized_start=2640
-  _globals['_CACHESTATSRESPONSE']._serialized_end=2887
-  _globals['_INFERENCESERVICE']._serialized_start=2890
-  _globals['_INFERENCESERVICE']._serialized_end=3204
+  _globals['_GENERATEREQUEST']._serialized_start=504
+  _globals['_GENERATEREQUEST']._serialized_end=1064
+  _globals['_GENERATERESPONSE']._serialized_start=1067
+  _globals['_GENERATERESPONSE']._serialized_end=1604
+  _globals['_STREAMRESPONSE']._serialized_start=1607
+  _globals['_STREAMRESPONSE']._serialized_end=1811
+  _globals['_STARTED']._serialized_start=1814
+  _globals['_STARTED']._serialized_end=1987
+  _globals['_PREFILLPROGRESS']._serialized_start=1989
+  _globals['_PREFILLPROGRESS']._serialized_end=2108
+  _globals['_DELTA']._serialized_start=2111
+  _globals['_DELTA']._serialized_end=2350
+  _globals['_FINISHED']._serialized_start=2353
+  _globals['_FINISHED']._serialized_end=2516
+  _globals['_TOKENIZEREQUEST']._serialized_start=2519
+  _globals['_TOKENIZEREQUEST']._serialized_end=2652
+  _globals['_TOKENIZERESPONSE']._serialized_start=2654
+  _globals['_TOKENIZERESPONSE']._serialized_end=2729
+  _globals['_TOKEN']._serialized_start=2731
+  _globals['_TOKEN']._serialized_end=2765
+  _globals['_CACHESTATSREQUEST']._serialized_start=2767
+  _globals['_CACHESTATSREQUEST']._serialized_end=2786
+  _globals['_CACHESTATSRESPONSE']._serialized_start=2789
+  _globals['_CACHESTATSRESPONSE']._serialized_end=3036
+  _globals['_INFERENCESERVICE']._serialized_start=3039
+  _globals['_INFERENCESERVICE']._serialized_end=3353
 # @@protoc_insertion_point(module_scope)

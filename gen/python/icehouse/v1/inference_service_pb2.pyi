@@ -11,6 +11,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from icehouse.v1 import cache_policy_pb2 as _cache_policy_pb2
 from icehouse.v1 import cache_stats_pb2 as _cache_stats_pb2
+from icehouse.v1 import completion_pb2 as _completion_pb2
 from icehouse.v1 import engine_stats_pb2 as _engine_stats_pb2
 from icehouse.v1 import logprobs_pb2 as _logprobs_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
@@ -52,6 +53,7 @@ class GenerateRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
@@ -67,6 +69,14 @@ class GenerateRequest(_message.Message):
     """
     priority: _builtins.int
     """Higher runs first among waiting requests, -100 to 100. Absent: 0."""
+    completions: _builtins.int
+    """Outputs of the one prompt, from 1 to the server's limit (16 by default). Each is what a request of
+    its own would give with the seed `seed` + its index; more than one therefore needs a `temperature`
+    above 0 (PARAMETER_OUT_OF_RANGE). They are let in together or refused together, take a place in the
+    queue and a slot each, and the first to fail ends them all. The prompt is computed once, and the
+    others start from its blocks, if `cache` allows to write and to read. Absent or 0: 1, told by the
+    fields of GenerateResponse alone.
+    """
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """A conversation."""
@@ -130,11 +140,12 @@ class GenerateRequest(_message.Message):
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
         tool_choice: _tool_pb2.ToolChoice | None = ...,
+        completions: _builtins.int = ...,
         speculation: _speculation_pb2.Speculation | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -144,7 +155,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """The complete output."""
+    """The complete output; of several completions the first one, but for `completions`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -161,6 +172,7 @@ class GenerateResponse(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
@@ -207,6 +219,10 @@ class GenerateResponse(_message.Message):
         """One for each prompt token but the first, which nothing comes before. Absent: not asked for."""
 
     @_builtins.property
+    def completions(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.Completion]:
+        """Every completion in order, the first one included. Absent: the request left `completions` unset."""
+
+    @_builtins.property
     def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
         """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
 
@@ -226,11 +242,12 @@ class GenerateResponse(_message.Message):
         reasoning: _builtins.str = ...,
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
+        completions: _abc.Iterable[_completion_pb2.Completion] | None = ...,
         malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "completions", b"completions", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -250,19 +267,21 @@ class StreamResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started:
-        """The request left the queue. Once, first."""
+        """The request left the queue. Once, first; of several completions when the first one of them did."""
 
     @_builtins.property
     def prefill_progress(self) -> Global___PrefillProgress:
-        """More of the prompt is computed. Any number, before the first delta."""
+        """More of the prompt is computed. Any number, before the first delta of completion 0, whose prefill
+        it is.
+        """
 
     @_builtins.property
     def delta(self) -> Global___Delta:
-        """New output. Any number."""
+        """New output. Any number; those of several completions mixed."""
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """The output is complete. Once, last."""
+        """The output is complete. Once, last; of several completions once each, the last one of them last."""
 
     def __init__(
         self,
@@ -373,11 +392,14 @@ class Delta(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALL_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    COMPLETION_INDEX_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only. May be empty: some tokens complete no character."""
     reasoning: _builtins.str
     """More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none."""
+    completion_index: _builtins.int
+    """Which completion it belongs to, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens generated since the last delta. Their text may come later, or never when a stop string
@@ -404,11 +426,12 @@ class Delta(_message.Message):
         reasoning: _builtins.str = ...,
         tool_call: _tool_pb2.ToolCallDelta | None = ...,
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
+        completion_index: _builtins.int = ...,
         malformed_tool_call: _tool_pb2.MalformedToolCall | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["malformed_tool_call", b"malformed_tool_call", "tool_call", b"tool_call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "malformed_tool_call", b"malformed_tool_call", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_index", b"completion_index", "logprobs", b"logprobs", "malformed_tool_call", b"malformed_tool_call", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -423,10 +446,13 @@ class Finished(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    COMPLETION_INDEX_FIELD_NUMBER: _builtins.int
     finish_reason: _usage_pb2.FinishReason.ValueType
     """Why it ended."""
     stop_string: _builtins.str
     """The stop string that ended it. Absent: it ended otherwise."""
+    completion_index: _builtins.int
+    """Which completion it belongs to, from 0."""
     @_builtins.property
     def usage(self) -> _usage_pb2.Usage:
         """What it cost."""
@@ -437,10 +463,11 @@ class Finished(_message.Message):
         finish_reason: _usage_pb2.FinishReason.ValueType = ...,
         stop_string: _builtins.str | None = ...,
         usage: _usage_pb2.Usage | None = ...,
+        completion_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "finish_reason", b"finish_reason", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "completion_index", b"completion_index", "finish_reason", b"finish_reason", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015

@@ -81,8 +81,9 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stream(self, request, context):
-        """Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-        deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
+        """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
+        where several were asked for). The texts of a completion's deltas, joined, are the text that
+        Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
         passes, frees the sequence within a step; one who stops reading is cut off with
         RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
         """

@@ -43,8 +43,9 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]
     """Generates and answers once, when the output is complete."""
     Stream: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.StreamResponse]
-    """Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-    deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
+    """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
+    where several were asked for). The texts of a completion's deltas, joined, are the text that
+    Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
     passes, frees the sequence within a step; one who stops reading is cut off with
     RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
     """
@@ -68,8 +69,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates and answers once, when the output is complete."""
     Stream: _aio.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.StreamResponse]  # type: ignore[assignment]
-    """Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-    deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
+    """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
+    where several were asked for). The texts of a completion's deltas, joined, are the text that
+    Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
     passes, frees the sequence within a step; one who stops reading is cut off with
     RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
     """
@@ -102,8 +104,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.StreamResponse], _abc.AsyncIterator[_inference_service_pb2.StreamResponse]]:
-        """Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-        deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
+        """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
+        where several were asked for). The texts of a completion's deltas, joined, are the text that
+        Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
         passes, frees the sequence within a step; one who stops reading is cut off with
         RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
         """
