@@ -236,8 +236,8 @@ class _EngineDoor:
     def step_allowance_s(self) -> float:
         return self._engine.step_allowance_s
 
-    def submit(self, request: GenerationRequest) -> None:
-        self._engine.submit(request)
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
+        self._engine.submit(request, siblings)
 
     def cancel(self, request_id: RequestId) -> None:
         self._engine.cancel(request_id)

@@ -67,6 +67,9 @@ class ServerConfig:
         256, Kind.COUNT, "Tokens generated when a request does not say.", minimum=1
     )
     max_output_tokens_limit: int = setting(32768, Kind.COUNT, "Most tokens a request may ask for.", minimum=1)
+    max_completions: int = setting(
+        16, Kind.COUNT, "Most outputs that a request may ask for of its one prompt.", minimum=1, maximum=256
+    )
     max_stop_count: int = setting(16, Kind.COUNT, "Most stop strings in one request.", minimum=0)
     max_stop_bytes: int = setting(256, Kind.BYTES, "Longest stop string, in UTF-8 bytes.", minimum=1)
     tokenizer_thread_count: int = setting(

@@ -8,7 +8,7 @@ import enum
 from service.domain.constraint import Grammar
 from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.logprobs import LogprobsWanted
-from service.domain.sampling import SamplingParams
+from service.domain.sampling import SEED_RANGE, SamplingParams
 from service.domain.speculation import Speculation
 
 
@@ -46,3 +46,20 @@ class GenerationRequest:
     logprobs: LogprobsWanted | None = None
     """None tells no log probabilities."""
     speculation: Speculation | None = None
+
+    def completion(self, index: int) -> GenerationRequest:
+        """Return the request for another output of the same prompt; 0 is this one.
+
+        It draws from a seed higher by `index` and leaves the prompt's log probabilities to the first.
+        """
+        if index == 0:
+            return self
+        seed = (self.sampling.seed + index) % SEED_RANGE
+        logprobs = self.logprobs
+        return dataclasses.replace(
+            self,
+            # No caller can name a request so: `#` is not allowed there.
+            request_id=RequestId(f"{self.request_id}#{index}"),
+            sampling=dataclasses.replace(self.sampling, seed=seed),
+            logprobs=None if logprobs is None else dataclasses.replace(logprobs, of_prompt=False),
+        )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+SEED_RANGE = 1 << 64
+"""Seeds are 0 to this, exclusively."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:

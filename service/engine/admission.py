@@ -7,6 +7,7 @@ import math
 
 from service.domain.request import GenerationRequest
 from service.engine.counters import Counters
+from service.engine.endings import too_many_completions
 from service.engine.memory_guard import MemoryGuard
 from service.engine.scheduler import Scheduler
 from service.engine.waiting import WaitingRoom
@@ -44,6 +45,8 @@ class Admission:
         never = self._guard.never_fits(token_count + min(output_token_limit, request.max_output_tokens))
         if never is not None:
             return never
+        if request_count > self._room.limits.request_limit:
+            return too_many_completions(request_count, self._room.limits.request_limit)
         prediction = self.predict(request)
         if not self._room.has_room_for(token_count, request_count=request_count):
             return self._full(prediction)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.engine.sequence import Sequence
-from service.errors import Cancelled, DeadlineExceeded, EngineFailed, Reason, Unavailable
+from service.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, Reason, Unavailable
 
 
 def past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
@@ -35,4 +35,14 @@ def engine_failed() -> EngineFailed:
     """The inference loop died. Why may name folders and insides, so only the log says it."""
     return EngineFailed(
         Reason.ENGINE_FAILED, "the inference loop failed and the server is ending; its log says why"
+    )
+
+
+def too_many_completions(count: int, limit: int) -> InvalidRequest:
+    """A request's completions wait together, and even an empty queue does not hold so many."""
+    return InvalidRequest(
+        Reason.PARAMETER_OUT_OF_RANGE,
+        f"completions is {count}; here at most {limit} requests may wait, so ask for fewer",
+        field="completions",
+        metadata={"field": "completions", "value": count, "wanted": f"1 to {limit}"},
     )

@@ -25,7 +25,7 @@ class Mailbox(Generic[Message]):
         self._changed = threading.Condition()
 
     def offer(self, message: Message, *, work_count: int = 1) -> bool:
-        """Put new work in, which counts as `work_count`; False, and nothing kept, when more than `limit` of it
+        """Put new work in, which counts as `work_count`; False, and nothing kept, when more than `limit`
         would wait or the door is shut."""
         with self._changed:
             if self._closed or self._work_count + work_count > self.limit:

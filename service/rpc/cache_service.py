@@ -77,8 +77,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 max_output_tokens=0,
                 sampling=SamplingParams(),
             )
-            async with self._generation.run(prepared.request, call=call) as events:
-                async for event in events:
+            async with self._generation.run(prepared.requests, call=call) as events:
+                async for _, event in events:
                     if isinstance(event, Finished):
                         return messages.WarmResponse(
                             request_id=prepared.request.request_id,

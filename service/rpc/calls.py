@@ -54,9 +54,12 @@ class Call:
     def note(self, event: Event) -> None:
         """Take what an event tells of the request's cost."""
         if isinstance(event, Started):
-            self.started = event
+            self.started = self.started or event
         elif isinstance(event, Finished):
-            self.usage = event.usage
+            # Of several completions: the first one's account with the output of all.
+            told = self.usage or dataclasses.replace(event.usage, output_token_count=0)
+            output_token_count = told.output_token_count + event.usage.output_token_count
+            self.usage = dataclasses.replace(told, output_token_count=output_token_count)
 
 
 class CallDesk:

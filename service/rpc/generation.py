@@ -12,6 +12,7 @@ from icehouse.v1 import cache_policy_pb2, tool_pb2
 from service.clock import Clock
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
+from service.domain.ids import RequestId
 from service.domain.logprobs import LogprobsWanted
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.response_format import ResponseFormat
@@ -19,7 +20,7 @@ from service.domain.sampling import SamplingParams
 from service.domain.speculation import Speculation
 from service.rpc.calls import Call
 from service.rpc.grammar_desk import GrammarDesk
-from service.rpc.outbox import Outbox
+from service.rpc.outboxes import Outboxes
 from service.rpc.ports import EnginePort, ServedModel
 from service.rpc.prepared import Prepared
 from service.rpc.prompts import PromptMessage, PromptReader, ReadPrompt, prompt_of
@@ -91,6 +92,7 @@ class Generation:
         form: ResponseFormat | None = None,
         logprobs: LogprobsWanted | None = None,
         speculation: Speculation | None = None,
+        completion_count: int = 1,
     ) -> Prepared:
         """Return the served model and the engine's request; raises what refuses it.
 
@@ -126,7 +128,7 @@ class Generation:
             speculation=speculation,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
-        return Prepared(model, request, prompt.chat)
+        return Prepared(model, request, prompt.chat, completion_count)
 
     async def read_prompt(
         self,
@@ -149,48 +151,60 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def run(
-        self, request: GenerationRequest, *, call: Call, on_stall: Callable[[], None] = lambda: None
-    ) -> AsyncIterator[AsyncIterator[Event]]:
-        """Submit the request and give its events; leaving the block early cancels it at once.
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        call: Call,
+        on_stall: Callable[[], None] = lambda: None,
+    ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
+        """Submit requests for one prompt together and give their events, with which of them it is of;
+        leaving the block early cancels them all at once.
 
-        The iterator ends after `Finished` and raises the error of `Failed`.
+        The iterator ends after each one's `Finished` and raises the error of the first `Failed`.
         """
 
-        def stalled() -> None:
-            self._engine.cancel(request.request_id)
+        def stalled(index: int) -> None:
+            # The others are cancelled on the way out: their ends must not be heard before the reason.
+            self._engine.cancel(requests[index].request_id)
             on_stall()
 
-        outbox = Outbox(
+        outboxes = Outboxes(
+            count=len(requests),
             event_limit=self._config.outbox_event_limit,
             byte_limit=self._config.outbox_byte_limit,
             on_stall=stalled,
         )
         self._router.require_model()
-        with self._tenants.staying(request) as stay, self._submitted(request, outbox):
-            yield _events(outbox, stay, call)
+        with self._tenants.staying(requests) as stays, self._submitted(requests, outboxes):
+            yield _events(outboxes, stays, call)
 
     @contextlib.contextmanager
-    def _submitted(self, request: GenerationRequest, outbox: Outbox) -> Iterator[None]:
-        """Have the engine work on the request until the block ends."""
-        self._router.open(request.request_id, outbox)
+    def _submitted(self, requests: Sequence[GenerationRequest], outboxes: Outboxes) -> Iterator[None]:
+        """Have the engine work on the requests until the block ends."""
+        opened: list[RequestId] = []
         try:
-            self._engine.submit(request)
+            for request, outbox in zip(requests, outboxes.all, strict=True):
+                self._router.open(request.request_id, outbox)
+                opened.append(request.request_id)
+            self._engine.submit(requests[0], tuple(requests[1:]))
         except BaseException:
-            self._router.forget(request.request_id)
+            for request_id in opened:
+                self._router.forget(request_id)
             raise
         try:
             yield
         finally:
-            self._router.release(request.request_id)
-            if not outbox.ended:
-                self._engine.cancel(request.request_id)
+            for request_id, outbox in zip(opened, outboxes.all, strict=True):
+                self._router.release(request_id)
+                if not outbox.ended:
+                    self._engine.cancel(request_id)
 
 
-async def _events(outbox: Outbox, stay: Stay, call: Call) -> AsyncIterator[Event]:
-    while not outbox.ended:
-        event = await outbox.take()
+async def _events(outboxes: Outboxes, stays: Sequence[Stay], call: Call) -> AsyncIterator[tuple[int, Event]]:
+    while not outboxes.ended:
+        index, event = await outboxes.take()
         call.note(event)
         if isinstance(event, Failed):
             raise event.error
-        stay.note(event)
-        yield event
+        stays[index].note(event)
+        yield index, event

@@ -6,20 +6,20 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 
 from service.config import ServerConfig
-from service.domain.events import Finished
+from service.domain.events import CacheReport, Finished
 from service.rpc.calls import Call, CallDesk, Context
 from service.rpc.convert import cache_report_proto
 from service.rpc.generation import Generation
 from service.rpc.prepared import Prepared
 from service.rpc.prompts import PromptReader, text_prompt_of
-from service.rpc.reply import ReplySum
+from service.rpc.reply_sum import ReplySum
 from service.rpc.response_formats import response_format_of
 from service.rpc.router import Router
 from service.rpc.sampling_fields import sampling_of
 from service.rpc.speculation_fields import speculation_of
 from service.rpc.stall_timer import StallTimer
 from service.rpc.stats import StatsReader
-from service.rpc.validation import check_model, logprobs_of, max_output_tokens_of, stop_of
+from service.rpc.validation import check_model, completions_of, logprobs_of, max_output_tokens_of, stop_of
 
 
 class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -48,13 +48,18 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         """Answer once, with the complete output."""
         async with self._desk.call("Generate", context) as call:
             prepared = await self._read(request, call)
-            reply, total = prepared.new_reply(), ReplySum()
-            async with self._generation.run(prepared.request, call=call) as events:
-                async for event in events:
-                    total.add(reply.responses(event))
+            replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
+            caches = [CacheReport()] * prepared.completion_count
+            async with self._generation.run(prepared.requests, call=call) as events:
+                async for index, event in events:
+                    total.add(replies.responses(index, event))
                     if isinstance(event, Finished):
-                        return total.response(cache_report_proto(event.usage.cache))
-        raise AssertionError("a request's events ended without Finished or Failed")
+                        caches[index] = event.usage.cache
+            return total.response(
+                [cache_report_proto(cache) for cache in caches], lists_completions=request.completions > 0
+            )
+        # The desk turns every error into a status and raises that.
+        raise AssertionError("a call that answered nothing ended well")
 
     # Written with context.write, not as a generator: only so can a write that blocks be timed.
     async def Stream(  # type: ignore[override]
@@ -64,11 +69,11 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         timer = StallTimer(timeout_s=self._config.stall_timeout_s)
         async with self._desk.call("Stream", context) as call:
             prepared = await self._read(request, call)
-            reply = prepared.new_reply()
-            running = self._generation.run(prepared.request, call=call, on_stall=timer.expire)
+            replies = prepared.new_replies()
+            running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
             async with running as events, timer.guard():
-                async for event in events:
-                    for response in reply.responses(event):
+                async for index, event in events:
+                    for response in replies.responses(index, event):
                         timer.writing()
                         await context.write(response)
                         timer.written()
@@ -111,6 +116,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             stop=stop_of(request.stop, self._config),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
             logprobs=logprobs_of(request.logprobs) if request.HasField("logprobs") else None,
+            completion_count=completions_of(request.completions, sampling, self._config),
             tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
             speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,
         )

@@ -24,13 +24,20 @@ LOGPROB_BYTES = 16
 class Outbox:
     """A queue with one writer and one reader, both on the event loop."""
 
-    def __init__(self, *, event_limit: int, byte_limit: int, on_stall: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        event_limit: int,
+        byte_limit: int,
+        on_stall: Callable[[], None],
+        filled: asyncio.Event | None = None,
+    ) -> None:
         self._event_limit = event_limit
         self._byte_limit = byte_limit
         self._on_stall = on_stall
         self._waiting: collections.deque[Event | _DeltaRun] = collections.deque()
         self._waiting_bytes = 0
-        self._filled = asyncio.Event()
+        self._filled = filled or asyncio.Event()
         self._closed_by_writer = False
         self.ended = False
         """The reader has taken the last event."""

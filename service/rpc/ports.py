@@ -39,8 +39,11 @@ class EnginePort(Protocol):
         """How long a step may take here before it looks stuck, from the steps measured so far."""
         ...
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Take the request in; raises Overloaded, Unavailable, CannotFit or AlreadyExists if it does not."""
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
+        """Take the request in, and its siblings for the same prompt with it or not at all.
+
+        Raises Overloaded, Unavailable, CannotFit or AlreadyExists if it does not.
+        """
         ...
 
     def cancel(self, request_id: RequestId) -> None:

@@ -8,7 +8,7 @@ from service.domain.chat import Conversation, RenderedChat
 from service.domain.request import GenerationRequest
 from service.rpc.call_ids import call_id_maker
 from service.rpc.ports import ServedModel, SplitterPort
-from service.rpc.reply import Reply
+from service.rpc.reply import Replies, Reply
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,22 +26,31 @@ class Prepared:
     model: ServedModel
     request: GenerationRequest
     chat: RenderedConversation | None
+    completion_count: int = 1
 
-    def new_reply(self) -> Reply:
+    @property
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        """What the engine is asked, one request a completion."""
+        return tuple(self.request.completion(index) for index in range(self.completion_count))
+
+    def new_replies(self) -> Replies:
         """Return what turns the events of one run into messages."""
+        return Replies([self._new_reply(request) for request in self.requests])
+
+    def _new_reply(self, request: GenerationRequest) -> Reply:
         return Reply(
-            request_id=self.request.request_id,
+            request_id=request.request_id,
             model_id=self.model.info.model_id,
-            seed=self.request.sampling.seed,
-            splitter=self._new_splitter(),
+            seed=request.sampling.seed,
+            splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
         )
 
-    def _new_splitter(self) -> SplitterPort | None:
+    def _new_splitter(self, request: GenerationRequest) -> SplitterPort | None:
         if self.chat is None:
             return None
         return self.model.tokenizer.reply_splitter(
             self.chat.conversation,
             self.chat.rendered,
-            make_call_id=call_id_maker(self.request.request_id, self.request.prompt_token_ids),
+            make_call_id=call_id_maker(request.request_id, request.prompt_token_ids),
         )

@@ -1,12 +1,12 @@
-"""One output on its way to the wire: the engine's events, their text told apart, and the sum for Generate."""
+"""Outputs on their way to the wire: the engine's events as messages, their text told apart."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import logprobs_pb2, tool_pb2, usage_pb2
+from icehouse.v1 import tool_pb2
 
 from service.domain.events import (
     Delta,
@@ -20,6 +20,30 @@ from service.domain.events import (
 from service.domain.reply import CallPiece, MalformedPiece, Piece, ReasoningPiece, TextPiece
 from service.rpc.convert import Spell, delta_proto, finished_proto, progress_proto, started_proto
 from service.rpc.ports import SplitterPort
+
+
+class Replies:
+    """The outputs of one request to the messages of one stream, which starts once."""
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self._replies = replies
+        self._has_started = False
+
+    def responses(self, index: int, event: Event) -> list[inference.StreamResponse]:
+        """Return what is sent for an event of completion `index`."""
+        if isinstance(event, Started):
+            is_first, self._has_started = not self._has_started, True
+            return self._replies[0].responses(event) if is_first else []
+        if isinstance(event, PrefillProgress) and index > 0:
+            # The first one's prefill is everybody's, or nearly.
+            return []
+        responses = self._replies[index].responses(event)
+        for response in responses:
+            if response.HasField("delta"):
+                response.delta.completion_index = index
+            elif response.HasField("finished"):
+                response.finished.completion_index = index
+        return responses
 
 
 class Reply:
@@ -71,75 +95,6 @@ class Reply:
                 event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
         held = [inference.StreamResponse(delta=_piece_proto(piece)) for piece in rest]
         return [*held, inference.StreamResponse(finished=finished_proto(event))]
-
-
-class ReplySum:
-    """Adds a stream up to what Generate answers."""
-
-    def __init__(self) -> None:
-        self._started = inference.Started()
-        self._finished = inference.Finished()
-        self._texts: list[str] = []
-        self._reasonings: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[logprobs_pb2.TokenLogprobs] = []
-        self._prompt_logprobs: list[logprobs_pb2.TokenLogprobs] = []
-        self._calls: dict[int, tool_pb2.ToolCall] = {}
-        self._arguments: dict[int, list[str]] = {}
-        self._malformed: list[tool_pb2.MalformedToolCall] = []
-
-    def add(self, responses: Iterable[inference.StreamResponse]) -> None:
-        """Add messages, in order."""
-        for response in responses:
-            match response.WhichOneof("event"):
-                case "started":
-                    self._started = response.started
-                case "prefill_progress":
-                    self._prompt_logprobs.extend(response.prefill_progress.prompt_logprobs)
-                case "delta":
-                    self._add_delta(response.delta)
-                case "finished":
-                    self._finished = response.finished
-
-    def response(self, cache: usage_pb2.CacheReport) -> inference.GenerateResponse:
-        """Return the whole, once `finished` was added."""
-        for index, call in self._calls.items():
-            call.arguments_json = "".join(self._arguments[index])
-        finished = self._finished
-        return inference.GenerateResponse(
-            request_id=self._started.request_id,
-            model=self._started.model,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            finish_reason=finished.finish_reason,
-            stop_string=finished.stop_string if finished.HasField("stop_string") else None,
-            usage=finished.usage,
-            cache=cache,
-            seed=self._started.seed,
-            tool_calls=self._calls.values(),
-            reasoning="".join(self._reasonings),
-            malformed_tool_calls=self._malformed,
-            logprobs=self._logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-        )
-
-    def _add_delta(self, delta: inference.Delta) -> None:
-        self._texts.append(delta.text)
-        self._reasonings.append(delta.reasoning)
-        self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend(delta.logprobs)
-        if delta.HasField("malformed_tool_call"):
-            self._malformed.append(delta.malformed_tool_call)
-        if delta.HasField("tool_call"):
-            self._add_call(delta.tool_call)
-
-    def _add_call(self, piece: tool_pb2.ToolCallDelta) -> None:
-        if piece.withdrawn:
-            del self._calls[piece.index]
-            return
-        if piece.index not in self._calls:
-            self._calls[piece.index] = tool_pb2.ToolCall(id=piece.id, name=piece.name)
-        self._arguments.setdefault(piece.index, []).append(piece.arguments_json)
 
 
 def _piece_proto(piece: Piece) -> inference.Delta:

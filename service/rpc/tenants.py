@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from service.clock import Clock
 from service.config import TenantConfig
 from service.domain.events import Delta, Event, Finished, Started
 from service.domain.ids import Tenant
 from service.domain.request import GenerationRequest
-from service.errors import Overloaded, Reason
+from service.engine.endings import too_many_completions
+from service.errors import InvalidRequest, Overloaded, Reason
 from service.rpc.token_budget import TokenBudget
 
 ACCOUNT_LIMIT = 1024
@@ -97,21 +98,23 @@ class Tenants:
         return iter(tuple(self._accounts.values()))
 
     @contextlib.contextmanager
-    def staying(self, request: GenerationRequest) -> Iterator[Stay]:
-        """Account for a request until the block ends; raises Overloaded when its tenant has its share."""
-        account = self._account(request.tenant)
+    def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[Stay, ...]]:
+        """Account for requests of one tenant until the block ends; raises Overloaded when it has its share,
+        InvalidRequest when so many never fit into it."""
+        account = self._account(requests[0].tenant)
         try:
-            self._check(account, request)
-        except Overloaded:
+            self._check(account, requests)
+        except (Overloaded, InvalidRequest):
             account.refused_total += 1
             raise
-        stay = Stay(account, request)
+        stays = tuple(Stay(account, request) for request in requests)
         if account.budget is not None:
-            account.budget.reserve(stay.reserved_token_count)
+            account.budget.reserve(sum(stay.reserved_token_count for stay in stays))
         try:
-            yield stay
+            yield stays
         finally:
-            stay.end()
+            for stay in stays:
+                stay.end()
 
     def _account(self, tenant: Tenant) -> Account:
         account = self._accounts.get(tenant)
@@ -132,9 +135,11 @@ class Tenants:
         for name in idle[:excess]:
             del self._accounts[name]
 
-    def _check(self, account: Account, request: GenerationRequest) -> None:
+    def _check(self, account: Account, requests: Sequence[GenerationRequest]) -> None:
         limit = self.limits.waiting_limit
-        if limit and account.waiting_count >= limit:
+        if limit and len(requests) > limit:
+            raise too_many_completions(len(requests), limit)
+        if limit and account.waiting_count + len(requests) > limit:
             raise Overloaded(
                 Reason.TENANT_QUEUE_FULL,
                 f"{account.waiting_count} requests of {_named(account.tenant)} wait, which is its limit; "
@@ -148,7 +153,7 @@ class Tenants:
             )
         if account.budget is None:
             return
-        wanted = len(request.prompt_token_ids) + request.max_output_tokens
+        wanted = sum(len(request.prompt_token_ids) + request.max_output_tokens for request in requests)
         wait_s = account.budget.wait_s(wanted)
         if wait_s > 0.0:
             raise Overloaded(

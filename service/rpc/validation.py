@@ -17,6 +17,7 @@ from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
 from service.domain.logprobs import LogprobsWanted
 from service.domain.model import ModelInfo
 from service.domain.request import CacheUse
+from service.domain.sampling import SamplingParams
 from service.errors import Forbidden, InvalidRequest, NotFound, Reason
 from service.rpc.caller import Caller, Role
 
@@ -83,6 +84,15 @@ def max_output_tokens_of(value: int, config: ServerConfig) -> int:
     if not 1 <= value <= config.max_output_tokens_limit:
         refuse_value("max_output_tokens", value, f"1 to {config.max_output_tokens_limit}, or absent")
     return value
+
+
+def completions_of(value: int, sampling: SamplingParams, config: ServerConfig) -> int:
+    """Return how many outputs to generate; 0 asks for one."""
+    if not 0 <= value <= config.max_completions:
+        refuse_value("completions", value, f"1 to {config.max_completions}, or absent")
+    if value > 1 and sampling.temperature == 0.0:
+        refuse_value("completions", value, "1 while sampling.temperature is 0: greedy outputs are all alike")
+    return value or 1
 
 
 def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:

@@ -28,6 +28,22 @@ def test_identical_prompts_at_once_are_computed_once(tmp_path: Path, architectur
     assert engine.prefilled_token_total <= len(tokens) + 3 * BLOCK
 
 
+@pytest.mark.parametrize("architecture", ["llama", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize("count", [5, 6 * BLOCK + 1, 6 * BLOCK + 9])
+def test_equal_prompts_share_all_but_the_last_token(tmp_path: Path, architecture: str, count: int) -> None:
+    """Also within a block, and where only the end of a prompt can be resumed from."""
+    folder = tiny_model_dir(tmp_path, architecture)
+    tokens = [3 + (i * 7 + i * i) % 290 for i in range(count)]
+    with House(folder, None) as house:
+        for name in ("leader", "follower"):
+            house.submit(name, tokens)
+        leader, follower = house.answer("leader"), house.answer("follower")
+        engine, _ = house.stats()
+    assert follower.tokens == leader.tokens
+    assert (leader.cache.cached_token_count, follower.cache.cached_token_count) == (0, count - 1)
+    assert engine.prefilled_token_total == count - 1
+
+
 def test_a_cancelled_leader_leaves_its_followers_running(tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, "llama")
     tokens = [3 + (i * 7 + i * i) % 290 for i in range(20 * BLOCK + 5)]

@@ -92,8 +92,8 @@ class Door:
     def step_allowance_s(self) -> float:
         return self.engine.step_allowance_s
 
-    def submit(self, request: GenerationRequest) -> None:
-        self.engine.submit(request)
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
+        self.engine.submit(request, siblings)
 
     def cancel(self, request_id: RequestId) -> None:
         self.cancelled.append(request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -144,11 +145,12 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, name="fake inference", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
         if self.refusal is not None:
             raise self.refusal
-        self.submitted.append(request)
-        self._work.put(lambda: self._play(request))
+        for each in (request, *siblings):
+            self.submitted.append(each)
+            self._work.put(functools.partial(self._play, each))
 
     def cancel(self, request_id: RequestId) -> None:
         self.cancelled.put(request_id)

@@ -59,6 +59,9 @@ def tokens(*ids: int) -> messages.GenerateRequest:
 OUT_OF_RANGE = [
     ("max_output_tokens", request(max_output_tokens=-1)),
     ("max_output_tokens", request(max_output_tokens=2**31 - 1)),
+    ("completions", request(completions=-1)),
+    ("completions", request(completions=17, sampling=samplings(temperature=1))),
+    ("completions", request(completions=2)),
     ("sampling.temperature", sampled(temperature=-1)),
     ("sampling.temperature", sampled(temperature=math.nan)),
     ("sampling.temperature", sampled(temperature=math.inf)),
