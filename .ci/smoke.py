@@ -48,6 +48,8 @@ EXPECTED_TOO = {
     "tool_choice": '"name": "get_weather"',
     '"chat"': '"finished"',
     '"speculation"': '"accepted_draft_tokens"',
+    '"logprobs"': '"prompt_logprobs"',
+    '"completions"': '"index": 2',
 }
 
 # grpcurl's exit code when -max-time ended the call; a stream without an end has no other way to end.
@@ -66,6 +68,8 @@ WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("cold", {"text": "a", "sampling": {"temperature": -1}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
     ("NaN", {"text": "a", "sampling": {"temperature": "NaN"}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
     ("no drafter", {"text": "a", "speculation": {}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    ("greedy twice", {"text": "a", "completions": 2}, "InvalidArgument", "completions"),
+    ("too much told", {"text": "a", "logprobs": {"top_count": 21}}, "InvalidArgument", "logprobs.top_count"),
     (
         "no schema",
         {"text": "a", "response_format": {"json_schema": "{"}},

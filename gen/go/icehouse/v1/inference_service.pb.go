@@ -67,6 +67,13 @@ type GenerateRequest struct {
 	Priority int32 `protobuf:"varint,13,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Whether, and which tool, the model calls. Absent: it decides.
 	ToolChoice *ToolChoice `protobuf:"bytes,14,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
+	// Outputs of the one prompt, from 1 to the server's limit (16 by default). Each is what a request of
+	// its own would give with the seed `seed` + its index; more than one therefore needs a `temperature`
+	// above 0 (PARAMETER_OUT_OF_RANGE). They are let in together or refused together, take a place in the
+	// queue and a slot each, and the first to fail ends them all. The prompt is computed once, and the
+	// others start from its blocks, if `cache` allows to write and to read. Absent or 0: 1, told by the
+	// fields of GenerateResponse alone.
+	Completions int32 `protobuf:"varint,15,opt,name=completions,proto3" json:"completions,omitempty"`
 	// Guess several tokens a step; the output is the same. Absent: no.
 	Speculation   *Speculation `protobuf:"bytes,16,opt,name=speculation,proto3" json:"speculation,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -214,6 +221,13 @@ func (x *GenerateRequest) GetToolChoice() *ToolChoice {
 	return nil
 }
 
+func (x *GenerateRequest) GetCompletions() int32 {
+	if x != nil {
+		return x.Completions
+	}
+	return 0
+}
+
 func (x *GenerateRequest) GetSpeculation() *Speculation {
 	if x != nil {
 		return x.Speculation
@@ -246,7 +260,7 @@ func (*GenerateRequest_Chat) isGenerateRequest_Prompt() {}
 
 func (*GenerateRequest_Tokens) isGenerateRequest_Prompt() {}
 
-// The complete output.
+// The complete output; of several completions the first one, but for `completions`.
 type GenerateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's request id, or the one made for it.
@@ -278,6 +292,8 @@ type GenerateResponse struct {
 	Logprobs []*TokenLogprobs `protobuf:"bytes,12,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// One for each prompt token but the first, which nothing comes before. Absent: not asked for.
 	PromptLogprobs []*TokenLogprobs `protobuf:"bytes,13,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	// Every completion in order, the first one included. Absent: the request left `completions` unset.
+	Completions []*Completion `protobuf:"bytes,14,rep,name=completions,proto3" json:"completions,omitempty"`
 	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
 	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,30,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -405,6 +421,13 @@ func (x *GenerateResponse) GetPromptLogprobs() []*TokenLogprobs {
 	return nil
 }
 
+func (x *GenerateResponse) GetCompletions() []*Completion {
+	if x != nil {
+		return x.Completions
+	}
+	return nil
+}
+
 func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
 	if x != nil {
 		return x.MalformedToolCalls
@@ -506,22 +529,23 @@ type isStreamResponse_Event interface {
 }
 
 type StreamResponse_Started struct {
-	// The request left the queue. Once, first.
+	// The request left the queue. Once, first; of several completions when the first one of them did.
 	Started *Started `protobuf:"bytes,1,opt,name=started,proto3,oneof"`
 }
 
 type StreamResponse_PrefillProgress struct {
-	// More of the prompt is computed. Any number, before the first delta.
+	// More of the prompt is computed. Any number, before the first delta of completion 0, whose prefill
+	// it is.
 	PrefillProgress *PrefillProgress `protobuf:"bytes,2,opt,name=prefill_progress,json=prefillProgress,proto3,oneof"`
 }
 
 type StreamResponse_Delta struct {
-	// New output. Any number.
+	// New output. Any number; those of several completions mixed.
 	Delta *Delta `protobuf:"bytes,3,opt,name=delta,proto3,oneof"`
 }
 
 type StreamResponse_Finished struct {
-	// The output is complete. Once, last.
+	// The output is complete. Once, last; of several completions once each, the last one of them last.
 	Finished *Finished `protobuf:"bytes,4,opt,name=finished,proto3,oneof"`
 }
 
@@ -703,6 +727,8 @@ type Delta struct {
 	ToolCall *ToolCallDelta `protobuf:"bytes,4,opt,name=tool_call,json=toolCall,proto3" json:"tool_call,omitempty"`
 	// One for each of `token_ids`. Absent: not asked for.
 	Logprobs []*TokenLogprobs `protobuf:"bytes,5,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// Which completion it belongs to, from 0.
+	CompletionIndex int32 `protobuf:"varint,6,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
 	// Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
 	MalformedToolCall *MalformedToolCall `protobuf:"bytes,30,opt,name=malformed_tool_call,json=malformedToolCall,proto3" json:"malformed_tool_call,omitempty"`
 	unknownFields     protoimpl.UnknownFields
@@ -774,6 +800,13 @@ func (x *Delta) GetLogprobs() []*TokenLogprobs {
 	return nil
 }
 
+func (x *Delta) GetCompletionIndex() int32 {
+	if x != nil {
+		return x.CompletionIndex
+	}
+	return 0
+}
+
 func (x *Delta) GetMalformedToolCall() *MalformedToolCall {
 	if x != nil {
 		return x.MalformedToolCall
@@ -789,9 +822,11 @@ type Finished struct {
 	// The stop string that ended it. Absent: it ended otherwise.
 	StopString *string `protobuf:"bytes,2,opt,name=stop_string,json=stopString,proto3,oneof" json:"stop_string,omitempty"`
 	// What it cost.
-	Usage         *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Usage *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
+	// Which completion it belongs to, from 0.
+	CompletionIndex int32 `protobuf:"varint,4,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Finished) Reset() {
@@ -843,6 +878,13 @@ func (x *Finished) GetUsage() *Usage {
 		return x.Usage
 	}
 	return nil
+}
+
+func (x *Finished) GetCompletionIndex() int32 {
+	if x != nil {
+		return x.CompletionIndex
+	}
+	return 0
 }
 
 // A prompt to turn into tokens.
@@ -1187,7 +1229,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xad\x05\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xcf\x05\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1205,9 +1247,10 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x05cache\x18\f \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12\x1a\n" +
 	"\bpriority\x18\r \x01(\x05R\bpriority\x128\n" +
 	"\vtool_choice\x18\x0e \x01(\v2\x17.icehouse.v1.ToolChoiceR\n" +
-	"toolChoice\x12:\n" +
+	"toolChoice\x12 \n" +
+	"\vcompletions\x18\x0f \x01(\x05R\vcompletions\x12:\n" +
 	"\vspeculation\x18\x10 \x01(\v2\x18.icehouse.v1.SpeculationR\vspeculationB\b\n" +
-	"\x06prompt\"\xff\x04\n" +
+	"\x06prompt\"\xba\x05\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1225,7 +1268,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	" \x03(\v2\x15.icehouse.v1.ToolCallR\ttoolCalls\x12\x1c\n" +
 	"\treasoning\x18\v \x01(\tR\treasoning\x126\n" +
 	"\blogprobs\x18\f \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12C\n" +
-	"\x0fprompt_logprobs\x18\r \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\x12P\n" +
+	"\x0fprompt_logprobs\x18\r \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\x129\n" +
+	"\vcompletions\x18\x0e \x03(\v2\x17.icehouse.v1.CompletionR\vcompletions\x12P\n" +
 	"\x14malformed_tool_calls\x18\x1e \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
 	"\f_stop_string\"\xf7\x01\n" +
 	"\x0eStreamResponse\x120\n" +
@@ -1245,19 +1289,21 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x0fPrefillProgress\x12)\n" +
 	"\x10processed_tokens\x18\x01 \x01(\x05R\x0fprocessedTokens\x12#\n" +
 	"\rprompt_tokens\x18\x02 \x01(\x05R\fpromptTokens\x12C\n" +
-	"\x0fprompt_logprobs\x18\x03 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\"\x97\x02\n" +
+	"\x0fprompt_logprobs\x18\x03 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\"\xc2\x02\n" +
 	"\x05Delta\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x1c\n" +
 	"\treasoning\x18\x03 \x01(\tR\treasoning\x127\n" +
 	"\ttool_call\x18\x04 \x01(\v2\x1a.icehouse.v1.ToolCallDeltaR\btoolCall\x126\n" +
-	"\blogprobs\x18\x05 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12N\n" +
-	"\x13malformed_tool_call\x18\x1e \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\"\xaa\x01\n" +
+	"\blogprobs\x18\x05 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12)\n" +
+	"\x10completion_index\x18\x06 \x01(\x05R\x0fcompletionIndex\x12N\n" +
+	"\x13malformed_tool_call\x18\x1e \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\"\xd5\x01\n" +
 	"\bFinished\x12>\n" +
 	"\rfinish_reason\x18\x01 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12$\n" +
 	"\vstop_string\x18\x02 \x01(\tH\x00R\n" +
 	"stopString\x88\x01\x01\x12(\n" +
-	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usageB\x0e\n" +
+	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12)\n" +
+	"\x10completion_index\x18\x04 \x01(\x05R\x0fcompletionIndexB\x0e\n" +
 	"\f_stop_string\"\x9f\x01\n" +
 	"\x0fTokenizeRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
@@ -1328,14 +1374,15 @@ var file_icehouse_v1_inference_service_proto_goTypes = []any{
 	(*CacheReport)(nil),           // 23: icehouse.v1.CacheReport
 	(*ToolCall)(nil),              // 24: icehouse.v1.ToolCall
 	(*TokenLogprobs)(nil),         // 25: icehouse.v1.TokenLogprobs
-	(*MalformedToolCall)(nil),     // 26: icehouse.v1.MalformedToolCall
-	(*durationpb.Duration)(nil),   // 27: google.protobuf.Duration
-	(*ToolCallDelta)(nil),         // 28: icehouse.v1.ToolCallDelta
-	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
-	(*EngineStats)(nil),           // 30: icehouse.v1.EngineStats
-	(*CacheStats)(nil),            // 31: icehouse.v1.CacheStats
-	(*SlowRequest)(nil),           // 32: icehouse.v1.SlowRequest
-	(*TenantStats)(nil),           // 33: icehouse.v1.TenantStats
+	(*Completion)(nil),            // 26: icehouse.v1.Completion
+	(*MalformedToolCall)(nil),     // 27: icehouse.v1.MalformedToolCall
+	(*durationpb.Duration)(nil),   // 28: google.protobuf.Duration
+	(*ToolCallDelta)(nil),         // 29: icehouse.v1.ToolCallDelta
+	(*timestamppb.Timestamp)(nil), // 30: google.protobuf.Timestamp
+	(*EngineStats)(nil),           // 31: icehouse.v1.EngineStats
+	(*CacheStats)(nil),            // 32: icehouse.v1.CacheStats
+	(*SlowRequest)(nil),           // 33: icehouse.v1.SlowRequest
+	(*TenantStats)(nil),           // 34: icehouse.v1.TenantStats
 }
 var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
 	12, // 0: icehouse.v1.GenerateRequest.chat:type_name -> icehouse.v1.ChatPrompt
@@ -1353,40 +1400,41 @@ var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
 	24, // 12: icehouse.v1.GenerateResponse.tool_calls:type_name -> icehouse.v1.ToolCall
 	25, // 13: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
 	25, // 14: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	26, // 15: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
-	3,  // 16: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
-	4,  // 17: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
-	5,  // 18: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
-	6,  // 19: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
-	23, // 20: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
-	27, // 21: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
-	25, // 22: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	28, // 23: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
-	25, // 24: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	26, // 25: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
-	21, // 26: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
-	22, // 27: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
-	12, // 28: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	16, // 29: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
-	9,  // 30: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
-	29, // 31: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
-	30, // 32: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
-	31, // 33: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
-	32, // 34: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
-	33, // 35: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
-	0,  // 36: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
-	0,  // 37: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
-	7,  // 38: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
-	10, // 39: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
-	1,  // 40: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
-	2,  // 41: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
-	8,  // 42: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
-	11, // 43: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
-	40, // [40:44] is the sub-list for method output_type
-	36, // [36:40] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	26, // 15: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
+	27, // 16: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
+	3,  // 17: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
+	4,  // 18: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	5,  // 19: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
+	6,  // 20: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
+	23, // 21: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
+	28, // 22: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
+	25, // 23: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	29, // 24: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
+	25, // 25: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	27, // 26: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
+	21, // 27: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
+	22, // 28: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
+	12, // 29: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	16, // 30: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
+	9,  // 31: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
+	30, // 32: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
+	31, // 33: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
+	32, // 34: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
+	33, // 35: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
+	34, // 36: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
+	0,  // 37: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
+	0,  // 38: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
+	7,  // 39: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
+	10, // 40: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
+	1,  // 41: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
+	2,  // 42: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
+	8,  // 43: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
+	11, // 44: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
+	41, // [41:45] is the sub-list for method output_type
+	37, // [37:41] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_inference_service_proto_init() }
@@ -1396,6 +1444,7 @@ func file_icehouse_v1_inference_service_proto_init() {
 	}
 	file_icehouse_v1_cache_policy_proto_init()
 	file_icehouse_v1_cache_stats_proto_init()
+	file_icehouse_v1_completion_proto_init()
 	file_icehouse_v1_engine_stats_proto_init()
 	file_icehouse_v1_logprobs_proto_init()
 	file_icehouse_v1_prompt_proto_init()

@@ -41,8 +41,9 @@ const (
 type InferenceServiceClient interface {
 	// Generates and answers once, when the output is complete.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (*GenerateResponse, error)
-	// Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-	// deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
+	// Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
+	// where several were asked for). The texts of a completion's deltas, joined, are the text that
+	// Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
 	// passes, frees the sequence within a step; one who stops reading is cut off with
 	// RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
 	Stream(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamResponse], error)
@@ -123,8 +124,9 @@ func (c *inferenceServiceClient) CacheStats(ctx context.Context, in *CacheStatsR
 type InferenceServiceServer interface {
 	// Generates and answers once, when the output is complete.
 	Generate(context.Context, *GenerateRequest) (*GenerateResponse, error)
-	// Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-	// deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
+	// Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
+	// where several were asked for). The texts of a completion's deltas, joined, are the text that
+	// Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
 	// passes, frees the sequence within a step; one who stops reading is cut off with
 	// RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
 	Stream(*GenerateRequest, grpc.ServerStreamingServer[StreamResponse]) error
