@@ -191,7 +191,8 @@ def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -
     x86 core, mlx-lm 0.32.2). That loader is called only where the chat template is a Python module of
     mlx-lm.
     """
-    extra: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    # Said in either case: where nothing is said, transformers asks on the terminal, and a yes runs the code.
+    extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     inner = AutoTokenizer.from_pretrained(path, **extra)
     if inner.init_kwargs.get("chat_template_type") or _tokenizer_defaults(path):
         return load_tokenizer(path, extra, eos_token_ids=eos_token_ids)  # type: ignore[no-untyped-call]
