@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import socket
 import stat
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from service.config import SecurityConfig, ServerConfig
 from service.errors import Reason, StartError
 from service.rpc.address import bind, is_loopback
 from tests.rpc.conftest import House, running_house
+
+NOBODY = 65534
 
 REQUEST = messages.GenerateRequest(text="Hi", max_output_tokens=1)
 
@@ -138,3 +144,59 @@ async def test_a_public_address_may_be_insisted_on(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_is_known(host: str) -> None:
     assert is_loopback(host)
+
+
+@pytest.mark.parametrize("credentials", [None, "local"])
+async def test_grpc_tells_nothing_of_a_unix_peer(tmp_path: Path, credentials: str | None) -> None:
+    """Why permissions are the credentials here. When this fails, gRPC tells who calls: use it then."""
+    told: list[tuple[str, dict[str, list[bytes]]]] = []
+
+    class Teller(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            async def tell(request: bytes, context: Any) -> bytes:
+                told.append((context.peer(), {k: list(v) for k, v in context.auth_context().items()}))
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(tell)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Teller(),))
+    path = f"unix:{tmp_path / 's'}"
+    if credentials is None:
+        server.add_insecure_port(path)
+        channel = grpc.aio.insecure_channel(path)
+    else:
+        kind = grpc.LocalConnectionType.UDS
+        server.add_secure_port(path, grpc.local_server_credentials(kind))
+        channel = grpc.aio.secure_channel(path, grpc.local_channel_credentials(kind))
+    await server.start()
+    async with channel:
+        call: Any = channel.unary_unary("/any/Method")(b"", timeout=20)
+        await call
+    await server.stop(None)
+    [(peer, context)] = told
+    assert peer == "unix:"
+    assert set(context) == {"transport_security_type", "security_level"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+async def test_another_user_cannot_connect() -> None:
+    with tempfile.TemporaryDirectory(prefix="icehouse-") as folder:
+        # Open to all, so that nothing but the socket's own permissions stands in the way.
+        os.chmod(folder, 0o755)
+        path = Path(folder) / "s"
+        async with running_house(uds=str(path)):
+            assert await connect_error(path, user_id=NOBODY) == errno.EACCES
+            assert await connect_error(path, user_id=0) == 0
+
+
+async def connect_error(path: Path, *, user_id: int) -> int:
+    """Return what the system tells this user who connects; 0 for a connection."""
+    program = (
+        "import os, socket, sys; socket_ = socket.socket(socket.AF_UNIX); os.setuid(int(sys.argv[2])); "
+        "sys.exit(socket_.connect_ex(sys.argv[1]))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-c", program, str(path), str(user_id)
+    )
+    return await process.wait()
