@@ -15,7 +15,7 @@ from tests.rpc.http2 import Peer, framed, peer_of
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MESSAGE = framed(messages.GenerateRequest(text="Hi", max_output_tokens=1).SerializeToString())
 
-_BOUND_S = 60.0
+_BOUND_S = 20.0
 
 
 @contextlib.asynccontextmanager

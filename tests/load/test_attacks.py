@@ -27,7 +27,14 @@ _REFUSED_STREAM = 7
 
 _STREAM_LIMIT = 50
 _CALL_LIMIT = 120
-_OPTIONS = ("--handshake-timeout-s", "1", "--message-timeout-s", "1", "--stream-limit", str(_STREAM_LIMIT))
+_OPTIONS: tuple[str, ...] = (
+    "--handshake-timeout-s",
+    "1",
+    "--message-timeout-s",
+    "1",
+    "--stream-limit",
+    str(_STREAM_LIMIT),
+)
 _OPTIONS += ("--max-concurrent-calls", str(_CALL_LIMIT), "--no-cache")
 
 _GROWTH_LIMIT_BYTES = 150 << 20
