@@ -13,7 +13,8 @@ _HEAD = """# Metrics
 
 What `icehouse serve --metrics-port 9464` answers at `/metrics`, beside the `process_*` metrics of
 Prometheus's client library. Made from the server's own table by `python -m tests.telemetry.metric_page`;
-a test compares them. A histogram has the usual `_bucket`, `_sum` and `_count`. Sizes are bytes, times seconds.
+a test compares them. A histogram has the usual `_bucket`, `_sum` and `_count`.
+Sizes are bytes, times seconds.
 
 | Prometheus | OpenTelemetry | kind | unit | labels | meaning |
 |---|---|---|---|---|---|
