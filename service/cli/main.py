@@ -1,4 +1,4 @@
-"""The command line: `icehouse serve | demo | generate | cache | token | doctor | config | version`."""
+"""The command line: `icehouse serve | demo | generate | top | cache | token | doctor | config | version`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from service.cli import cache, show_config, token
 from service.cli.console import complain, out
 from service.cli.flags import with_settings
 from service.cli.generate import generate
+from service.cli.top import top
 from service.config import LoadedConfig
 from service.config.load import quiet_grpc
 from service.errors import ConfigError, IcehouseError
@@ -68,6 +69,7 @@ def demo(
 
 
 app.command("generate")(generate)
+app.command("top")(top)
 app.command("doctor")(with_settings(_doctor))
 app.command("config")(with_settings(_config))
 app.add_typer(cache.app, name="cache")

@@ -94,7 +94,7 @@ class Connection:
                         return True
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise _failure(error, self.address) from error
+                    raise failure_of(error, self.address) from error
         return False
 
     def stream(self, prompt: Prompt, *, on_text: Callable[[str], None], timeout_s: float | None) -> Summary:
@@ -108,7 +108,7 @@ class Connection:
                 elif answer.WhichOneof("event") == "finished":
                     finished = answer.finished
         except grpc.RpcError as error:
-            raise _failure(error, self.address) from error
+            raise failure_of(error, self.address) from error
         if finished is None:
             raise CallFailed("the stream ended without `finished`", code="INTERNAL", unreachable=False)
         return _summary(finished)
@@ -145,7 +145,7 @@ def _summary(finished: inference_service_pb2.Finished) -> Summary:
     )
 
 
-def _failure(error: Any, address: str) -> CallFailed:
+def failure_of(error: Any, address: str) -> CallFailed:
     """Read the status of a failed call: such an error is a grpc.RpcError and a grpc.Call in one."""
     code = error.code()
     # gRPC's own status for a refused connection carries no details of ours.
