@@ -6,7 +6,7 @@ Pure arithmetic over the model's facts; the runner measures, this predicts. Size
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from service.engine.sequence import Sequence
@@ -77,10 +77,27 @@ class MemoryModel:
     """Windows when they are full, and recurrent states."""
     kv_step_token_count: int = 1
     """Caches grow by so many tokens at a time, and are copied then; 1 grows in place."""
+    lane_row_limit: int = 1
+    """So many sequences decode as rows of one array, padded to the longest of them; 1: each alone."""
 
     def kv_bytes(self, token_count: int) -> int:
         """Return what one sequence of this length holds."""
         return self.kv_bytes_per_token * self._capacity(token_count) + self.fixed_bytes_per_sequence
+
+    def lane_bytes(self, token_counts: Collection[int]) -> int:
+        """Return what sequences of these lengths hold while they decode together, padding included."""
+        if self.lane_row_limit == 1:
+            return sum(self.kv_bytes(count) for count in token_counts)
+        return len(token_counts) * self.kv_bytes(max(token_counts, default=0))
+
+    def padding_bytes(self, token_counts: Collection[int]) -> int:
+        """Return what they hold together beyond what each of them would hold alone."""
+        return self.lane_bytes(token_counts) - sum(self.kv_bytes(count) for count in token_counts)
+
+    def seating_bytes(self, token_counts: Collection[int]) -> int:
+        """Return what it takes to let a row join: all of its lane is copied, padded to the longest row."""
+        row_count = min(len(token_counts), self.lane_row_limit)
+        return row_count * self.kv_bytes(max(token_counts)) if row_count > 1 else 0
 
     def growth_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
         """Return what KV takes more for a chunk that ends at this context, copies included.
@@ -177,16 +194,27 @@ class MemoryGuard:
 
     def start_bytes(self, sequence: Sequence) -> int:
         """Return what must be free before a sequence may start: its input, a little output, one chunk."""
-        left = sequence.output_token_limit - len(sequence.output_token_ids)
-        token_count = len(sequence.input_token_ids) + min(left, _OUTPUT_ALLOWANCE)
-        needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
+        needed = self._model.request_bytes(
+            token_count=_let_in_token_count(sequence), chunk_token_count=self._chunk_token_count
+        )
         if sequence.measures_prompt:
             needed += self._model.logits_bytes(self._measured_chunk_token_count)
         return needed
 
     def growth_bytes(self, sequences: Iterable[Sequence]) -> int:
-        """Return what running sequences were let in for and do not hold yet."""
+        """Return what running sequences were let in for and do not hold yet, each for itself."""
         return sum(max(0, self.start_bytes(s) - self._model.kv_bytes(s.kv_token_count)) for s in sequences)
+
+    def lane_growth_bytes(self, sequences: Collection[Sequence], *, decoding: Collection[Sequence]) -> int:
+        """Return what these sequences will take beyond their own when they decode together: padding that
+        those who decode do not hold yet, and the copy of the lane when the last of them joins."""
+        ends = [_let_in_token_count(s) for s in sequences]
+        held = self._model.padding_bytes([s.kv_token_count for s in decoding])
+        return max(0, self._model.padding_bytes(ends) - held) + self._model.seating_bytes(ends)
+
+    def join_bytes(self, joining: Sequence, *, decoding: Collection[Sequence]) -> int:
+        """Return what a row takes that joins those who decode, beside what they and it hold already."""
+        return self._model.seating_bytes([s.kv_token_count for s in (*decoding, joining)])
 
     def chunk_bytes(
         self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False
@@ -220,3 +248,8 @@ class MemoryGuard:
                 "limit_bytes": self.limit_bytes,
             },
         )
+
+
+def _let_in_token_count(sequence: Sequence) -> int:
+    left = sequence.output_token_limit - len(sequence.output_token_ids)
+    return len(sequence.input_token_ids) + min(left, _OUTPUT_ALLOWANCE)

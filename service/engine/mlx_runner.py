@@ -89,6 +89,7 @@ class MlxRunner:
             kv_bytes_per_token,
             fixed_bytes,
             kv_step_token_count=upstream.CACHE_STEP_TOKEN_COUNT,
+            lane_row_limit=self._settings.lane_row_limit if upstream.can_batch(self.fresh_caches()) else 1,
         )
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)

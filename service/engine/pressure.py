@@ -12,7 +12,7 @@ from service.engine.ports import Runner
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Phase, Sequence
-from service.engine.work import PrefillChunk, Work
+from service.engine.work import Join, PrefillChunk, Work
 from service.errors import Overloaded
 
 
@@ -38,6 +38,7 @@ class Pressure:
         """Whether there is memory for a waiting sequence, after the RAM tier gave way."""
         running = self._scheduler.running
         needed = self.guard.start_bytes(sequence) + self.guard.growth_bytes(running)
+        needed += self.guard.lane_growth_bytes([*running, sequence], decoding=self._scheduler.decoding)
         return self._excess_after_yield(needed) == 0
 
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
@@ -53,7 +54,12 @@ class Pressure:
 
         Returns the status of the one request that must go because even so it does not fit.
         """
-        if not self.guard.limit_bytes or not isinstance(work, PrefillChunk):
+        if not self.guard.limit_bytes:
+            return None
+        if isinstance(work, Join):
+            self._make_a_seat(work.sequence)
+            return None
+        if not isinstance(work, PrefillChunk):
             return None
         chunk = work.stop - work.start
         needed = self.guard.chunk_bytes(chunk, work.stop, is_measured=work.sequence.measures_prompt)
@@ -63,6 +69,15 @@ class Pressure:
                 return self.guard.short(needed_bytes=needed, active_bytes=self._runner.memory().active_bytes)
             self._park(victim)
         return None
+
+    def _make_a_seat(self, joining: Sequence) -> None:
+        """Make room for the copy of the lane, until nobody else decodes: then there is nothing to copy."""
+        while decoding := self._scheduler.decoding:
+            if not self._excess_after_yield(self.guard.join_bytes(joining, decoding=decoding)):
+                return
+            victim = self._youngest(joining)
+            assert victim is not None, "those who decode can be parked"
+            self._park(victim)
 
     def watch_growth(self) -> None:
         """Park the youngest while decoding alone has passed the limit and somebody is left to go on."""

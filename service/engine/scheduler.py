@@ -72,6 +72,11 @@ class Scheduler:
         return len(self._decoding)
 
     @property
+    def decoding(self) -> list[Sequence]:
+        """Those who draw a token a step."""
+        return list(self._decoding.values())
+
+    @property
     def is_empty(self) -> bool:
         return not (len(self._room) or self._following or self._preparing_count or self._decoding)
 

@@ -1,7 +1,7 @@
-"""The memory guard's estimates against what mlx really takes, at every chunk of a prompt.
+"""The memory guard's estimates against what mlx really takes, at every chunk and at every join.
 
-Held: at no chunk is the estimate below the measured peak, and where a limit would matter, at the
-chunks that take most, it is not above `_MOST` times that.
+Held: at no chunk, and at no join, is the estimate below the measured peak, and where a limit would matter,
+at those that take most, it is not above `_MOST` times that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import mlx.core as mx
 import pytest
 
 from service.clock import SystemClock
+from service.domain.sampling import SamplingParams
 from service.engine import model_loader
+from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
 from service.engine.memory_guard import MemoryGuard
 from service.engine.mlx_runner import MlxRunner, RunnerSettings
@@ -102,4 +104,30 @@ def test_a_whole_prompt_stays_within_what_it_was_let_in_for(tmp_path: Path, arch
         peak_bytes = max(peak_bytes, held_bytes + chunk.peak_bytes - began_bytes)
         held_bytes = mx.get_active_memory()
     assert peak_bytes <= estimated_bytes <= _MOST * peak_bytes
+    runner.close()
+
+
+@pytest.mark.parametrize("architecture", sorted(_MODELS))
+def test_no_join_takes_more_than_estimated_nor_far_less(tmp_path: Path, architecture: str) -> None:
+    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
+    model = runner.memory_model()
+    token_counts: list[int] = []
+    peaks: list[tuple[int, int]] = []
+    # Equal rows, one longer than all before it, and shorter ones.
+    for number, token_count in enumerate([192, 192, 192, 640, 64, 192]):
+        sequence_id = SequenceId(number)
+        runner.open(sequence_id)
+        for _ in range(0, token_count, 64):
+            runner.prefill(sequence_id, [5 + i % 200 for i in range(64)])
+        token_counts.append(token_count)
+        before_bytes = mx.get_active_memory()
+        mx.reset_peak_memory()
+        runner.join(sequence_id, DecodeRow(SamplingParams(), prompt_token_ids=(0,) * token_count))
+        runner.decode()
+        peaks.append((model.seating_bytes(token_counts), mx.get_peak_memory() - before_bytes))
+    # What a step takes besides is counted with chunks, and is little.
+    step_bytes = model.chunk_bytes(chunk_token_count=len(peaks), context_token_count=640)
+    assert [pair for pair in peaks[1:] if pair[0] + step_bytes < pair[1]] == []
+    estimated_bytes, peak_bytes = max(peaks, key=lambda pair: pair[1])
+    assert estimated_bytes <= _MOST * peak_bytes
     runner.close()

@@ -117,6 +117,52 @@ def test_the_youngest_is_parked_and_goes_on_with_the_same_tokens() -> None:
     assert tight.loop.stats().parked_total >= 1
 
 
+def in_one_lane(house: House) -> None:
+    """Let sequences decode as rows of one array, as the runner's do."""
+    house.guard._model = dataclasses.replace(house.guard._model, lane_row_limit=8)
+
+
+def test_rows_are_padded_to_the_longest_and_copied_when_one_joins() -> None:
+    alone = memory_model()
+    shared = dataclasses.replace(alone, lane_row_limit=3)
+    assert (alone.padding_bytes([5, 9]), alone.seating_bytes([5, 9])) == (0, 0)
+    assert (shared.padding_bytes([5, 9]), shared.seating_bytes([5, 9])) == (40, 180)
+    assert shared.seating_bytes([9]) == 0, "a row that decodes alone is not copied"
+    assert shared.seating_bytes([9] * 8) == 270, "no more than a lane"
+
+
+def test_padding_beside_a_long_row_is_waited_for() -> None:
+    # Alone both would fit: 45 and 10 tokens of ten bytes beside 100 of weights. As rows of 45 they do not.
+    for shares, waiting_count in ((False, 0), (True, 1)):
+        house = House(memory_limit_bytes=900, context_token_limit=1000)
+        counted(house)
+        if shares:
+            in_one_lane(house)
+        house.submit("long", [1] * 40, max_output_tokens=5)
+        house.submit("short", [1] * 8, max_output_tokens=2)
+        house.loop.step()
+        assert house.scheduler.waiting_count == waiting_count
+        house.run()
+        assert all(isinstance(house.recorder.end_of(n), Finished) for n in ("long", "short"))
+
+
+def test_a_join_that_finds_no_room_parks_the_youngest_beside_it() -> None:
+    house = House(memory_limit_bytes=10_000, context_token_limit=1000)
+    counted(house)
+    in_one_lane(house)
+    for name, start in (("first", 1), ("second", 5)):
+        house.submit(name, range(start, start + 6), max_output_tokens=9)
+    while not house.scheduler.decoding_count:
+        house.loop.step()
+    house.pressure_limit(300)  # both are held, and their lane cannot be copied
+    while not house.loop.counters.parked_total:
+        assert house.scheduler.decoding_count < 2, "no lane of two was ever made"
+        house.loop.step()
+    house.pressure_limit(10_000)
+    house.run()
+    assert all(isinstance(house.recorder.end_of(n), Finished) for n in ("first", "second"))
+
+
 def test_an_overrun_ends_one_request_and_not_the_engine() -> None:
     house = House(memory_limit_bytes=1000, context_token_limit=1000)
     counted(house)
