@@ -15,17 +15,17 @@ import dataclasses
 import enum
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from bench.grpc_clients import Client
 from bench.load_arrivals import poisson_arrivals
-from bench.load_parts import decode_alone_p50_s, short_beside_long
+from bench.load_parts import ShortBesideLong, decode_alone_p50_s, short_beside_long
 from bench.load_report import Findings, report, told
 from bench.load_run import LoadPoint, Objective, play, summarize
 from bench.load_targets import IcehouseTarget, MlxLmTarget, Target
 from bench.mlx_lm_server import MlxLmServer
-from bench.random_model import make_random_model
+from bench.random_model import RandomModel, make_random_model
 from bench.report import OUT, console
 from bench.server_process import ServerProcess
 
@@ -40,7 +40,7 @@ class Part(enum.Enum):
     OURS = "ours"
     """Rising loads, our server alone."""
     LONG = "long"
-    """Short prompts beside a long one."""
+    """Short prompts beside a long one, on a model of sliding windows that can take a very long one here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,27 +91,49 @@ def main() -> None:
 
 
 async def _measure(sweep: Sweep, objective: Objective, only: Part | None) -> Findings:
-    beside = None
+    alone_p50_s: float | None = None
     points: list[LoadPoint] = []
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icehouse-bench-")))
-        path = make_random_model(scratch, is_small=True)
-        with ServerProcess(
-            model=str(path), cache_directory=scratch / "blocks", log_file=OUT / "load.log"
-        ) as ours:
-            clients = [Client(ours.address) for _ in range(CONNECTION_COUNT)]
-            alone_p50_s = await decode_alone_p50_s(clients)
-            if only in (None, Part.LONG):
-                beside = await short_beside_long(*clients[:2], long_token_count=sweep.long_token_count)
-            targets: list[Target] = [] if only is Part.LONG else [IcehouseTarget(clients)]
-            if only in (None, Part.SWEEP):
-                theirs = stack.enter_context(MlxLmServer(model_path=path, log_file=OUT / "load-mlx-lm.log"))
-                targets.append(MlxLmTarget(theirs.port))
-            if targets:
-                points = await _sweep(sweep, objective, targets)
-            for client in clients:
-                await client.close()
+    beside: ShortBesideLong | None = None
+    with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as name:
+        scratch = Path(name)
+        if only in (None, Part.LONG):
+            beside = await _measure_long(scratch, sweep.long_token_count)
+        if only is not Part.LONG:
+            alone_p50_s, points = await _measure_loads(scratch, sweep, objective, only)
     return Findings(objective=objective, alone_p50_s=alone_p50_s, points=points, beside=beside)
+
+
+@contextlib.asynccontextmanager
+async def _serving(model: Path, scratch: Path) -> AsyncIterator[list[Client]]:
+    """Serve a model and return connections to it."""
+    with ServerProcess(
+        model=str(model), cache_directory=scratch / "blocks", log_file=OUT / "load.log"
+    ) as ours:
+        clients = [Client(ours.address) for _ in range(CONNECTION_COUNT)]
+        yield clients
+        for client in clients:
+            await client.close()
+
+
+async def _measure_long(scratch: Path, token_count: int) -> ShortBesideLong:
+    model = make_random_model(scratch, which=RandomModel.WINDOWS)
+    async with _serving(model, scratch) as clients:
+        return await short_beside_long(*clients[:2], long_token_count=token_count)
+
+
+async def _measure_loads(
+    scratch: Path, sweep: Sweep, objective: Objective, only: Part | None
+) -> tuple[float, list[LoadPoint]]:
+    """Return p50 between tokens of replies alone, and the points of every load."""
+    model = make_random_model(scratch, which=RandomModel.SMALL)
+    async with _serving(model, scratch) as clients:
+        alone_p50_s = await decode_alone_p50_s(clients)
+        targets: list[Target] = [IcehouseTarget(clients)]
+        if only is Part.OURS:
+            return alone_p50_s, await _sweep(sweep, objective, targets)
+        with MlxLmServer(model_path=model, log_file=OUT / "load-mlx-lm.log") as theirs:
+            targets.append(MlxLmTarget(theirs.port))
+            return alone_p50_s, await _sweep(sweep, objective, targets)
 
 
 async def _sweep(sweep: Sweep, objective: Objective, targets: Sequence[Target]) -> list[LoadPoint]:

@@ -17,7 +17,7 @@ class Findings:
     """All that one run measured; a part that was not asked for is empty or None."""
 
     objective: Objective
-    alone_p50_s: float
+    alone_p50_s: float | None
     points: Sequence[LoadPoint]
     beside: ShortBesideLong | None
 
@@ -28,11 +28,13 @@ class Findings:
 
 def report(found: Findings, *, name: str) -> None:
     """Print tables and verdicts; write bench/out/<name>.json and, where loads were offered, the plot."""
-    console.print(f"decode of {ALONE_CLIENTS} alone: p50 {1000 * found.alone_p50_s:.1f} ms between tokens")
     verdicts: list[Verdict] = []
-    if found.points:
+    if found.points and found.alone_p50_s:
+        console.print(
+            f"decode of {ALONE_CLIENTS} alone: p50 {1000 * found.alone_p50_s:.1f} ms between tokens"
+        )
         _show_points(found)
-        verdicts += _load_verdicts(found)
+        verdicts += _load_verdicts(found, found.alone_p50_s)
     if found.beside:
         verdicts.append(_beside_verdict(found.beside))
     show_verdicts(verdicts)
@@ -74,7 +76,7 @@ def _show_points(found: Findings) -> None:
     )
 
 
-def _load_verdicts(found: Findings) -> list[Verdict]:
+def _load_verdicts(found: Findings, alone_p50_s: float) -> list[Verdict]:
     ours, theirs = found.of("icehouse"), found.of("mlx-lm")
     if theirs:
         console.print(
@@ -87,7 +89,7 @@ def _load_verdicts(found: Findings) -> list[Verdict]:
     verdicts = [
         Verdict(
             f"p99 inter-token at {mixed.offered_per_s:.2f}/s / p50 of decode alone",
-            spread_of([mixed.itl.p99_s / found.alone_p50_s]),
+            spread_of([mixed.itl.p99_s / alone_p50_s]),
             2.0,
             at_least=False,
         )

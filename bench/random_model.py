@@ -1,4 +1,4 @@
-"""A llama-like model folder with random weights, made on the fly: no download, and steps of tens of ms.
+"""A model folder with random weights, made on the fly: no download, and steps of tens of ms.
 
 16 layers of 8 KV heads of 128 in float32 are 128 KiB of KV per token, as with models many times its
 size, while its 70 million weights prefill 1,000 tokens in a few seconds on two x86 cores. Its output is
@@ -8,6 +8,7 @@ no language; its replies are full length and each token is text at once, so that
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import subprocess
 import sys
@@ -39,24 +40,47 @@ SMALL_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 65536,
 }
 """A twentieth of the work, for benches of many requests."""
+WINDOWS_SHAPE: dict[str, Any] = {**SMALL_SHAPE, "sliding_window": 512, "sliding_window_pattern": 6}
+"""As small, but one layer of six has unlimited context: two x86 cores take 30,000 tokens in minutes."""
+
+
+class RandomModel(enum.Enum):
+    """Which one is made."""
+
+    LARGE = "large"
+    SMALL = "small"
+    WINDOWS = "windows"
+
+
+_MADE_OF = {
+    RandomModel.LARGE: ("llama", SHAPE),
+    RandomModel.SMALL: ("llama", SMALL_SHAPE),
+    RandomModel.WINDOWS: ("gemma3_text", WINDOWS_SHAPE),
+}
+"""Architecture and sizes."""
 KV_BYTES_PER_TOKEN = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
 
 
-def make_random_model(parent: Path, *, is_small: bool = False) -> Path:
+def make_random_model(parent: Path, *, which: RandomModel = RandomModel.LARGE) -> Path:
     """Write the folder below `parent`, in a child process so that this one holds no weights; return it."""
-    command = [sys.executable, "-m", "bench.random_model", str(parent), *(["--small"] if is_small else [])]
+    command = [sys.executable, "-m", "bench.random_model", str(parent), which.value]
     subprocess.run(command, cwd=ROOT, env=child_environment(), check=True)
-    return parent / "random-llama"
+    return parent / _name(which)
+
+
+def _name(which: RandomModel) -> str:
+    return f"random-{which.value}"
 
 
 def main() -> None:
     """Write the folder."""
     parser = argparse.ArgumentParser()
     parser.add_argument("parent", type=Path)
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("which", choices=[which.value for which in RandomModel])
     arguments = parser.parse_args()
-    shape = SMALL_SHAPE if arguments.small else SHAPE
-    folder = tiny_model_dir(arguments.parent, "llama", name="random-llama", **shape)
+    which = RandomModel(arguments.which)
+    architecture, shape = _MADE_OF[which]
+    folder = tiny_model_dir(arguments.parent, architecture, name=_name(which), **shape)
     _never_emit_partial_characters(folder, shape)
 
 
