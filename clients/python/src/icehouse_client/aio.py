@@ -11,8 +11,9 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
 
+from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
-from icehouse_client.client import CHANNEL_OPTIONS, metadata_of
+from icehouse_client.client import metadata_of
 from icehouse_client.errors import error_from
 from icehouse_client.requests import (
     DEFAULT_TIMEOUT_S,
@@ -35,10 +36,11 @@ class AsyncClient:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         security: Security = NO_SECURITY,
+        watches_health: bool = True,
     ) -> None:
         self._timeout_s = timeout_s
         self._metadata = security.metadata
-        self._channel = _open_channel(address, security)
+        self._channel = _open_channel(address, security, watches_health=watches_health)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
 
@@ -112,8 +114,8 @@ class AsyncClient:
         return timeout_of(options, default_s=self._timeout_s)
 
 
-def _open_channel(address: str, security: Security) -> grpc.aio.Channel:
-    options = security.channel_options(CHANNEL_OPTIONS)
+def _open_channel(address: str, security: Security, *, watches_health: bool) -> grpc.aio.Channel:
+    options = channel_options(security, watches_health=watches_health)
     credentials = security.credentials
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)

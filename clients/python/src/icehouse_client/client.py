@@ -12,6 +12,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
 
 from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
+from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.errors import error_from
 from icehouse_client.requests import (
@@ -25,16 +26,13 @@ from icehouse_client.requests import (
 from icehouse_client.results import Reply, Started, StreamSum, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Metadata, Security
 
-CHANNEL_OPTIONS = (
-    # A prompt's tokens or a long output may pass gRPC's 4 MB.
-    ("grpc.max_receive_message_length", -1),
-)
-
 
 class Client:
     """A connection to one server; `address` is "host:port" or "unix:/path".
 
     `timeout_s` is the deadline of calls that name none. Every method raises IcehouseClientError.
+    A Generate that no server took is tried again as the published service config says, streams never.
+    Set `watches_health` to False for servers that answer health checks with credentials only.
     """
 
     def __init__(
@@ -43,10 +41,11 @@ class Client:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         security: Security = NO_SECURITY,
+        watches_health: bool = True,
     ) -> None:
         self._timeout_s = timeout_s
         self._metadata = security.metadata
-        self._channel = open_channel(address, security)
+        self._channel = open_channel(address, security, watches_health=watches_health)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
 
@@ -119,9 +118,9 @@ class Client:
         return timeout_of(options, default_s=self._timeout_s)
 
 
-def open_channel(address: str, security: Security) -> grpc.Channel:
+def open_channel(address: str, security: Security, *, watches_health: bool) -> grpc.Channel:
     """Return a channel, secured as `security` says."""
-    options = security.channel_options(CHANNEL_OPTIONS)
+    options = channel_options(security, watches_health=watches_health)
     credentials = security.credentials
     if credentials is None:
         return grpc.insecure_channel(address, options=options)

@@ -1,0 +1,28 @@
+"""What every channel is opened with: sizes, and the published service config.
+
+The config (`service_config.json`, one for all client libraries) has gRPC itself try a Generate again that
+no server took (UNAVAILABLE), and pass over servers that say they do not serve. Streams are never repeated.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+
+from icehouse_client.security import ChannelOptions, Security
+
+SERVICE_CONFIG = importlib.resources.files("icehouse_client").joinpath("service_config.json").read_text()
+
+
+def channel_options(security: Security, *, watches_health: bool) -> list[tuple[str, str | int]]:
+    """Return the options of a channel.
+
+    Without `watches_health` servers are used whatever their health says: for those that answer health
+    checks only to callers with credentials, which gRPC does not send with them.
+    """
+    options: ChannelOptions = (
+        # A prompt's tokens or a long output may pass gRPC's 4 MB.
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.service_config", SERVICE_CONFIG),
+        *(() if watches_health else (("grpc.inhibit_health_checking", 1),)),
+    )
+    return security.channel_options(options)
