@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-tenants soak smoke audit clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-telemetry bench-tenants soak smoke audit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,9 @@ bench-load: $(STAMP) ## Poisson arrivals at rising rates, beside mlx-lm's server
 
 bench-structured: $(STAMP) ## Decode with a response format against without, 16 clients, as ratios.
 	@$(BIN)/python -m bench.structured $(ARGS)
+
+bench-telemetry: $(STAMP) ## Access log, metrics, traces and load reports: all on against all off.
+	@$(BIN)/python -m bench.telemetry $(ARGS)
 
 bench-tenants: $(STAMP) ## Can one tenant tell from the time that another one has a prompt cached?
 	@$(BIN)/python -m bench.tenants $(ARGS)
