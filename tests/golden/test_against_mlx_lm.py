@@ -23,7 +23,7 @@ OUTPUT_COUNT = 40
 
 
 def written_by_mlx_lm(folder: Path, prompt: list[int]) -> tuple[list[int], str]:
-    model, tokenizer = mlx_lm.load(str(folder))
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
     steps = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=OUTPUT_COUNT))
     # Its detokenizer leaves byte 0 as the vocabulary spells it.
     return [step.token for step in steps], "".join(step.text for step in steps).replace("\u0100", "\0")

@@ -6,8 +6,9 @@ from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
 from icehouse_client.client import Client, Stream
 from icehouse_client.errors import IcehouseClientError
+from icehouse_client.logprobs import TokenLogprobs, TopLogprob
 from icehouse_client.requests import DEFAULT_TIMEOUT_S, CacheUse, Options, Prompt
-from icehouse_client.results import FinishReason, Reply, Started, Token, Usage
+from icehouse_client.results import Completion, FinishReason, Reply, Started, Token, Usage
 from icehouse_client.security import Security
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "AsyncStream",
     "CacheUse",
     "Client",
+    "Completion",
     "DEFAULT_TIMEOUT_S",
     "FinishReason",
     "IcehouseClientError",
@@ -28,9 +30,11 @@ __all__ = [
     "Started",
     "Stream",
     "Token",
+    "TokenLogprobs",
     "Tool",
     "ToolCall",
     "ToolChoice",
+    "TopLogprob",
     "Usage",
     "formats",
     "prefix_key",

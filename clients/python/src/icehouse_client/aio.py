@@ -23,8 +23,9 @@ from icehouse_client.requests import (
     timeout_of,
     tokenize_request,
 )
-from icehouse_client.results import Reply, Started, StreamSum, Token, reply_from, tokens_from
+from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Security
+from icehouse_client.stream_sum import StreamSum
 
 
 class AsyncClient:
@@ -72,9 +73,8 @@ class AsyncClient:
         """Return the output as it comes: iterate over its text, then look at `reply`."""
         request = generate_request(prompt, options)
         metadata = metadata_of(request, self._metadata)
-        return AsyncStream(
-            self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
-        )
+        call = self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
+        return AsyncStream(call, completion_count=request.completions)
 
     async def tokenize(
         self,
@@ -125,9 +125,14 @@ def _open_channel(address: str, security: Security, *, watches_health: bool) -> 
 class AsyncStream:
     """As `Stream`, iterated with `async for`."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, inference.StreamResponse]) -> None:
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[Any, inference.StreamResponse],
+        *,
+        completion_count: int = 0,
+    ) -> None:
         self._call = call
-        self._sum = StreamSum()
+        self._sum = StreamSum(completion_count)
 
     async def __aenter__(self) -> Self:
         return self
@@ -138,10 +143,17 @@ class AsyncStream:
         self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[str]:
+        async for index, text in self.indexed():
+            if index == 0:
+                yield text
+
+    async def indexed(self) -> AsyncIterator[tuple[int, str]]:
+        """Iterate over the text of all completions, each piece with its completion's index."""
         with _translated():
             async for response in self._call:
-                if text := self._sum.add(response):
-                    yield text
+                index, text = self._sum.add(response)
+                if text:
+                    yield index, text
 
     @property
     def started(self) -> Started | None:
@@ -151,9 +163,10 @@ class AsyncStream:
     @property
     def reply(self) -> Reply:
         """The whole output; raises ValueError before its end."""
-        if self._sum.reply is None:
+        reply = self._sum.reply
+        if reply is None:
             raise ValueError("the stream has not ended; iterate over it first")
-        return self._sum.reply
+        return reply
 
     def cancel(self) -> None:
         """End it on the server too. Harmless after the end."""

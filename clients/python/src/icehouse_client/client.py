@@ -23,8 +23,9 @@ from icehouse_client.requests import (
     timeout_of,
     tokenize_request,
 )
-from icehouse_client.results import Reply, Started, StreamSum, Token, reply_from, tokens_from
+from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Metadata, Security
+from icehouse_client.stream_sum import StreamSum
 
 
 class Client:
@@ -78,7 +79,8 @@ class Client:
         """Return the output as it comes: iterate over its text, then look at `reply`."""
         request = generate_request(prompt, options)
         metadata = metadata_of(request, self._metadata)
-        return Stream(self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata))
+        call = self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
+        return Stream(call, completion_count=request.completions)
 
     def tokenize(
         self,
@@ -140,14 +142,14 @@ class ResponseCall(Protocol):
 
 
 class Stream:
-    """A running output: an iterator over its pieces of text.
+    """A running output: an iterator over its pieces of text, of several completions over the first one's.
 
     `reply` is the whole, once the iteration has ended. Leaving the `with` block early cancels it.
     """
 
-    def __init__(self, call: ResponseCall) -> None:
+    def __init__(self, call: ResponseCall, *, completion_count: int = 0) -> None:
         self._call = call
-        self._sum = StreamSum()
+        self._sum = StreamSum(completion_count)
 
     def __enter__(self) -> Self:
         return self
@@ -158,10 +160,15 @@ class Stream:
         self.cancel()
 
     def __iter__(self) -> Iterator[str]:
+        return (text for index, text in self.indexed() if index == 0)
+
+    def indexed(self) -> Iterator[tuple[int, str]]:
+        """Iterate over the text of all completions, each piece with its completion's index."""
         with _translated():
             for response in self._call:
-                if text := self._sum.add(response):
-                    yield text
+                index, text = self._sum.add(response)
+                if text:
+                    yield index, text
 
     @property
     def started(self) -> Started | None:
@@ -171,9 +178,10 @@ class Stream:
     @property
     def reply(self) -> Reply:
         """The whole output; raises ValueError before its end."""
-        if self._sum.reply is None:
+        reply = self._sum.reply
+        if reply is None:
             raise ValueError("the stream has not ended; iterate over it first")
-        return self._sum.reply
+        return reply
 
     def cancel(self) -> None:
         """End it on the server too. Harmless after the end."""

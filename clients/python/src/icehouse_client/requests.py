@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
-from icehouse.v1 import cache_policy_pb2, prompt_pb2, sampling_pb2
+from icehouse.v1 import cache_policy_pb2, prompt_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
+from icehouse_client.sampling import SamplingOptions, sampling_proto
 from icehouse_client.speculation import Speculation
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -29,16 +30,17 @@ Prompt = str | Sequence[Message] | Sequence[int]
 """Text, a conversation, or token ids."""
 
 
-class Options(TypedDict, total=False):
+class Options(SamplingOptions, total=False):
     """What may be said about a request beside its prompt. Left out: the server's default."""
 
     max_output_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
     stop: Sequence[str]
+    completions: int
+    """Outputs of the one prompt; more than one needs a temperature above 0."""
+    logprobs: int
+    """Tells log probabilities, and of so many likeliest tokens beside each one; 0 is none beside."""
+    prompt_logprobs: bool
+    """Tells those of the prompt's tokens too."""
     model: str
     request_id: str
     cache_use: CacheUse
@@ -59,13 +61,8 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request_id=options.get("request_id", ""),
         model=options.get("model", ""),
         max_output_tokens=options.get("max_output_tokens", 0),
-        sampling=sampling_pb2.SamplingParams(
-            temperature=options.get("temperature"),
-            top_p=options.get("top_p"),
-            top_k=options.get("top_k"),
-            min_p=options.get("min_p"),
-            seed=options.get("seed"),
-        ),
+        sampling=sampling_proto(options),
+        completions=options.get("completions", 0),
         stop=options.get("stop", ()),
         priority=options.get("priority", 0),
         tools=tool_protos(options.get("tools", ())),
@@ -74,6 +71,11 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.cache.use = _CACHE_USES[options["cache_use"]]
     if "tenant" in options:
         request.cache.tenant = options["tenant"]
+    if "logprobs" in options or options.get("prompt_logprobs"):
+        request.logprobs.top_count = options.get("logprobs", 0)
+        request.logprobs.prompt = options.get("prompt_logprobs", False)
+        # Without a field set the message would be absent.
+        request.logprobs.SetInParent()
     if "response_format" in options:
         request.response_format.CopyFrom(options["response_format"])
     if "speculation" in options:

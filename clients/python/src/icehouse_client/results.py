@@ -1,4 +1,4 @@
-"""From response messages to plain results, and the sum of a stream."""
+"""From response messages to plain results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
+from icehouse.v1 import completion_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import usage_pb2
 
-from icehouse_client.chat import CallSum, MalformedToolCall, Message, ToolCall
+from icehouse_client.chat import MalformedToolCall, Message, ToolCall
+from icehouse_client.logprobs import TokenLogprobs, logprobs_from
 
 
 class FinishReason(enum.StrEnum):
@@ -47,22 +48,20 @@ class Usage:
     accepted_draft_tokens: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reply:
-    """A complete output. `reuse_limit` tells why not more of the prompt came from the cache."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One output. `logprobs` has an entry for each of `token_ids` where asked for."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_string: str | None
     usage: Usage
-    reuse_limit: str
-    request_id: str
-    model: str
     seed: int
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_tool_calls: tuple[MalformedToolCall, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     def json(self) -> Any:
         """Return the value of an output in a JSON format; raises ValueError when a limit cut it."""
@@ -79,6 +78,21 @@ class Reply:
             tool_calls=self.tool_calls,
             token_ids=self.token_ids,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Completion):
+    """The answer to a request: its first output, and in `completions` all of them where several could come.
+
+    `reuse_limit` tells why not more of the prompt came from the cache; `prompt_logprobs` has an entry for
+    each prompt token but the first where asked for.
+    """
+
+    reuse_limit: str
+    request_id: str
+    model: str
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    completions: tuple[Completion, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,21 +117,50 @@ class Token:
 
 def reply_from(response: inference.GenerateResponse) -> Reply:
     """Return the answer of Generate."""
-    return Reply(
-        text=response.text,
-        token_ids=tuple(response.token_ids),
-        finish_reason=_finish_reason(response.finish_reason),
-        stop_string=response.stop_string if response.HasField("stop_string") else None,
-        usage=_usage(response.usage),
-        reuse_limit=_reuse_limit(response.cache),
+    return reply_of(
+        _completion(response),
+        completions=tuple(_completion(completion) for completion in response.completions),
+        reuse_limit=reuse_limit_name(response.cache),
         request_id=response.request_id,
         model=response.model,
-        seed=response.seed,
-        reasoning=response.reasoning,
-        tool_calls=tuple(ToolCall(c.id, c.name, c.arguments_json) for c in response.tool_calls),
+        prompt_logprobs=logprobs_from(response.prompt_logprobs),
+    )
+
+
+def reply_of(
+    first: Completion,
+    *,
+    completions: tuple[Completion, ...],
+    reuse_limit: str,
+    request_id: str,
+    model: str,
+    prompt_logprobs: tuple[TokenLogprobs, ...],
+) -> Reply:
+    """Return an answer whose own output is `first`."""
+    return Reply(
+        **{field.name: getattr(first, field.name) for field in dataclasses.fields(Completion)},
+        reuse_limit=reuse_limit,
+        request_id=request_id,
+        model=model,
+        prompt_logprobs=prompt_logprobs,
+        completions=completions,
+    )
+
+
+def _completion(output: inference.GenerateResponse | completion_pb2.Completion) -> Completion:
+    return Completion(
+        text=output.text,
+        token_ids=tuple(output.token_ids),
+        finish_reason=finish_reason_of(output.finish_reason),
+        stop_string=output.stop_string if output.HasField("stop_string") else None,
+        usage=usage_from(output.usage),
+        seed=output.seed,
+        reasoning=output.reasoning,
+        tool_calls=tuple(ToolCall(c.id, c.name, c.arguments_json) for c in output.tool_calls),
         malformed_tool_calls=tuple(
-            MalformedToolCall(found.text, found.problem) for found in response.malformed_tool_calls
+            MalformedToolCall(found.text, found.problem) for found in output.malformed_tool_calls
         ),
+        logprobs=logprobs_from(output.logprobs),
     )
 
 
@@ -126,71 +169,20 @@ def tokens_from(response: inference.TokenizeResponse) -> list[Token]:
     return [Token(token.id, token.piece) for token in response.tokens]
 
 
-class StreamSum:
-    """Adds up the events of a stream; both kinds of streams share it."""
-
-    def __init__(self) -> None:
-        self.started: Started | None = None
-        self.reply: Reply | None = None
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._reasonings: list[str] = []
-        self._calls = CallSum()
-        self._malformed: list[MalformedToolCall] = []
-
-    def add(self, response: inference.StreamResponse) -> str:
-        """Take one event and return its text, empty for events that have none."""
-        kind = response.WhichOneof("event")
-        if kind == "started":
-            self.started = _started(response.started)
-        elif kind == "finished":
-            self.reply = self._reply(response.finished)
-        elif kind == "delta":
-            self._add_delta(response.delta)
-            return response.delta.text
-        return ""
-
-    def _add_delta(self, delta: inference.Delta) -> None:
-        self._texts.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        self._reasonings.append(delta.reasoning)
-        if delta.HasField("tool_call"):
-            self._calls.add(delta.tool_call)
-        if delta.HasField("malformed_tool_call"):
-            found = delta.malformed_tool_call
-            self._malformed.append(MalformedToolCall(found.text, found.problem))
-
-    def _reply(self, finished: inference.Finished) -> Reply:
-        started = self.started
-        assert started is not None, "a stream finished that never started"
-        return Reply(
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
-            finish_reason=_finish_reason(finished.finish_reason),
-            stop_string=finished.stop_string if finished.HasField("stop_string") else None,
-            usage=_usage(finished.usage),
-            reuse_limit=started.reuse_limit,
-            request_id=started.request_id,
-            model=started.model,
-            seed=started.seed,
-            reasoning="".join(self._reasonings),
-            tool_calls=self._calls.calls,
-            malformed_tool_calls=tuple(self._malformed),
-        )
-
-
-def _started(started: inference.Started) -> Started:
+def started_from(started: inference.Started) -> Started:
+    """Return the first event of a stream."""
     return Started(
         request_id=started.request_id,
         model=started.model,
         prompt_tokens=started.prompt_tokens,
         cached_tokens=started.cache.cached_tokens,
-        reuse_limit=_reuse_limit(started.cache),
+        reuse_limit=reuse_limit_name(started.cache),
         seed=started.seed,
     )
 
 
-def _usage(usage: usage_pb2.Usage) -> Usage:
+def usage_from(usage: usage_pb2.Usage) -> Usage:
+    """Return a cost as plain data."""
     return Usage(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
@@ -212,12 +204,14 @@ def _seconds(duration: Duration) -> float:
     return duration.ToNanoseconds() / 1e9
 
 
-def _finish_reason(value: int) -> FinishReason:
+def finish_reason_of(value: int) -> FinishReason:
+    """Return why an output ended."""
     name = _enum_name(usage_pb2.FinishReason.DESCRIPTOR, value).removeprefix("FINISH_REASON_")
     return FinishReason(name) if name in FinishReason.__members__ else FinishReason.UNKNOWN
 
 
-def _reuse_limit(report: usage_pb2.CacheReport) -> str:
+def reuse_limit_name(report: usage_pb2.CacheReport) -> str:
+    """Return why no more was reused, in the API's word."""
     return _enum_name(usage_pb2.ReuseLimit.DESCRIPTOR, report.limit).removeprefix("REUSE_LIMIT_")
 
 
