@@ -9,6 +9,7 @@ from service.config.setting import size_text
 from service.domain.ids import Fingerprint
 from service.kv.reconcile import Discrepancy
 from service.kv.records import BlockRecord
+from service.kv.vault import KEY_DETAIL
 
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 _BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")
@@ -56,11 +57,12 @@ def fact_text(name: str, value: object) -> str:
 
 
 def model_text(details: Mapping[str, str], fingerprint: Fingerprint) -> str:
-    """Return a model in a few words: architecture, quantization, start of the fingerprint."""
+    """Return a model in a few words: architecture, quantization, encryption, start of the fingerprint."""
     quantization = details.get("quantization", "none")
     words = (
         details.get("architecture", ""),
         "" if quantization == "none" else quantization,
+        "encrypted" if KEY_DETAIL in details else "",
         fingerprint.hex()[:8],
     )
     return " ".join(filter(None, words))

@@ -23,6 +23,7 @@ from service.cli.block_facts import (
     model_text,
     record_facts,
 )
+from service.cli.cache_vault import find_vault
 from service.cli.console import err, out
 from service.clock import SystemClock
 from service.config import load_config
@@ -32,6 +33,7 @@ from service.kv.files import SystemFiles
 from service.kv.offline_store import OfflineStore, Rows, Verdict
 from service.kv.reconcile import Finding
 from service.kv.records import BlockRecord
+from service.kv.vault import KEY_DETAIL
 
 app = typer.Typer(
     name="cache",
@@ -98,8 +100,12 @@ def inspect(
         }
         for region in file.regions
     ]
-    if show_tokens:
+    if file.key_id:
+        facts["encryption_key"] = file.key_id.hex()
+    if show_tokens and file.header is not None:
         facts["token_ids"] = list(file.header.token_ids)
+    elif show_tokens:
+        err.print("the token ids are encrypted; ICEHOUSE_CACHE_KEY_FILE or _COMMAND says with which key")
     if as_json:
         _print_json(facts)
         return
@@ -162,7 +168,12 @@ def verify(
 def purge(
     directory: Directory = None,
     as_json: AsJson = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every block and the quarantine.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every block, the quarantine and the data keys.")
+    ] = False,
+    unencrypted: Annotated[
+        bool, typer.Option("--unencrypted", help="Blocks in the clear, and the quarantine.")
+    ] = False,
     fingerprint: Annotated[str, typer.Option(help="The blocks of this model fingerprint (hex prefix).")] = "",
     block: Annotated[str, typer.Option(help="This block (hash or its beginning).")] = "",
     unused_days: Annotated[
@@ -171,25 +182,32 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove blocks for good. No server may be using the directory."""
-    if not (everything or fingerprint or block or unused_days is not None):
-        raise typer.BadParameter("say what to remove: --all, --fingerprint, --block or --unused-days")
+    if not (everything or unencrypted or fingerprint or block or unused_days is not None):
+        raise typer.BadParameter(
+            "say what to remove: --all, --unencrypted, --fingerprint, --block or --unused-days"
+        )
     store = _open_existing(directory)
     before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
     wanted_hash = store.find(block).hash if block else None
+    rows = store.rows()
 
     def choose(record: BlockRecord) -> bool:
         return (
-            record.fingerprint.hex().startswith(fingerprint.lower())
+            not (unencrypted and KEY_DETAIL in rows.fingerprints.get(record.fingerprint, {}))
+            and record.fingerprint.hex().startswith(fingerprint.lower())
             and (wanted_hash is None or record.hash == wanted_hash)
             and (unused_days is None or record.last_used_time <= before_time)
         )
 
-    count = sum(choose(record) for record in store.rows().records)
+    count = sum(choose(record) for record in rows.records)
     if not yes:
         typer.confirm(f"Remove {count} blocks from {store.paths.root}?", abort=True, err=True)
     with _bar("removing blocks", total=count) as advance_to:
         removed_count, removed_bytes = store.purge(
-            choose, quarantine_too=everything, progress=lambda done, _: advance_to(done)
+            choose,
+            quarantine_too=everything or unencrypted,
+            keys_too=everything,
+            progress=lambda done, _: advance_to(done),
         )
     if as_json:
         _print_json({"removed": removed_count, "size_bytes": removed_bytes})
@@ -200,14 +218,16 @@ def purge(
 def _open(directory: Path | None) -> OfflineStore:
     """Return the directory's store; raises StorageError when there is something that is no directory."""
     flags = {} if directory is None else {"cache.directory": str(directory)}
-    where = load_config(flags=flags, file=None).config.cache.block_directory
+    config = load_config(flags=flags, file=None).config.cache
+    where = config.block_directory
     if where.exists() and not (where.is_dir() and os.access(where, os.R_OK | os.X_OK)):
         raise StorageError(
             Reason.STORE_UNUSABLE,
             f"{where} is not a directory that this user may read; say another --cache-directory",
             metadata={"directory": str(where)},
         )
-    return OfflineStore(str(where), files=SystemFiles(), clock=SystemClock())
+    files = SystemFiles()
+    return OfflineStore(str(where), files=files, clock=SystemClock(), vault=find_vault(config, files))
 
 
 def _open_existing(directory: Path | None) -> OfflineStore:

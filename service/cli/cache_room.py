@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from service.cli.cache_vault import open_vault
 from service.cli.machine import cache_limit
 from service.clock import Clock
 from service.config import CacheConfig, ModelConfig, TenantConfig
@@ -19,6 +20,7 @@ from service.kv.files import SystemFiles
 from service.kv.messages import Outcome
 from service.kv.storage import Storage
 from service.kv.storage_settings import StorageSettings
+from service.kv.vault import KEY_DETAIL, sealed_fingerprint
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
@@ -55,9 +57,19 @@ def build_cache_room(
     clock: Clock,
     post: Callable[[Outcome], None],
 ) -> CacheRoom:
-    """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here."""
+    """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here.
+
+    With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
+    """
+    files = SystemFiles()
+    has_storage = config.enabled and config.ssd_enabled
+    vault = open_vault(config, files) if has_storage else None
+    # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
+    filed_as = sealed_fingerprint(fingerprint.value, vault.key_id) if vault else fingerprint.value
+    details = {**fingerprint.details, **({KEY_DETAIL: vault.key_id.hex()} if vault else {})}
     settings = PrefixSettings(
-        fingerprint=fingerprint.value,
+        fingerprint=filed_as,
+        name_secret=vault.name_secret if vault else b"",
         block_token_count=config.block_token_count,
         is_enabled=config.enabled,
         ram_limit_bytes=0,
@@ -69,12 +81,12 @@ def build_cache_room(
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
     )
     storage = None
-    if config.enabled and config.ssd_enabled:
+    if has_storage:
         storage = Storage(
             StorageSettings(
                 directory=str(config.block_directory),
-                fingerprint=fingerprint.value,
-                fingerprint_details=tuple(sorted(fingerprint.details.items())),
+                fingerprint=filed_as,
+                fingerprint_details=tuple(sorted(details.items())),
                 limit_bytes=config.ssd_bytes,
                 free_floor_bytes=config.free_space_floor_bytes,
                 daily_write_limit_bytes=config.daily_write_bytes,
@@ -83,9 +95,10 @@ def build_cache_room(
                 task_queue_limit_count=_TASK_QUEUE_COUNT,
                 reader_thread_count=config.reader_thread_count,
             ),
-            files=SystemFiles(),
+            files=files,
             clock=clock,
             post=post,
+            vault=vault,
         )
     return CacheRoom(
         settings=settings,

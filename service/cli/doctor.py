@@ -15,7 +15,7 @@ from rich.markup import escape
 from service.cli.check import Check, Verdict
 from service.cli.console import out
 from service.cli.device import find_device
-from service.cli.doctor_cache import check_cache, check_disk
+from service.cli.doctor_cache import check_cache, check_disk, check_encryption
 from service.cli.preload import find_openblas, openblas_loaded, runs_on_cpu
 from service.config import Config
 from service.config.setting import size_text
@@ -151,4 +151,5 @@ CHECKS: tuple[Callable[[Config], Check], ...] = (
     check_address,
     check_disk,
     check_cache,
+    check_encryption,
 )

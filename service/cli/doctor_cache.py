@@ -1,4 +1,4 @@
-"""The doctor's questions about the SSD tier: is there room, and how is its directory?"""
+"""The doctor's questions about the SSD tier: is there room, how is its directory, is it encrypted?"""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import shutil
 import stat
 from pathlib import Path
 
+from service.cli.cache_vault import find_vault
 from service.cli.check import Check, Verdict
 from service.config import CacheConfig, Config
 from service.config.setting import size_text
+from service.errors import StartError
+from service.kv.files import SystemFiles
 from service.kv.store_paths import StorePaths
 
 
@@ -57,6 +60,25 @@ def check_cache(config: Config) -> Check:
         advice = "no harm: the next start looks at every file; icehouse cache check does so now"
         return Check("cache", Verdict.WARN, f"{folder}: {used}, not closed cleanly last time", advice)
     return Check("cache", Verdict.OK, f"{folder}: {used}")
+
+
+def check_encryption(config: Config) -> Check:
+    """Are blocks encrypted, and does the key open those that are there?"""
+    cache = config.cache
+    if not _is_used(cache):
+        return Check("at rest", Verdict.OK, "the SSD tier is off")
+    if not cache.is_encrypted:
+        return Check("at rest", Verdict.OK, "blocks are in the clear, readable by their owner only")
+    folder = cache.block_directory
+    try:
+        vault = find_vault(cache, SystemFiles())
+    except StartError as error:
+        return Check("at rest", Verdict.FAIL, error.message, "see docs/at-rest.md")
+    if vault is None and os.path.exists(StorePaths(str(folder)).data_keys):
+        advice = "the cache would begin empty beside blocks under another key; was it meant to be that one?"
+        return Check("at rest", Verdict.WARN, f"the key opens no data key in {folder}", advice)
+    key = f"data key {vault.key_id.hex()}" if vault else "the first start makes its data key"
+    return Check("at rest", Verdict.OK, f"blocks are encrypted (AES-256-GCM), {key}")
 
 
 def _is_used(cache: CacheConfig) -> bool:

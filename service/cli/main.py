@@ -1,4 +1,4 @@
-"""The command line: `icehouse serve | demo | generate | top | cache | token | doctor | config | version`."""
+"""The command line: `icehouse serve`, `generate`, `cache`, `key`, `doctor` and what else `--help` lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import cache, show_config, token
+from service.cli import cache, key, show_config, token
 from service.cli.console import complain, out
 from service.cli.flags import with_settings
 from service.cli.generate import generate
@@ -73,6 +73,7 @@ app.command("top")(top)
 app.command("doctor")(with_settings(_doctor))
 app.command("config")(with_settings(_config))
 app.add_typer(cache.app, name="cache")
+app.add_typer(key.app, name="key")
 app.add_typer(token.app, name="token")
 
 

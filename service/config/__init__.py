@@ -1,10 +1,10 @@
 """Settings: declared once, read from flags, environment and file, validated once, frozen."""
 
+from service.config.cache import CacheConfig
 from service.config.connection import ConnectionConfig
 from service.config.load import LoadedConfig, load_config
 from service.config.sections import (
     SETTINGS,
-    CacheConfig,
     Config,
     EngineConfig,
     LogConfig,

@@ -168,6 +168,11 @@ def _refuse_contradictions(config: Config) -> None:
             field="server.default_max_output_tokens",
         )
     _refuse_half_security(config.security)
+    if config.cache.key_file is not None and config.cache.key_command is not None:
+        raise _invalid(
+            "cache.key_file and cache.key_command are both set; the key comes from one of them",
+            field="cache.key_command",
+        )
     # sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero included.
     if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
         raise _invalid(

@@ -16,6 +16,9 @@ from service.errors import ConfigError, Reason
 
 Value = str | int | float | bool | None
 
+MIB = 1 << 20
+GIB = 1 << 30
+
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*$", re.IGNORECASE)
 _UNIT_BYTES = {
     "b": 1,

@@ -2,7 +2,9 @@
 
 A block is named by its hash, h_i = SHA-256(h_{i-1} || token ids || extra), where h_0 is the
 root of one fingerprint and tenant. Nothing process-random goes in: the same tokens have the
-same hash in every process, for ever (golden vectors in the tests).
+same hash in every process, for ever (golden vectors in the tests). A hash tells nobody its
+tokens, but whoever guesses them can prove the guess; where blocks are encrypted on SSD the
+hash is therefore an HMAC under a secret that comes from the key.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import hmac
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,10 +26,10 @@ _ROOT_TAG = b"icehouse.block.root.v1\x00"
 _BLOCK_TAG = b"icehouse.block.v1\x00"
 
 
-def root_hash(*, fingerprint: Fingerprint, tenant: Tenant) -> BlockHash:
+def root_hash(*, fingerprint: Fingerprint, tenant: Tenant, secret: bytes = b"") -> BlockHash:
     """Return h_0, the parent of every first block of this fingerprint and tenant."""
     salt = hashlib.sha256(tenant.encode("utf-8")).digest()
-    return BlockHash(hashlib.sha256(_ROOT_TAG + fingerprint + salt).digest())
+    return _digest(_ROOT_TAG + fingerprint + salt, secret)
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -39,14 +42,21 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(packed, dtype="<u4").tolist())
 
 
-def block_hash(*, parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"") -> BlockHash:
+def block_hash(
+    *, parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"", secret: bytes = b""
+) -> BlockHash:
     """Return the hash of the block with these tokens below `parent`.
 
     `extra` is the concatenated digests of non-text inputs inside the block. The token
-    count is hashed too, so that a tail and a full block never share a name by chance.
+    count is hashed too, so that a tail and a full block never share a name by chance. With a
+    `secret` nobody without it can tell whether a name is that of tokens they guessed.
     """
     count = len(token_ids).to_bytes(8, "little")
-    return BlockHash(hashlib.sha256(_BLOCK_TAG + parent + count + pack_tokens(token_ids) + extra).digest())
+    return _digest(_BLOCK_TAG + parent + count + pack_tokens(token_ids) + extra, secret)
+
+
+def _digest(data: bytes, secret: bytes) -> BlockHash:
+    return BlockHash(hmac.digest(secret, data, "sha256") if secret else hashlib.sha256(data).digest())
 
 
 class RegionKind(enum.StrEnum):

@@ -137,6 +137,8 @@ class IntegrityStats:
     missing_file_total: int = 0
     quarantined_file_count: int = 0
     quarantined_bytes: int = 0
+    seal_failure_total: int = 0
+    """Encrypted blocks whose tag did not prove them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ class DiskStats:
     other_model_block_count: int = 0
     writes_off_detail: str = ""
     """Why nothing is written at present; empty while writing works."""
+    is_encrypted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadSequence
 
 from service.clock import Clock
-from service.domain.blocks import RegionKind, block_hash
+from service.domain.blocks import RegionKind
 from service.domain.events import CacheReport, ReuseLimit
 from service.domain.ids import BlockHash, Tenant
 from service.domain.request import CacheUse, GenerationRequest
@@ -50,6 +50,7 @@ class PrefixCache:
                 cuttable_inside=facts.cuttable_inside,
                 needs_checkpoint=facts.needs_checkpoint,
                 window_token_count=facts.window_token_count,
+                name_secret=settings.name_secret,
             )
         )
         self.ram = RamTier(limit_bytes=settings.ram_limit_bytes)
@@ -188,7 +189,7 @@ class PrefixCache:
         sequence.chain.clear()
         for start in range(0, token_count - size + 1, size):
             tokens = sequence.input_token_ids[start : start + size]
-            parent = block_hash(parent=parent, token_ids=tokens)
+            parent = self.index.name_of(parent=parent, token_ids=tokens)
             sequence.chain.append(parent)
 
     def drop(self, entry: Entry) -> None:
@@ -227,7 +228,7 @@ class PrefixCache:
         tokens = sequence.tokens(start, stop)
         kinds = self._capture_rules.kinds_at(sequence, stop)
         if not kinds:
-            return block_hash(parent=parent, token_ids=tokens)
+            return self.index.name_of(parent=parent, token_ids=tokens)
         entry = self.index.add(parent=parent, start_token_index=start, token_ids=tokens)
         self.shares.claim([entry], self.root(sequence.request.tenant))
         missing = [kind for kind in kinds if kind not in entry.ram]
@@ -275,7 +276,7 @@ class PrefixCache:
             if other.token_count < entry.token_count
             and not other.is_pinned
             and all(entry.has(kind, with_ssd=True) for kind in (*other.ram, *other.ssd))
-            and other.hash == block_hash(parent=entry.parent, token_ids=tokens[: other.token_count])
+            and other.hash == self.index.name_of(parent=entry.parent, token_ids=tokens[: other.token_count])
         ]
 
     def _note_use(self, entries: ReadSequence[Entry]) -> None:

@@ -60,6 +60,7 @@ class PrefixDesk:
             block_token_count=cache.settings.block_token_count,
             least_token_count=cache.settings.min_reuse_token_count,
             shares_blocks=cache.can_share,
+            name_secret=cache.settings.name_secret,
         )
 
     @property

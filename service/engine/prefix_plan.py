@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from service.domain.blocks import BlockHeader, RegionKind, block_hash
+from service.domain.blocks import BlockHeader, RegionKind
 from service.domain.events import CacheReport, ReuseLimit
 from service.domain.ids import BlockHash, Fingerprint
 from service.engine.prefix_ports import PlacedBlock
@@ -131,7 +131,7 @@ class Planner:
         known = entry.token_ids
         if known is None:
             known = tuple(token_ids[entry.start_token_index : entry.end_token_index])
-            assert block_hash(parent=entry.parent, token_ids=known) == entry.hash
+            assert self.index.name_of(parent=entry.parent, token_ids=known) == entry.hash
         return BlockHeader(
             hash=entry.hash,
             parent=entry.parent,

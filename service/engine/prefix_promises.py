@@ -22,9 +22,15 @@ class Promises:
     """Who computes what, and who waits for it."""
 
     def __init__(
-        self, *, block_token_count: int, least_token_count: int = 0, shares_blocks: bool = True
+        self,
+        *,
+        block_token_count: int,
+        least_token_count: int = 0,
+        shares_blocks: bool = True,
+        name_secret: bytes = b"",
     ) -> None:
         self._block_token_count = block_token_count
+        self._name_secret = name_secret
         self._least_token_count = least_token_count
         """Inputs shorter than this are computed sooner than waited for."""
         self._shares_blocks = shares_blocks
@@ -89,5 +95,5 @@ class Promises:
         for start in range(0, stop, self._block_token_count):
             parent = names[-1] if names else root
             tokens = sequence.input_token_ids[start : min(start + self._block_token_count, stop)]
-            names.append(block_hash(parent=parent, token_ids=tokens))
+            names.append(block_hash(parent=parent, token_ids=tokens, secret=self._name_secret))
         return names[len(sequence.chain) :] if self._shares_blocks else names[-1:]

@@ -22,5 +22,7 @@ class PrefixSettings:
     min_prefix_token_count: int = 0
     may_recompute: bool = True
     shares: ShareLimits = dataclasses.field(default_factory=ShareLimits)
+    name_secret: bytes = dataclasses.field(default=b"", repr=False)
+    """What blocks are named under besides their tokens; from the key where they are encrypted on SSD."""
     min_reuse_token_count: int = 0
     """Matches of fewer tokens, such as a lone start token, are computed instead."""

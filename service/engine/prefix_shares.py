@@ -51,7 +51,9 @@ class Shares:
         """Return h0 for this model and tenant."""
         root = self._roots.get(tenant)
         if root is None:
-            root = self._roots[tenant] = root_hash(fingerprint=self._fingerprint, tenant=tenant)
+            root = self._roots[tenant] = root_hash(
+                fingerprint=self._fingerprint, tenant=tenant, secret=self._index.rules.name_secret
+            )
             if len(self._roots) > ROOT_LIMIT:
                 self._roots.popitem(last=False)
         self._roots.move_to_end(tenant)

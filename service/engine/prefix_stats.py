@@ -20,7 +20,7 @@ from service.domain.cache_stats import (
 )
 from service.domain.events import ReuseLimit
 from service.engine.prefix_cache import PrefixCache
-from service.kv.block_head import Damage
+from service.kv.damage import Damage
 from service.kv.storage_stats import StorageStats
 
 _OTHER_THAN_EXPECTED = (Damage.MISMATCH, Damage.HEADER, Damage.LAYOUT, Damage.OTHER_ABI)
@@ -146,6 +146,7 @@ def _integrity(storage: StorageStats | None) -> IntegrityStats:
         checksum_failure_total=failures.get(Damage.CHECKSUM, 0),
         header_mismatch_total=sum(failures.get(damage, 0) for damage in _OTHER_THAN_EXPECTED),
         missing_file_total=sum(failures.get(damage, 0) for damage in _NOT_ALL_THERE),
+        seal_failure_total=failures.get(Damage.SEAL, 0),
         quarantined_file_count=storage.quarantined_count,
         quarantined_bytes=storage.quarantined_bytes,
     )
@@ -159,6 +160,7 @@ def _disk(storage: StorageStats) -> DiskStats:
         free_bytes=storage.free_bytes,
         free_floor_bytes=storage.free_floor_bytes,
         other_model_block_count=storage.foreign_block_count,
+        is_encrypted=storage.is_encrypted,
         writes_off_detail="" if storage.writes_enabled else storage.writes_detail,
     )
 

@@ -10,7 +10,7 @@ Trust: the header's first value is the xxh3 of the whole header with that value 
 so no bit of the header can change unseen; each region carries the xxh3 of its bytes; the
 block's hash is computed again from its parent and token ids. All of it is checked before a
 byte is used. `__metadata__` begins so in every layout ABI, so that other ABIs can be told
-from damage.
+from damage. With a vault the regions are encrypted and the head is a `sealed_head`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,12 @@ from math import prod
 import xxhash
 
 from service.domain.blocks import HostBlock, block_hash
-from service.kv.block_head import (
-    DTYPE_BYTES,
-    REGION_ORDER,
-    BlockFile,
-    BlockFileError,
-    Damage,
-    FileRegion,
-    FileTensor,
-    encode_head,
-    head_length,
-    parse_head,
-)
+from service.kv.block_head import DTYPE_BYTES, REGION_ORDER, encode_head, head_length, parse_head
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile, BlockOutline, FileRegion, FileTensor
 from service.kv.files import Files
+from service.kv.sealed_head import Sealing, encode_sealed_head, is_sealed_head, parse_sealed_head
+from service.kv.vault import TAG_BYTES, FileVault, Sealer, Vault
 
 GROUP_BYTES = 256 << 10
 """Bytes that are hashed and transferred at a time; several fit the second-level cache."""
@@ -47,18 +40,21 @@ class PreparedBlock:
     """A block whose facts have been checked and whose file's size is known."""
 
     block: HostBlock
+    vault: Vault | None
+    """Encrypts it."""
     head_bytes: int
     file_bytes: int
 
 
-def prepare_block(block: HostBlock) -> PreparedBlock:
+def prepare_block(block: HostBlock, *, vault: Vault | None = None) -> PreparedBlock:
     """Check a block before anything is reserved or written for it.
 
     A block whose hash is not that of its tokens, or whose tensors lie about their sizes,
     is a broken invariant of the caller.
     """
     header = block.header
-    expected = block_hash(parent=header.parent, token_ids=header.token_ids, extra=header.extra)
+    secret = vault.name_secret if vault else b""
+    expected = block_hash(parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=secret)
     assert header.hash == expected, f"Block {header.hash.hex()} does not have the hash of its tokens"
     kinds = [region.kind for region in block.regions]
     assert kinds == [kind for kind in REGION_ORDER if kind in kinds], f"Regions out of order: {kinds}"
@@ -68,40 +64,55 @@ def prepare_block(block: HostBlock) -> PreparedBlock:
         for tensor in region.tensors:
             size_bytes = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             assert tensor.data.nbytes == size_bytes, f"{tensor.name} does not have {size_bytes} bytes"
-    # Checksums have a fixed width, so the head's length is known before they are.
-    head, _ = encode_head(header, _describe(block, checksums=[0] * len(block.regions), begin=0))
-    return PreparedBlock(block, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
+    # Checksums, tags and salts have fixed widths, so the head's length is known before they are.
+    proofs = [_Proof(0, bytes(TAG_BYTES) if vault else b"")] * len(block.regions)
+    head, _ = _encode(block, _describe(block, proofs, begin=0), _Encryption.of(block, vault), begin=0)
+    return PreparedBlock(block, vault, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
 
 
 def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> BlockFile:
     """Write a block into a new, empty file and return what the file says.
 
-    Tensor bytes are hashed group by group right before they are written, while they are in
-    the CPU's cache, and never copied here; the head, which holds the checksums, comes last.
+    Tensor bytes are encrypted and hashed group by group right before they are written, while
+    they are in the CPU's cache, and in the clear never copied here; the head, which holds the
+    checksums, comes last.
     """
     block = prepared.block
     offset = prepared.head_bytes
-    checksums = []
+    proofs = []
+    # A new salt for every attempt: one file key never encrypts two files.
+    encryption = _Encryption.of(block, prepared.vault)
     for region in block.regions:
         digest = xxhash.xxh3_64()
+        sealer = encryption.vault.sealer(region.kind) if encryption else None
         for group, size_bytes in groups(part for tensor in region.tensors for part in slices(tensor.data)):
-            for part in group:
+            written = encryption.seal(sealer, group) if encryption and sealer else group
+            for part in written:
                 digest.update(part)
-            files.write(descriptor, group, offset=offset)
+            files.write(descriptor, written, offset=offset)
             offset += size_bytes
-        checksums.append(digest.intdigest())
-    regions = _describe(block, checksums=checksums, begin=prepared.head_bytes)
-    head, header_checksum = encode_head(block.header, regions, begin=prepared.head_bytes)
+        proofs.append(_Proof(digest.intdigest(), sealer.finish() if sealer else b""))
+    regions = _describe(block, proofs, begin=prepared.head_bytes)
+    head, header_checksum = _encode(block, regions, encryption, begin=prepared.head_bytes)
     assert (len(head), offset) == (prepared.head_bytes, prepared.file_bytes), (
         "The file is not what was prepared"
     )
     files.write(descriptor, [head], offset=0)
-    return BlockFile(block.header, regions, offset, header_checksum)
+    return BlockFile(
+        outline=BlockOutline.of(block.header),
+        header=block.header,
+        regions=regions,
+        file_bytes=offset,
+        header_checksum=header_checksum,
+        key_id=encryption.sealing.key_id if encryption else b"",
+        vault=encryption.vault if encryption else None,
+    )
 
 
-def read_head(files: Files, descriptor: int) -> BlockFile:
+def read_head(files: Files, descriptor: int, *, vault: Vault | None = None) -> BlockFile:
     """Return what an open file says about itself, fully checked except for its tensor bytes.
 
+    Of an encrypted file whose key `vault` does not have, that is its outline and its regions.
     Raises `BlockFileError` when it is damaged or of another ABI, `OSError` from the system.
     """
     file_bytes = files.size(descriptor)
@@ -112,7 +123,10 @@ def read_head(files: Files, descriptor: int) -> BlockFile:
         rest = bytearray(head_bytes - len(buffer))
         _read_exactly(files, descriptor, memoryview(rest), offset=len(buffer))
         buffer += rest
-    return parse_head(bytes(buffer[:head_bytes]), file_bytes=file_bytes)
+    head = bytes(buffer[:head_bytes])
+    if is_sealed_head(head):
+        return parse_sealed_head(head, file_bytes=file_bytes, vault=vault)
+    return parse_head(head, file_bytes=file_bytes)
 
 
 def slices(data: memoryview) -> Iterator[memoryview]:
@@ -138,17 +152,63 @@ def groups(parts: Iterable[memoryview]) -> Iterator[tuple[list[memoryview], int]
         yield group, size_bytes
 
 
-def _describe(block: HostBlock, *, checksums: Sequence[int], begin: int) -> tuple[FileRegion, ...]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Proof:
+    """What proves one region."""
+
+    checksum: int
+    tag: bytes
+
+
+class _Encryption:
+    """One file's salt and key, and the room that its pieces are encrypted in."""
+
+    def __init__(self, sealing: Sealing, vault: FileVault) -> None:
+        self.sealing = sealing
+        self.vault = vault
+        self._room = memoryview(bytearray(2 * GROUP_BYTES))
+
+    @classmethod
+    def of(cls, block: HostBlock, vault: Vault | None) -> _Encryption | None:
+        """Return what a new file of this block is encrypted with; None in the clear."""
+        if vault is None:
+            return None
+        sealing = Sealing(vault.key_id, vault.new_salt())
+        facts = sealing.facts(BlockOutline.of(block.header))
+        return cls(sealing, vault.file(salt=sealing.salt, facts=facts))
+
+    def seal(self, sealer: Sealer, group: Sequence[memoryview]) -> list[memoryview]:
+        """Return a group's bytes, encrypted, valid until the next call."""
+        begin = 0
+        for part in group:
+            sealer.update(part, self._room[begin : begin + part.nbytes])
+            begin += part.nbytes
+        return [self._room[:begin]]
+
+
+def _encode(
+    block: HostBlock, regions: Sequence[FileRegion], encryption: _Encryption | None, *, begin: int
+) -> tuple[bytes, int]:
+    if encryption is None:
+        return encode_head(block.header, regions, begin=begin)
+    return encode_sealed_head(
+        block.header, regions, sealing=encryption.sealing, file_vault=encryption.vault, begin=begin
+    )
+
+
+def _describe(block: HostBlock, proofs: Sequence[_Proof], *, begin: int) -> tuple[FileRegion, ...]:
     """Return the regions of a file whose head has `begin` bytes."""
     regions = []
     offset = begin
-    for region, checksum in zip(block.regions, checksums, strict=True):
+    for region, proof in zip(block.regions, proofs, strict=True):
         tensors = []
         start = offset
         for tensor in region.tensors:
             tensors.append(FileTensor(tensor.name, tensor.dtype, tensor.shape, offset, tensor.data.nbytes))
             offset += tensor.data.nbytes
-        regions.append(FileRegion(region.kind, start, offset - start, checksum, tuple(tensors)))
+        regions.append(
+            FileRegion(region.kind, start, offset - start, proof.checksum, tuple(tensors), proof.tag)
+        )
     return tuple(regions)
 
 

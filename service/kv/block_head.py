@@ -6,11 +6,9 @@ from a disk is believed here: see `parse_head`.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -18,6 +16,8 @@ import xxhash
 
 from service.domain.blocks import LAYOUT_ABI, BlockHeader, RegionKind, block_hash, pack_tokens, unpack_tokens
 from service.domain.ids import BlockHash, Fingerprint
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile, BlockOutline, FileRegion, FileTensor
 
 FORMAT = "icehouse.block"
 HEADER_LIMIT_BYTES = 8 << 20
@@ -40,71 +40,6 @@ REGION_ORDER = tuple(RegionKind)
 _KINDS = {str(kind): kind for kind in RegionKind}
 
 
-class Damage(enum.StrEnum):
-    """Why a file is not the block it should be. Also the cause of a failed load."""
-
-    MISSING = "missing"
-    TRUNCATED = "truncated"
-    HEADER = "header"
-    CHECKSUM = "checksum"
-    MISMATCH = "mismatch"
-    OTHER_ABI = "other_abi"
-    IO = "io"
-    LAYOUT = "layout"
-    """Its tensors are not those of the blocks before it."""
-    MEMORY = "memory"
-    """No memory to read it into; the file is not at fault."""
-
-
-class BlockFileError(Exception):
-    """A file is not a complete, valid block file of this layout ABI."""
-
-    def __init__(self, damage: Damage, message: str) -> None:
-        super().__init__(message)
-        self.damage = damage
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FileTensor:
-    """One tensor's place. `offset` counts from the start of the file; `name` is without its region."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FileRegion:
-    """One region's place and the xxh3 (64 bits) of its bytes."""
-
-    kind: RegionKind
-    offset: int
-    size_bytes: int
-    checksum: int
-    tensors: tuple[FileTensor, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockFile:
-    """All facts of one block file without its tensor bytes."""
-
-    header: BlockHeader
-    regions: tuple[FileRegion, ...]
-    file_bytes: int
-    header_checksum: int
-
-    def region(self, kind: RegionKind) -> FileRegion | None:
-        """Return the region of this kind, or None when the block has none."""
-        return next((region for region in self.regions if region.kind is kind), None)
-
-    def region_bytes(self, kind: RegionKind) -> int:
-        """Return the bytes of the region of this kind; 0 when the block has none."""
-        region = self.region(kind)
-        return region.size_bytes if region else 0
-
-
 def encode_head(header: BlockHeader, regions: Sequence[FileRegion], *, begin: int = 0) -> tuple[bytes, int]:
     """Return the head's bytes and its checksum; `begin` is where the first region's offset counts from."""
     entries = {
@@ -117,7 +52,6 @@ def encode_head(header: BlockHeader, regions: Sequence[FileRegion], *, begin: in
         for tensor in region.tensors
     }
     metadata = {
-        "header_xxh3": _ZEROS.decode(),
         "format": FORMAT,
         "layout_abi": str(LAYOUT_ABI),
         "hash": header.hash.hex(),
@@ -129,7 +63,13 @@ def encode_head(header: BlockHeader, regions: Sequence[FileRegion], *, begin: in
         "extra": header.extra.hex(),
         "regions": regions_to_json(regions, begin=begin),
     }
-    body = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    return assemble_head(metadata, entries)
+
+
+def assemble_head(metadata: Mapping[str, str], tensors: Mapping[str, object]) -> tuple[bytes, int]:
+    """Return a head that begins with its checksum, and the checksum."""
+    text = {"__metadata__": {"header_xxh3": _ZEROS.decode(), **metadata}, **tensors}
+    body = json.dumps(text, separators=(",", ":")).encode()
     body += b" " * (-len(body) % _ALIGNMENT_BYTES)
     head = len(body).to_bytes(8, "little") + body
     assert head[8:_CHECKSUM_AT] == _HEAD, "The checksum's place moved"
@@ -138,17 +78,21 @@ def encode_head(header: BlockHeader, regions: Sequence[FileRegion], *, begin: in
     return head[:_CHECKSUM_AT] + b"%016x" % checksum + head[_CHECKSUM_AT + 16 :], checksum
 
 
-def parse_head(head: bytes, *, file_bytes: int) -> BlockFile:
+def parse_head(
+    head: bytes, *, file_bytes: int, data_offset: int | None = None, name_secret: bytes = b""
+) -> BlockFile:
     """Return the facts in a file's head (length and JSON), or raise `BlockFileError`.
 
     Nothing in `head` is believed: every number is bounded by the file's real size, and
     the tensors must fill the file exactly, in region order, without gap or overlap.
+    `data_offset` is where the first region begins, by default right behind this head.
     """
+    data_offset = len(head) if data_offset is None else data_offset
     if len(head) != head_length(head, file_bytes=file_bytes):
         raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
-    checksum = _check_head(head)
+    checksum = check_head(head)
     try:
-        metadata, tensors = _split(head)
+        metadata, tensors = _split(head, data_offset=data_offset)
         if metadata["format"] != FORMAT:
             raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {FORMAT!r}")
         if metadata["layout_abi"] != str(LAYOUT_ABI):
@@ -156,20 +100,28 @@ def parse_head(head: bytes, *, file_bytes: int) -> BlockFile:
                 Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}"
             )
         header = _parse_header(metadata)
-        regions = _parse_regions(json.loads(metadata["regions"]), tensors, data_offset=len(head))
+        regions = _parse_regions(json.loads(metadata["regions"]), tensors, data_offset=data_offset)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
-    end = regions[-1].offset + regions[-1].size_bytes if regions else len(head)
+    end = regions[-1].offset + regions[-1].size_bytes if regions else data_offset
     if end != file_bytes:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
-    expected = block_hash(parent=header.parent, token_ids=header.token_ids, extra=header.extra)
+    expected = block_hash(
+        parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=name_secret
+    )
     if header.hash != expected:
         raise BlockFileError(Damage.HEADER, f"Hash {header.hash.hex()} is not that of the token ids")
-    return BlockFile(header=header, regions=regions, file_bytes=file_bytes, header_checksum=checksum)
+    return BlockFile(
+        outline=BlockOutline.of(header),
+        header=header,
+        regions=regions,
+        file_bytes=file_bytes,
+        header_checksum=checksum,
+    )
 
 
 def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
-    """Return offsets (from `begin` of the file), bytes and checksums of regions as text."""
+    """Return offsets (from `begin` of the file), bytes, checksums and tags of regions as text."""
     return json.dumps(
         [
             {
@@ -177,6 +129,7 @@ def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
                 "offset": r.offset - begin,
                 "size_bytes": r.size_bytes,
                 "xxh3": f"{r.checksum:016x}",
+                **({"tag": r.tag.hex()} if r.tag else {}),
             }
             for r in regions
         ],
@@ -196,7 +149,7 @@ def head_length(start: bytes | bytearray, *, file_bytes: int) -> int:
     return head_bytes
 
 
-def _check_head(head: bytes) -> int:
+def check_head(head: bytes) -> int:
     """Return the header's checksum after proving it."""
     if head[8:_CHECKSUM_AT] != _HEAD:
         raise BlockFileError(Damage.HEADER, "Header does not begin as a block file's")
@@ -207,7 +160,9 @@ def _check_head(head: bytes) -> int:
     return checksum
 
 
-def _split(head: bytes) -> tuple[dict[str, str], Sequence[tuple[RegionKind, FileTensor]]]:
+def _split(
+    head: bytes, *, data_offset: int
+) -> tuple[dict[str, str], Sequence[tuple[RegionKind, FileTensor]]]:
     """Return a head's metadata and its tensors, parsed apart.
 
     All blocks of one model describe their tensors with the same text, so that part is parsed
@@ -218,7 +173,7 @@ def _split(head: bytes) -> tuple[dict[str, str], Sequence[tuple[RegionKind, File
     if not tensors_text:
         return json.loads(head[8:])["__metadata__"], ()
     metadata = json.loads(metadata_text + b'"}')
-    return metadata, _parse_tensors(b'{"' + tensors_text, data_offset=len(head))
+    return metadata, _parse_tensors(b'{"' + tensors_text, data_offset=data_offset)
 
 
 @functools.lru_cache(maxsize=64)
@@ -263,6 +218,7 @@ def _parse_regions(
             size_bytes=int(item["size_bytes"]),
             checksum=int(str(item["xxh3"]), 16),
             tensors=inside,
+            tag=bytes.fromhex(str(item.get("tag", ""))),
         )
         if region.size_bytes < 0 or region.offset + region.size_bytes != offset:
             raise ValueError(f"region {kind} does not hold its tensors exactly")

@@ -17,9 +17,12 @@ import xxhash
 from service.domain.blocks import BlockHeader, HostRegion, HostTensor, RegionKind
 from service.domain.ids import BlockHash
 from service.kv.block_file import GROUP_BYTES, groups, read_head, slices
-from service.kv.block_head import DTYPE_BYTES, BlockFile, BlockFileError, Damage, FileRegion, FileTensor
+from service.kv.block_head import DTYPE_BYTES
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile, FileRegion, FileTensor
 from service.kv.files import Files
 from service.kv.loads import LoadedBlock, LoadRequest, PlannedBlock
+from service.kv.vault import FileVault, Vault
 
 _TOKEN_AXIS = -2
 _ALIGNMENT_BYTES = 64
@@ -107,7 +110,9 @@ class KvBuffers:
         return segments
 
 
-def open_block(files: Files, path: str, planned: PlannedBlock) -> tuple[int, BlockFile]:
+def open_block(
+    files: Files, path: str, planned: PlannedBlock, *, vault: Vault | None
+) -> tuple[int, BlockFile]:
     """Open a block's file and prove that it is the expected block; return its descriptor and facts.
 
     Raises `BlockFileError`; the descriptor is the caller's to close.
@@ -119,7 +124,7 @@ def open_block(files: Files, path: str, planned: PlannedBlock) -> tuple[int, Blo
     except OSError as error:
         raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
     try:
-        file = _read_head(files, descriptor, path)
+        file = _read_own_head(files, descriptor, path, vault)
         if file.header != planned.header:
             raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
         missing = [kind for kind in planned.regions if file.region(kind) is None]
@@ -131,17 +136,17 @@ def open_block(files: Files, path: str, planned: PlannedBlock) -> tuple[int, Blo
     return descriptor, file
 
 
-def read_header(files: Files, path: str, name: BlockHash) -> BlockHeader:
+def read_header(files: Files, path: str, name: BlockHash, *, vault: Vault | None) -> BlockHeader:
     """Return the header of the block of this name, token ids included.
 
     Raises `BlockFileError` when the file holds another one or is damaged, `OSError` from the system.
     """
     descriptor = files.open(path)
     try:
-        header = _read_head(files, descriptor, path).header
+        header = _read_own_head(files, descriptor, path, vault).header
     finally:
         files.close(descriptor)
-    if header.hash != name:
+    if header is None or header.hash != name:
         raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
     return header
 
@@ -164,16 +169,19 @@ def read_block(
                 start_token_index=planned.header.start_token_index,
                 token_count=planned.header.token_count,
             )
-            _read_verified(files, descriptor, region, parts)
+            _read_verified(files, descriptor, region, parts, vault=file.vault)
         else:
             data = empty_bytes(region.size_bytes)
-            _read_verified(files, descriptor, region, slices(data))
+            _read_verified(files, descriptor, region, slices(data), vault=file.vault)
             loaded.append(_host_region(region, data))
     return LoadedBlock(planned.header, tuple(loaded))
 
 
-def verify_block(files: Files, path: str) -> BlockFile:
-    """Read and hash every region of a file; return its facts. Raises `BlockFileError`."""
+def verify_block(files: Files, path: str, *, vault: Vault | None = None) -> BlockFile:
+    """Read and prove every region of a file, by its tag too where `vault` has the key; return its facts.
+
+    Raises `BlockFileError`.
+    """
     try:
         descriptor = files.open(path)
     except FileNotFoundError as error:
@@ -181,23 +189,39 @@ def verify_block(files: Files, path: str) -> BlockFile:
     except OSError as error:
         raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
     try:
-        file = _read_head(files, descriptor, path)
+        file = _read_head(files, descriptor, path, vault)
         for region in file.regions:
-            _read_verified(files, descriptor, region, _scratch_parts(region))
+            _read_verified(files, descriptor, region, _scratch_parts(region), vault=file.vault)
         return file
     finally:
         files.close(descriptor)
 
 
-def _read_head(files: Files, descriptor: int, path: str) -> BlockFile:
+def _read_own_head(files: Files, descriptor: int, path: str, vault: Vault | None) -> BlockFile:
+    """Return the head of a block that this server wrote: with a key, it encrypted it."""
+    file = _read_head(files, descriptor, path, vault)
+    if (file.vault is None) != (vault is None):
+        raise BlockFileError(Damage.SEAL, f"{path} is not encrypted under the key in use, as it should be")
+    return file
+
+
+def _read_head(files: Files, descriptor: int, path: str, vault: Vault | None) -> BlockFile:
     try:
-        return read_head(files, descriptor)
+        return read_head(files, descriptor, vault=vault)
     except OSError as error:
         raise BlockFileError(Damage.IO, f"{path} cannot be read: {error}") from error
 
 
-def _read_verified(files: Files, descriptor: int, region: FileRegion, parts: Iterable[memoryview]) -> None:
-    """Fill `parts`, which cover the region in file order, and prove their checksum."""
+def _read_verified(
+    files: Files,
+    descriptor: int,
+    region: FileRegion,
+    parts: Iterable[memoryview],
+    *,
+    vault: FileVault | None,
+) -> None:
+    """Fill `parts`, which cover the region in file order, decrypt them in place, and prove them."""
+    opener = vault.opener(region.kind, tag=region.tag) if vault else None
     digest = xxhash.xxh3_64()
     update = digest.update
     offset = region.offset
@@ -210,12 +234,16 @@ def _read_verified(files: Files, descriptor: int, region: FileRegion, parts: Ite
             raise BlockFileError(Damage.TRUNCATED, f"region {region.kind} ends after {offset + got} bytes")
         for part in group:
             update(part)
+            if opener is not None:
+                opener.update(part)
         offset += size_bytes
     assert offset == region.offset + region.size_bytes, f"{region.kind} was not covered exactly"
     if digest.intdigest() != region.checksum:
         raise BlockFileError(
             Damage.CHECKSUM, f"region {region.kind} does not have the checksum of its header"
         )
+    if opener is not None and not opener.finish():
+        raise BlockFileError(Damage.SEAL, f"region {region.kind} is not what was encrypted under this key")
 
 
 def _scratch_parts(region: FileRegion) -> Iterator[memoryview]:

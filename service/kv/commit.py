@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from service.domain.ids import BlockHash
 from service.kv.block_file import PreparedBlock, write_block
-from service.kv.block_head import BlockFile
+from service.kv.file_facts import BlockFile
 from service.kv.files import Files
 from service.kv.manifest import Manifest
 from service.kv.records import BlockRecord, record_of

@@ -42,6 +42,8 @@ class IndexRules:
     cuttable_inside: bool
     needs_checkpoint: bool
     window_token_count: int
+    name_secret: bytes = dataclasses.field(default=b"", repr=False)
+    """What blocks are named under besides their tokens; none where they lie on SSD in the clear."""
 
     def needed_kinds(self, entry: Entry, token_count: int) -> tuple[RegionKind, ...]:
         """Regions of this entry that a restore to `token_count` tokens reads."""
@@ -80,13 +82,17 @@ class BlockIndex:
         """Return the entry of this hash."""
         return self._entries.get(block)
 
+    def name_of(self, *, parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+        """Return the name that a block with these tokens below `parent` has here, known or not."""
+        return block_hash(parent=parent, token_ids=token_ids, secret=self.rules.name_secret)
+
     def children(self, parent: BlockHash) -> tuple[Entry, ...]:
         """Return the known blocks that follow `parent`, oldest first."""
         return tuple(self._children.get(parent, {}).values())
 
     def add(self, *, parent: BlockHash, start_token_index: int, token_ids: tuple[int, ...]) -> Entry:
         """Return the entry of the block with these tokens below `parent`, made if it was not known."""
-        name = block_hash(parent=parent, token_ids=token_ids)
+        name = self.name_of(parent=parent, token_ids=token_ids)
         entry = self._entries.get(name)
         if entry is None:
             entry = Entry(name, parent, start_token_index, len(token_ids))
@@ -202,7 +208,7 @@ class BlockIndex:
         levels = [_Level(root, 0, chain)]
         for start in range(0, len(tokens) - size + 1, size):
             wanted = tokens[start : start + size]
-            name = block_hash(parent=levels[-1].parent, token_ids=wanted)
+            name = self.name_of(parent=levels[-1].parent, token_ids=wanted)
             entry = self._entries.get(name)
             if entry is not None and entry.token_ids is not None and entry.token_ids != wanted:
                 break
@@ -219,7 +225,7 @@ class BlockIndex:
         for entry in list(self._children.get(parent, {}).values())[-_CANDIDATE_LIMIT:]:
             if entry.token_ids is None:
                 tail = rest[: entry.token_count]
-                is_it = len(tail) == entry.token_count and entry.hash == block_hash(
+                is_it = len(tail) == entry.token_count and entry.hash == self.name_of(
                     parent=parent, token_ids=tail
                 )
                 count = len(tail) if is_it else 0

@@ -10,7 +10,7 @@ from typing import NewType
 
 from service.domain.blocks import BlockHeader, HostRegion, HostTensor, RegionKind
 from service.domain.ids import BlockHash
-from service.kv.block_head import Damage
+from service.kv.damage import Damage
 
 LoadId = NewType("LoadId", int)
 

@@ -17,15 +17,17 @@ from service.clock import Clock
 from service.domain.ids import BlockHash, Fingerprint
 from service.errors import NotFound, Reason, StorageError
 from service.kv.block_file import read_head
-from service.kv.block_head import BlockFile, BlockFileError, Damage
 from service.kv.block_reader import verify_block
 from service.kv.commit import remove_blocks
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile
 from service.kv.files import Files
 from service.kv.lock_file import take_lock
 from service.kv.manifest import Manifest
 from service.kv.reconcile import Discrepancy, Progress, Walk
 from service.kv.records import BlockRecord
 from service.kv.store_paths import StorePaths
+from service.kv.vault import Vault
 
 _PURGE_BATCH_COUNT = 64
 
@@ -54,7 +56,9 @@ class Verdict:
 class OfflineStore:
     """One cache directory. Every method opens what it needs and closes it again."""
 
-    def __init__(self, directory: str, *, files: Files, clock: Clock) -> None:
+    def __init__(self, directory: str, *, files: Files, clock: Clock, vault: Vault | None = None) -> None:
+        """With a `vault`, blocks under its key are looked into; of others only the outline is seen."""
+        self._vault = vault
         self.paths = StorePaths(os.path.abspath(directory))
         self._files = files
         self._clock = clock
@@ -86,7 +90,7 @@ class OfflineStore:
         try:
             descriptor = self._files.open(path)
             try:
-                return read_head(self._files, descriptor)
+                return read_head(self._files, descriptor, vault=self._vault)
             finally:
                 self._files.close(descriptor)
         except (OSError, BlockFileError) as error:
@@ -105,6 +109,7 @@ class OfflineStore:
             files=self._files,
             paths=self.paths,
             now_time=self._clock.wall(),
+            vault=self._vault,
             progress=progress,
         )
         try:
@@ -119,7 +124,8 @@ class OfflineStore:
         with self._manifest() as manifest:
             for record in records:
                 try:
-                    file = verify_block(self._files, self.paths.block(record.fingerprint, record.hash))
+                    path = self.paths.block(record.fingerprint, record.hash)
+                    file = verify_block(self._files, path, vault=self._vault)
                 except BlockFileError as error:
                     yield Verdict(record, error.damage, str(error))
                 else:
@@ -132,10 +138,12 @@ class OfflineStore:
         choose: Callable[[BlockRecord], bool],
         *,
         quarantine_too: bool,
+        keys_too: bool = False,
         progress: Callable[[int, int], None],
     ) -> tuple[int, int]:
         """Remove chosen blocks under the directory's lock; return their count and bytes.
 
+        What the manifest said of them is overwritten. `keys_too` removes the wrapped data keys.
         `progress` is told how many of how many blocks are gone. Raises `StartError` when a
         server has the directory, `StorageError` when the disk refuses.
         """
@@ -149,9 +157,12 @@ class OfflineStore:
                         batch = chosen[start : start + _PURGE_BATCH_COUNT]
                         remove_blocks(batch, files=self._files, paths=self.paths, manifest=manifest)
                         progress(min(start + _PURGE_BATCH_COUNT, len(chosen)), len(chosen))
+                    manifest.scrub()
                 finally:
                     manifest.close()
             quarantined = self._drop_quarantine() if quarantine_too else (0, 0)
+            if keys_too:
+                self._drop_keys()
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from error
         finally:
@@ -162,7 +173,15 @@ class OfflineStore:
         found = self._files.list(self.paths.quarantine)
         for info in found:
             self._files.unlink(f"{self.paths.quarantine}/{info.name}")
+        with contextlib.suppress(FileNotFoundError):
+            # A manifest that could not be read holds token ids like any other.
+            self._files.unlink(self.paths.manifest_aside)
         return len(found), sum(info.size_bytes for info in found)
+
+    def _drop_keys(self) -> None:
+        for path in (self.paths.data_keys, self.paths.data_keys_aside):
+            with contextlib.suppress(FileNotFoundError):
+                self._files.unlink(path)
 
     @contextlib.contextmanager
     def _manifest(self) -> Iterator[Manifest]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import sqlite3
+from collections.abc import Sequence
 
 from service.clock import Clock
 from service.domain.ids import BlockHash
@@ -18,6 +19,7 @@ from service.kv.space import SECONDS_PER_DAY
 from service.kv.storage_settings import StorageSettings
 from service.kv.storage_stats import ReconcileReport
 from service.kv.store_paths import StorePaths, parse_block_name
+from service.kv.vault import KEY_DETAIL, Vault
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,9 @@ class OpenedStore:
     report: ReconcileReport
 
 
-def open_store(settings: StorageSettings, *, paths: StorePaths, files: Files, clock: Clock) -> OpenedStore:
+def open_store(
+    settings: StorageSettings, *, paths: StorePaths, files: Files, clock: Clock, vault: Vault | None = None
+) -> OpenedStore:
     """Open the manifest, reconcile it with the files and return what is usable.
 
     The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
@@ -50,7 +54,7 @@ def open_store(settings: StorageSettings, *, paths: StorePaths, files: Files, cl
     try:
         loaded = clock.monotonic()
         now_time = clock.wall()
-        walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time)
+        walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time, vault=vault)
         unknown_bytes = 0
         if is_clean and not edited and not rebuilt:
             records = rows
@@ -87,10 +91,17 @@ def open_store(settings: StorageSettings, *, paths: StorePaths, files: Files, cl
         other_abi_deleted=counts[Finding.OTHER_ABI],
         unknown_files=counts[Finding.UNKNOWN],
         restamped=counts[Finding.RESTAMPED],
+        unencrypted=_unencrypted_count(manifest, records) if vault else 0,
         manifest_s=loaded - started,
         walk_s=walked - loaded,
     )
     return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
+
+
+def _unencrypted_count(manifest: Manifest, records: Sequence[BlockRecord]) -> int:
+    """Return how many blocks were written before there was a key."""
+    sealed = {name for name, details in manifest.fingerprints().items() if KEY_DETAIL in details}
+    return sum(record.fingerprint not in sealed for record in records)
 
 
 def _matches_mark(files: Files, paths: StorePaths) -> bool:

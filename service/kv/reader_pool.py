@@ -18,8 +18,9 @@ from math import exp
 from service.clock import Clock
 from service.domain.blocks import RegionKind
 from service.domain.ids import Fingerprint
-from service.kv.block_head import BlockFile, BlockFileError, Damage
 from service.kv.block_reader import KvBuffers, open_block, read_block, read_header
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile
 from service.kv.files import Files
 from service.kv.loads import (
     BlockFailure,
@@ -31,6 +32,7 @@ from service.kv.loads import (
     LoadRequest,
 )
 from service.kv.store_paths import StorePaths
+from service.kv.vault import Vault
 
 _RATE_WINDOW_S = 5.0
 """Seconds of reading after which an old rate weighs 1/e."""
@@ -93,6 +95,7 @@ class ReaderPool:
         post: Callable[[Loaded | LoadFailed | HeadsRead], None],
         report: Callable[[LoadReport | HeadReport], None],
         fingerprint: Fingerprint,
+        vault: Vault | None,
     ) -> None:
         self._files = files
         self._paths = paths
@@ -100,6 +103,7 @@ class ReaderPool:
         self._post = post
         self._report = report
         self._fingerprint = fingerprint
+        self._vault = vault
         self._rate = Rate()
         self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
 
@@ -146,7 +150,8 @@ class ReaderPool:
         headers = []
         for name in request.hashes:
             with contextlib.suppress(BlockFileError, OSError):
-                headers.append(read_header(self._files, self._paths.block(self._fingerprint, name), name))
+                path = self._paths.block(self._fingerprint, name)
+                headers.append(read_header(self._files, path, name, vault=self._vault))
         self._post(HeadsRead(request.load_id, tuple(headers)))
         self._report(HeadReport())
 
@@ -157,7 +162,7 @@ class ReaderPool:
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         try:
             if not isinstance(job.results[0], BlockFailure):
-                descriptor, file = open_block(self._files, path, planned)
+                descriptor, file = open_block(self._files, path, planned, vault=self._vault)
                 try:
                     if index == 0:
                         self._begin(job, file)

@@ -17,12 +17,14 @@ from operator import attrgetter
 from service.domain.blocks import LAYOUT_ABI
 from service.domain.ids import BlockHash
 from service.kv.block_file import read_head
-from service.kv.block_head import BlockFile, BlockFileError, Damage
 from service.kv.commit import move_to_quarantine
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile
 from service.kv.files import FileInfo, Files
 from service.kv.manifest import Manifest
 from service.kv.records import BlockRecord, record_of
 from service.kv.store_paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
+from service.kv.vault import KEY_DETAIL, Vault
 
 
 class Finding(enum.StrEnum):
@@ -81,6 +83,7 @@ class Walk:
         files: Files,
         paths: StorePaths,
         now_time: float,
+        vault: Vault | None = None,
         progress: Progress = lambda _: None,
     ) -> None:
         self.sound: list[BlockRecord] = []
@@ -93,6 +96,7 @@ class Walk:
         self._files = files
         self._paths = paths
         self._now_time = now_time
+        self._vault = vault
         self._progress = progress
 
     def __iter__(self) -> Iterator[Discrepancy]:
@@ -137,10 +141,12 @@ class Walk:
             self._edited.remove(name_hash)
             detail = "the row's checksum is not that of its facts"
             return Discrepancy(Finding.EDITED_ROW, path, info.size_bytes, name_hash, detail)
-        return examine_file(path, info, row, files=self._files, now_time=self._now_time)
+        return examine_file(path, info, row, files=self._files, now_time=self._now_time, vault=self._vault)
 
 
-def examine_row(row: BlockRecord, *, files: Files, paths: StorePaths, now_time: float) -> Discrepancy | None:
+def examine_row(
+    row: BlockRecord, *, files: Files, paths: StorePaths, now_time: float, vault: Vault | None
+) -> Discrepancy | None:
     """Compare one row with its file, as a walk would; None when they agree."""
     path = paths.block(row.fingerprint, row.hash)
     try:
@@ -149,11 +155,17 @@ def examine_row(row: BlockRecord, *, files: Files, paths: StorePaths, now_time: 
         return Discrepancy(Finding.MISSING, path, hash=row.hash)
     if row.is_stamped(info):
         return None
-    return examine_file(path, info, row, files=files, now_time=now_time)
+    return examine_file(path, info, row, files=files, now_time=now_time, vault=vault)
 
 
 def examine_file(
-    path: str, info: FileInfo, row: BlockRecord | None, *, files: Files, now_time: float
+    path: str,
+    info: FileInfo,
+    row: BlockRecord | None,
+    *,
+    files: Files,
+    now_time: float,
+    vault: Vault | None,
 ) -> Discrepancy:
     """Look into a file that is not plainly what a row says."""
     if not info.is_directory and is_partial_name(info.name):
@@ -161,11 +173,11 @@ def examine_file(
     name_hash = None if info.is_directory else parse_block_name(info.name)
     if name_hash is None:
         return Discrepancy(Finding.UNKNOWN, path, info.size_bytes)
-    file, problem = _read(path, files)
+    file, problem = _read(path, files, vault)
     if problem is not None and problem.damage is Damage.OTHER_ABI:
         return Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, name_hash, str(problem))
     if file is not None and not path.endswith(
-        StorePaths("").block(file.header.fingerprint, file.header.hash)
+        StorePaths("").block(file.outline.fingerprint, file.outline.hash)
     ):
         problem = BlockFileError(Damage.MISMATCH, "it holds another block than its name says")
     if file is None or problem is not None:
@@ -215,8 +227,12 @@ def repair(
             assert item.hash is not None, f"{item.path} is to be quarantined but is not named as a block"
             move_to_quarantine(item.hash, path=item.path, files=files, paths=paths)
     kept = [(item.record, item.file) for item in items if item.record is not None and item.file is not None]
-    for record, _ in {record.fingerprint: (record, file) for record, file in kept}.values():
-        manifest.add_fingerprint(record.fingerprint, details={}, now_time=record.created_time)
+    unnamed = {record.fingerprint: (record, file) for record, file in kept}
+    for fingerprint in manifest.fingerprints():
+        unnamed.pop(fingerprint, None)
+    for record, file in unnamed.values():
+        details = {KEY_DETAIL: file.key_id.hex()} if file.key_id else {}
+        manifest.add_fingerprint(record.fingerprint, details=details, now_time=record.created_time)
     manifest.insert(kept, day=day, written_bytes=0)
     return [record for record, _ in kept]
 
@@ -226,11 +242,11 @@ _BATCH_COUNT = 512
 _ROW_GOES = frozenset({Finding.DIFFERS, Finding.EDITED_ROW, Finding.MISSING, Finding.OTHER_ABI})
 
 
-def _read(path: str, files: Files) -> tuple[BlockFile | None, BlockFileError | None]:
+def _read(path: str, files: Files, vault: Vault | None) -> tuple[BlockFile | None, BlockFileError | None]:
     try:
         descriptor = files.open(path)
         try:
-            return read_head(files, descriptor), None
+            return read_head(files, descriptor, vault=vault), None
         finally:
             files.close(descriptor)
     except BlockFileError as error:

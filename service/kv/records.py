@@ -9,7 +9,7 @@ import xxhash
 
 from service.domain.blocks import LAYOUT_ABI, RegionKind
 from service.domain.ids import BlockHash, Fingerprint
-from service.kv.block_head import BlockFile
+from service.kv.file_facts import BlockFile
 from service.kv.files import FileInfo
 
 _FACTS = struct.Struct("<32s32s32s10qQ")
@@ -83,14 +83,14 @@ class BlockRecord:
 
 def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -> BlockRecord:
     """Return the record of a file as it is committed or adopted."""
-    header = file.header
+    outline = file.outline
     return BlockRecord(
-        hash=header.hash,
-        parent=header.parent,
-        fingerprint=header.fingerprint,
-        start_token_index=header.start_token_index,
-        token_count=header.token_count,
-        block_token_limit=header.block_token_limit,
+        hash=outline.hash,
+        parent=outline.parent,
+        fingerprint=outline.fingerprint,
+        start_token_index=outline.start_token_index,
+        token_count=outline.token_count,
+        block_token_limit=outline.block_token_limit,
         kv_bytes=file.region_bytes(RegionKind.KV),
         window_bytes=file.region_bytes(RegionKind.WINDOW),
         checkpoint_bytes=file.region_bytes(RegionKind.CHECKPOINT),

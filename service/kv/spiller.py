@@ -64,7 +64,7 @@ class Spiller:
         elif not (self._gate.is_open and self._store.is_open):
             self._drop(SpillDropCause.WRITES_OFF)
         else:
-            self._prepared = self._prepared or prepare_block(block)
+            self._prepared = self._prepared or prepare_block(block, vault=self._store.vault)
             self._try_to_commit(self._prepared)
         self.finish_flushes()
 

@@ -35,6 +35,7 @@ from service.kv.storage_requests import (
 )
 from service.kv.storage_settings import StorageSettings
 from service.kv.store import BlockStore
+from service.kv.vault import Vault
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +52,15 @@ class Storage:
     """
 
     def __init__(
-        self, settings: StorageSettings, *, files: Files, clock: Clock, post: Callable[[Outcome], None]
+        self,
+        settings: StorageSettings,
+        *,
+        files: Files,
+        clock: Clock,
+        post: Callable[[Outcome], None],
+        vault: Vault | None = None,
     ) -> None:
+        """With a `vault` every block is encrypted on its way to the disk."""
         self._post = post
         self._has_failed = False
         self._threads: list[threading.Thread] = []
@@ -62,7 +70,7 @@ class Storage:
         self._load_meter = Meter(settings.load_queue_limit_count)
         self._task_meter = Meter(settings.task_queue_limit_count)
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._store = BlockStore(settings, files=files, clock=clock)
+        self._store = BlockStore(settings, files=files, clock=clock, vault=vault)
         self._readers = ReaderPool(
             files=files,
             paths=self._store.paths,
@@ -70,6 +78,7 @@ class Storage:
             post=post,
             report=self._inbox.put,
             fingerprint=settings.fingerprint,
+            vault=vault,
         )
         self._loop = StorageLoop(
             self._store,

@@ -7,8 +7,8 @@ import dataclasses
 from collections import Counter
 
 from service.domain.cache_stats import SpillDropCause
-from service.kv.block_head import Damage
 from service.kv.credit import Meter
+from service.kv.damage import Damage
 from service.kv.records import BlockRecord
 from service.kv.storage_stats import StorageStats
 from service.kv.store import BlockStore
@@ -60,6 +60,7 @@ def stats_of(
         limit_bytes=store.settings.limit_bytes,
         free_bytes=free_bytes,
         free_floor_bytes=store.settings.free_floor_bytes,
+        is_encrypted=store.vault is not None,
         writes_enabled=gate.is_open,
         writes_detail=gate.detail,
         spill_accepted_total=counters.spill_accepted,

@@ -111,6 +111,15 @@ class StorageLoop:
                 "duration_s": round(report.manifest_s + report.walk_s, 3),
             },
         )
+        if report.unencrypted:
+            _log.warning(
+                "unencrypted_blocks_found",
+                extra={
+                    "blocks": report.unencrypted,
+                    "detail": "written before there was a key; to remove them, stop the server and say "
+                    "icehouse cache purge --unencrypted",
+                },
+            )
         self._deferred = iter([record.hash for record in self._store.index] if report.was_clean else ())
         self._gate.open()
         self._has_inventory = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from service.domain.cache_stats import SpillDropCause
-from service.kv.block_head import Damage
+from service.kv.damage import Damage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class ReconcileReport:
     unknown_files: int = 0
     restamped: int = 0
     """Files whose modification time had changed but nothing else."""
+    unencrypted: int = 0
+    """Blocks in the clear, of whatever model, in a directory that is served with a key."""
     manifest_s: float = 0.0
     walk_s: float = 0.0
     """Walking the files, repairs included."""
@@ -66,6 +68,8 @@ class StorageStats:
     limit_bytes: int
     free_bytes: int
     free_floor_bytes: int
+    is_encrypted: bool
+    """Whether blocks are encrypted on their way to the disk."""
     writes_enabled: bool
     writes_detail: str
     spill_accepted_total: int

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from service.kv.block_head import BlockFile, BlockFileError, Damage
 from service.kv.block_reader import verify_block
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile
 from service.kv.loads import BlockFailure
 from service.kv.messages import Outcome, Purged, TaskId, Verified
 from service.kv.records import BlockRecord
@@ -89,7 +90,9 @@ class VerifyTask:
         self._checked_bytes += record.file_bytes
         counters.verified_block += 1
         try:
-            file = verify_block(store.files, store.paths.block(record.fingerprint, record.hash))
+            file = verify_block(
+                store.files, store.paths.block(record.fingerprint, record.hash), vault=store.vault
+            )
             check_row(record, file, store)
         except BlockFileError as error:
             counters.load_failed[error.damage] += 1
@@ -101,9 +104,7 @@ class VerifyTask:
 def check_row(record: BlockRecord, file: BlockFile, store: BlockStore) -> None:
     """Compare a row, its contents included, with what its file says. Raises `BlockFileError`."""
     if not (record.is_of(file) and store.manifest.holds(file)):
-        raise BlockFileError(
-            Damage.MISMATCH, f"The row of {file.header.hash.hex()} is not what its file says"
-        )
+        raise BlockFileError(Damage.MISMATCH, f"The row of {record.hash.hex()} is not what its file says")
 
 
 def retire(store: BlockStore, failure: BlockFailure) -> None:

@@ -31,6 +31,7 @@ from service.kv.space import Space
 from service.kv.storage_settings import StorageSettings
 from service.kv.storage_stats import ReconcileReport
 from service.kv.store_paths import PARTIAL_SUFFIX, StorePaths
+from service.kv.vault import Vault
 
 _EVICTION_BATCH_COUNT = 8
 """Blocks evicted by one call, so that a read never waits long behind evictions."""
@@ -60,8 +61,11 @@ class StoreCounters:
 class BlockStore:
     """Blocks by hash on one disk. `lock`, then `open`, then anything, then `close`."""
 
-    def __init__(self, settings: StorageSettings, *, files: Files, clock: Clock) -> None:
+    def __init__(
+        self, settings: StorageSettings, *, files: Files, clock: Clock, vault: Vault | None = None
+    ) -> None:
         self.settings = settings
+        self.vault = vault
         self.paths = StorePaths(os.path.abspath(settings.directory))
         self.files = files
         self.clock = clock
@@ -110,7 +114,9 @@ class BlockStore:
         """
         if self._lock is None:
             self.lock()
-        opened = open_store(self.settings, paths=self.paths, files=self.files, clock=self.clock)
+        opened = open_store(
+            self.settings, paths=self.paths, files=self.files, clock=self.clock, vault=self.vault
+        )
         self._manifest = opened.manifest
         self.report = opened.report
         self.index = DiskIndex.of(opened.records)
@@ -245,7 +251,9 @@ class BlockStore:
 
     def check_row(self, record: BlockRecord) -> bool:
         """Compare one row with its file and repair what differs; True when they agreed."""
-        found = examine_row(record, files=self.files, paths=self.paths, now_time=self.clock.wall())
+        found = examine_row(
+            record, files=self.files, paths=self.paths, now_time=self.clock.wall(), vault=self.vault
+        )
         if found is None:
             return True
         if found.finding is Finding.MISSING:

@@ -39,6 +39,16 @@ class StorePaths:
         return f"{self.root}/manifest.damaged.sqlite3"
 
     @property
+    def data_keys(self) -> str:
+        """The keys that blocks are encrypted under, each encrypted itself."""
+        return f"{self.root}/keys.json"
+
+    @property
+    def data_keys_aside(self) -> str:
+        """Where a key file that cannot be read is moved, replacing the one moved before."""
+        return f"{self.root}/keys.damaged.json"
+
+    @property
     def clean_mark(self) -> str:
         """What the directory looked like when it was last closed cleanly."""
         return f"{self.root}/clean.json"

@@ -235,6 +235,7 @@ def _integrity(stats: IntegrityStats) -> cache_stats_pb2.CacheIntegrityStats:
         missing_file_total=stats.missing_file_total,
         quarantined_file_count=stats.quarantined_file_count,
         quarantined_bytes=stats.quarantined_bytes,
+        seal_failure_total=stats.seal_failure_total,
     )
 
 
@@ -247,6 +248,7 @@ def _disk(stats: DiskStats) -> cache_stats_pb2.CacheDiskStats:
         free_floor_bytes=stats.free_floor_bytes,
         other_model_block_count=stats.other_model_block_count,
         writes_off_detail=stats.writes_off_detail,
+        encrypted=stats.is_encrypted,
     )
 
 

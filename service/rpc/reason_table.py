@@ -172,6 +172,12 @@ TABLE: Mapping[Reason, Row] = {
     Reason.STORE_LOCKED: Row(
         None, "Another process has the cache directory.", "Stop that one, or name another directory."
     ),
+    Reason.CACHE_KEY_INVALID: Row(
+        None, "The cache's key cannot be had, or opens nothing.", "Mend the file or command that is named."
+    ),
+    Reason.ENCRYPTION_MISSING: Row(
+        None, "A key is set, and the package for it is not installed.", "Install the extra that is named."
+    ),
 }
 
 

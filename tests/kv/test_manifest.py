@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.domain.blocks import RegionKind
-from service.kv.block_head import BlockFile, FileRegion
+from service.kv.file_facts import BlockFile, BlockOutline, FileRegion
 from service.kv.manifest import Manifest
 from service.kv.records import BlockRecord, record_of
 from tests.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block
@@ -22,7 +22,7 @@ def described(seed: int = 1, **how) -> tuple[BlockRecord, BlockFile]:
     """Return a row and the file it could be of, without any file."""
     header = make_block(seed=seed, **how).header
     region = FileRegion(RegionKind.KV, 100, 200, 2**64 - 1, ())
-    file = BlockFile(header, (region,), 300, 2**64 - 2)
+    file = BlockFile(BlockOutline.of(header), header, (region,), 300, 2**64 - 2)
     return record_of(file, mtime_ns=seed, inode=seed, used_time=float(seed)), file
 
 

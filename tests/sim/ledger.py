@@ -11,7 +11,7 @@ from service.domain.events import CacheReport, Delta, Event, Failed, Finished, S
 from service.domain.ids import BlockHash
 from service.domain.request import CacheUse, GenerationRequest
 from service.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
-from service.kv.block_head import Damage
+from service.kv.damage import Damage
 from service.kv.loads import BlockFailure, Loaded, LoadFailed
 from service.kv.messages import Evicted, Inventory, Outcome, Persisted, StatsAnswer, Verified
 from service.kv.storage_stats import StorageStats

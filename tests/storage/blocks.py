@@ -14,6 +14,7 @@ from service.domain.blocks import (
     root_hash,
 )
 from service.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint
+from service.kv.vault import Vault
 
 FINGERPRINT = Fingerprint(b"\x11" * 32)
 OTHER_FINGERPRINT = Fingerprint(b"\x22" * 32)
@@ -40,13 +41,15 @@ def make_block(
     window: bool = True,
     checkpoint: bool = False,
     block_token_limit: int = BLOCK_TOKEN_LIMIT,
+    vault: Vault | None = None,
 ) -> HostBlock:
     """Return a block of two kv layers, one window layer and perhaps a checkpoint."""
-    parent = parent or root_hash(fingerprint=fingerprint, tenant=DEFAULT_TENANT)
+    secret = vault.name_secret if vault else b""
+    parent = parent or root_hash(fingerprint=fingerprint, tenant=DEFAULT_TENANT, secret=secret)
     token_ids = token_ids or tuple(seed * 1000 + index for index in range(block_token_limit))
     count = len(token_ids)
     header = BlockHeader(
-        hash=block_hash(parent=parent, token_ids=token_ids),
+        hash=block_hash(parent=parent, token_ids=token_ids, secret=secret),
         parent=parent,
         fingerprint=fingerprint,
         start_token_index=start,

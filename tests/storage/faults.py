@@ -61,7 +61,7 @@ class CrashingFiles:
     """Crashes after the n-th step, and then loses what was never made durable.
 
     A file that was written but not fsynced loses its second half; a rename that was not
-    followed by a sync of its directory is undone.
+    followed by a sync of its directory is undone, and what it replaced is there again.
     """
 
     def __init__(self, crash_at: int) -> None:
@@ -72,6 +72,7 @@ class CrashingFiles:
         self._open_paths: dict[int, str] = {}
         self._unsynced: set[str] = set()
         self._renames: list[tuple[str, str]] = []
+        self._replaced: dict[str, bytes] = {}
         self.has_crashed = False
 
     def __getattr__(self, verb: str):
@@ -81,6 +82,9 @@ class CrashingFiles:
             if self.has_crashed:
                 # Clean-up code runs in this simulation only; a dead process does nothing more.
                 raise Crash
+            if verb == "rename" and os.path.isfile(args[1]):
+                with open(args[1], "rb") as replaced:
+                    self._replaced[args[1]] = replaced.read()
             result = action(*args, **kwargs)
             self._note(verb, args, result)
             self.step()
@@ -125,3 +129,6 @@ class CrashingFiles:
         for source, target in reversed(self._renames):
             if os.path.exists(target):
                 os.rename(target, source)
+            if target in self._replaced:
+                with open(target, "wb") as again:
+                    again.write(self._replaced[target])

@@ -47,10 +47,13 @@ def settings_for(directory, **changes) -> StorageSettings:
     return dataclasses.replace(settings, **changes)
 
 
-def open_store(directory, *, files=None, clock=None, **changes) -> BlockStore:
+def open_store(directory, *, files=None, clock=None, vault=None, **changes) -> BlockStore:
     """Return a locked, open store."""
     store = BlockStore(
-        settings_for(directory, **changes), files=files or SystemFiles(), clock=clock or ManualClock()
+        settings_for(directory, **changes),
+        files=files or SystemFiles(),
+        clock=clock or ManualClock(),
+        vault=vault,
     )
     store.lock()
     store.open()
@@ -60,12 +63,14 @@ def open_store(directory, *, files=None, clock=None, **changes) -> BlockStore:
 class StorageHouse:
     """The whole tier on the test's own thread: outcomes are kept until taken."""
 
-    def __init__(self, directory, *, files=None, clock=None, **changes) -> None:
+    def __init__(self, directory, *, files=None, clock=None, vault=None, **changes) -> None:
         self.settings = settings_for(directory, **changes)
         self.clock = clock or ManualClock()
         self.files = files or SystemFiles()
         self.outcomes: list = []
-        self.storage = Storage(self.settings, files=self.files, clock=self.clock, post=self.outcomes.append)
+        self.storage = Storage(
+            self.settings, files=self.files, clock=self.clock, post=self.outcomes.append, vault=vault
+        )
 
     def __enter__(self) -> StorageHouse:
         self.storage.lock()

@@ -16,32 +16,36 @@ from hypothesis import strategies as st
 from service.domain.blocks import BlockHeader, HostBlock, HostRegion, HostTensor, RegionKind, block_hash
 from service.domain.ids import BlockHash, Fingerprint
 from service.kv.block_file import prepare_block, read_head, write_block
-from service.kv.block_head import DTYPE_BYTES, BlockFile, BlockFileError, Damage, parse_head
+from service.kv.block_head import DTYPE_BYTES, parse_head
 from service.kv.block_reader import verify_block
+from service.kv.damage import BlockFileError, Damage
+from service.kv.file_facts import BlockFile
 from service.kv.files import SystemFiles
+from service.kv.vault import Vault
 from tests.storage.blocks import make_block
+from tests.storage.vaults import BOTH_WAYS
 
 FILES = SystemFiles()
 
 
-def write(block: HostBlock, path) -> BlockFile:
+def write(block: HostBlock, path, *, vault: Vault | None = None) -> BlockFile:
     descriptor = FILES.create(str(path))
     try:
-        return write_block(FILES, descriptor, prepare_block(block))
+        return write_block(FILES, descriptor, prepare_block(block, vault=vault))
     finally:
         os.close(descriptor)
 
 
-def head_of(path) -> BlockFile:
+def head_of(path, *, vault: Vault | None = None) -> BlockFile:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return read_head(FILES, descriptor)
+        return read_head(FILES, descriptor, vault=vault)
     finally:
         os.close(descriptor)
 
 
 @st.composite
-def blocks(draw) -> HostBlock:
+def blocks(draw, *, secret: bytes = b"") -> HostBlock:
     names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=0, max_size=6, unique=True))
     kinds = sorted(
         draw(st.sets(st.sampled_from(list(RegionKind)))), key=lambda kind: list(RegionKind).index(kind)
@@ -60,7 +64,7 @@ def blocks(draw) -> HostBlock:
     parent = BlockHash(draw(st.binary(min_size=32, max_size=32)))
     extra = draw(st.binary(max_size=40))
     header = BlockHeader(
-        hash=block_hash(parent=parent, token_ids=token_ids, extra=extra),
+        hash=block_hash(parent=parent, token_ids=token_ids, extra=extra, secret=secret),
         parent=parent,
         fingerprint=Fingerprint(draw(st.binary(min_size=32, max_size=32))),
         start_token_index=draw(st.integers(0, 2**40)),
@@ -72,15 +76,21 @@ def blocks(draw) -> HostBlock:
 
 
 @settings(max_examples=25, deadline=None)
-@given(block=blocks())
-def test_round_trip(tmp_path_factory, block):
+@given(data=st.data())
+@pytest.mark.parametrize("vault", **BOTH_WAYS)
+def test_round_trip(tmp_path_factory, data, vault):
+    block = data.draw(blocks(secret=vault.name_secret if vault else b""))
     path = tmp_path_factory.mktemp("block") / "b.safetensors"
-    written = write(block, path)
-    assert head_of(path) == written == verify_block(FILES, str(path))
+    written = write(block, path, vault=vault)
+    assert head_of(path, vault=vault) == written == verify_block(FILES, str(path), vault=vault)
     assert written.header == block.header and written.file_bytes == os.path.getsize(path)
-    text = path.read_bytes()
+    text = bytearray(path.read_bytes())
     for region, original in zip(written.regions, block.regions, strict=True):
         assert region.kind is original.kind
+        if written.vault is not None:
+            opener = written.vault.opener(region.kind, tag=region.tag)
+            opener.update(memoryview(text)[region.offset : region.offset + region.size_bytes])
+            assert opener.finish()
         for tensor, source in zip(region.tensors, original.tensors, strict=True):
             assert (tensor.name, tensor.dtype, tensor.shape) == (source.name, source.dtype, source.shape)
             assert text[tensor.offset : tensor.offset + tensor.size_bytes] == source.data
@@ -110,16 +120,17 @@ def test_regions_are_contiguous_and_in_order(tmp_path):
     assert file.regions[0].offset % 8 == 0
 
 
-def test_every_flipped_bit_of_a_small_file_is_seen(tmp_path):
-    block = make_block(head_count=1, row_width=1, window=False, token_ids=(1, 2, 3))
-    write(block, tmp_path / "whole")
+@pytest.mark.parametrize("vault", **BOTH_WAYS)
+def test_every_flipped_bit_of_a_small_file_is_seen(tmp_path, vault):
+    block = make_block(head_count=1, row_width=1, window=False, token_ids=(1, 2, 3), vault=vault)
+    write(block, tmp_path / "whole", vault=vault)
     text = bytearray((tmp_path / "whole").read_bytes())
     path = tmp_path / "flipped"
     for position in range(len(text)):
         text[position] ^= 1 << (position % 8)
         path.write_bytes(text)
         with pytest.raises(BlockFileError):
-            verify_block(FILES, str(path))
+            verify_block(FILES, str(path), vault=vault)
         text[position] ^= 1 << (position % 8)
 
 

@@ -10,7 +10,7 @@ import sqlite3
 import pytest
 
 from service.domain.cache_stats import SpillDropCause
-from service.kv.block_head import Damage
+from service.kv.damage import Damage
 from service.kv.loads import Loaded, LoadFailed
 from service.kv.messages import Evicted, Health, Inventory, Persisted, SpillDropped, TaskGivenUp
 from tests.storage.blocks import make_block, make_chain

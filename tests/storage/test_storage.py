@@ -11,7 +11,7 @@ import pytest
 
 from service.domain.blocks import HostBlock, RegionKind
 from service.domain.cache_stats import SpillDropCause
-from service.kv.block_head import Damage
+from service.kv.damage import Damage
 from service.kv.files import SystemFiles
 from service.kv.loads import Loaded, LoadFailed
 from service.kv.messages import (

@@ -40,6 +40,7 @@ OWNERS = {
     "llguidance": ("service.engine.grammar",),
     "sqlite_utils": ("service.kv.manifest",),
     "sqlite3": ("service.kv.",),
+    "cryptography": ("service.kv.vault_aes",),
     "prometheus_client": ("service.telemetry.prometheus",),
     "opentelemetry": ("service.telemetry.spans",),
     "typer": ("service.cli.",),

@@ -912,6 +912,8 @@ type CacheIntegrityStats struct {
 	QuarantinedFileCount int64 `protobuf:"varint,5,opt,name=quarantined_file_count,json=quarantinedFileCount,proto3" json:"quarantined_file_count,omitempty"`
 	// Bytes in quarantine.
 	QuarantinedBytes int64 `protobuf:"varint,6,opt,name=quarantined_bytes,json=quarantinedBytes,proto3" json:"quarantined_bytes,omitempty"`
+	// Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+	SealFailureTotal int64 `protobuf:"varint,7,opt,name=seal_failure_total,json=sealFailureTotal,proto3" json:"seal_failure_total,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -988,6 +990,13 @@ func (x *CacheIntegrityStats) GetQuarantinedBytes() int64 {
 	return 0
 }
 
+func (x *CacheIntegrityStats) GetSealFailureTotal() int64 {
+	if x != nil {
+		return x.SealFailureTotal
+	}
+	return 0
+}
+
 // The SSD tier's directory.
 type CacheDiskStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1005,8 +1014,10 @@ type CacheDiskStats struct {
 	OtherModelBlockCount int64 `protobuf:"varint,6,opt,name=other_model_block_count,json=otherModelBlockCount,proto3" json:"other_model_block_count,omitempty"`
 	// Why nothing is written at present. Absent: writing works.
 	WritesOffDetail string `protobuf:"bytes,7,opt,name=writes_off_detail,json=writesOffDetail,proto3" json:"writes_off_detail,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Whether blocks are encrypted on their way to it.
+	Encrypted     bool `protobuf:"varint,8,opt,name=encrypted,proto3" json:"encrypted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CacheDiskStats) Reset() {
@@ -1086,6 +1097,13 @@ func (x *CacheDiskStats) GetWritesOffDetail() string {
 		return x.WritesOffDetail
 	}
 	return ""
+}
+
+func (x *CacheDiskStats) GetEncrypted() bool {
+	if x != nil {
+		return x.Encrypted
+	}
+	return false
 }
 
 // What was found and repaired when the directory was opened.
@@ -1319,14 +1337,15 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x19restore_tokens_per_second\x18\t \x01(\x01R\x16restoreTokensPerSecond\x12=\n" +
 	"\x1brecompute_tokens_per_second\x18\n" +
 	" \x01(\x01R\x18recomputeTokensPerSecond\x124\n" +
-	"\x16recompute_chosen_total\x18\v \x01(\x03R\x14recomputeChosenTotal\"\xc2\x02\n" +
+	"\x16recompute_chosen_total\x18\v \x01(\x03R\x14recomputeChosenTotal\"\xf0\x02\n" +
 	"\x13CacheIntegrityStats\x120\n" +
 	"\x14verified_block_total\x18\x01 \x01(\x03R\x12verifiedBlockTotal\x124\n" +
 	"\x16checksum_failure_total\x18\x02 \x01(\x03R\x14checksumFailureTotal\x122\n" +
 	"\x15header_mismatch_total\x18\x03 \x01(\x03R\x13headerMismatchTotal\x12,\n" +
 	"\x12missing_file_total\x18\x04 \x01(\x03R\x10missingFileTotal\x124\n" +
 	"\x16quarantined_file_count\x18\x05 \x01(\x03R\x14quarantinedFileCount\x12+\n" +
-	"\x11quarantined_bytes\x18\x06 \x01(\x03R\x10quarantinedBytes\"\xa3\x02\n" +
+	"\x11quarantined_bytes\x18\x06 \x01(\x03R\x10quarantinedBytes\x12,\n" +
+	"\x12seal_failure_total\x18\a \x01(\x03R\x10sealFailureTotal\"\xc1\x02\n" +
 	"\x0eCacheDiskStats\x12\x1d\n" +
 	"\n" +
 	"used_bytes\x18\x01 \x01(\x03R\tusedBytes\x12%\n" +
@@ -1337,7 +1356,8 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"free_bytes\x18\x04 \x01(\x03R\tfreeBytes\x12(\n" +
 	"\x10free_floor_bytes\x18\x05 \x01(\x03R\x0efreeFloorBytes\x125\n" +
 	"\x17other_model_block_count\x18\x06 \x01(\x03R\x14otherModelBlockCount\x12*\n" +
-	"\x11writes_off_detail\x18\a \x01(\tR\x0fwritesOffDetail\"\xaa\x04\n" +
+	"\x11writes_off_detail\x18\a \x01(\tR\x0fwritesOffDetail\x12\x1c\n" +
+	"\tencrypted\x18\b \x01(\bR\tencrypted\"\xaa\x04\n" +
 	"\x14CacheReconcileReport\x12A\n" +
 	"\x0ereconcile_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\rreconcileTime\x125\n" +
 	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\x12\x14\n" +

@@ -478,6 +478,7 @@ class CacheIntegrityStats(_message.Message):
     MISSING_FILE_TOTAL_FIELD_NUMBER: _builtins.int
     QUARANTINED_FILE_COUNT_FIELD_NUMBER: _builtins.int
     QUARANTINED_BYTES_FIELD_NUMBER: _builtins.int
+    SEAL_FAILURE_TOTAL_FIELD_NUMBER: _builtins.int
     verified_block_total: _builtins.int
     """Blocks whose checksums were verified."""
     checksum_failure_total: _builtins.int
@@ -490,6 +491,8 @@ class CacheIntegrityStats(_message.Message):
     """Files in quarantine."""
     quarantined_bytes: _builtins.int
     """Bytes in quarantine."""
+    seal_failure_total: _builtins.int
+    """Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place."""
     def __init__(
         self,
         *,
@@ -499,10 +502,11 @@ class CacheIntegrityStats(_message.Message):
         missing_file_total: _builtins.int = ...,
         quarantined_file_count: _builtins.int = ...,
         quarantined_bytes: _builtins.int = ...,
+        seal_failure_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_failure_total", b"checksum_failure_total", "header_mismatch_total", b"header_mismatch_total", "missing_file_total", b"missing_file_total", "quarantined_bytes", b"quarantined_bytes", "quarantined_file_count", b"quarantined_file_count", "verified_block_total", b"verified_block_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_failure_total", b"checksum_failure_total", "header_mismatch_total", b"header_mismatch_total", "missing_file_total", b"missing_file_total", "quarantined_bytes", b"quarantined_bytes", "quarantined_file_count", b"quarantined_file_count", "seal_failure_total", b"seal_failure_total", "verified_block_total", b"verified_block_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -521,6 +525,7 @@ class CacheDiskStats(_message.Message):
     FREE_FLOOR_BYTES_FIELD_NUMBER: _builtins.int
     OTHER_MODEL_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     WRITES_OFF_DETAIL_FIELD_NUMBER: _builtins.int
+    ENCRYPTED_FIELD_NUMBER: _builtins.int
     used_bytes: _builtins.int
     """Bytes of all its files: blocks, partial files, quarantine and manifest."""
     manifest_bytes: _builtins.int
@@ -535,6 +540,8 @@ class CacheDiskStats(_message.Message):
     """Blocks written by models with another fingerprint. They age out within the same limit."""
     writes_off_detail: _builtins.str
     """Why nothing is written at present. Absent: writing works."""
+    encrypted: _builtins.bool
+    """Whether blocks are encrypted on their way to it."""
     def __init__(
         self,
         *,
@@ -545,10 +552,11 @@ class CacheDiskStats(_message.Message):
         free_floor_bytes: _builtins.int = ...,
         other_model_block_count: _builtins.int = ...,
         writes_off_detail: _builtins.str = ...,
+        encrypted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "free_floor_bytes", b"free_floor_bytes", "limit_bytes", b"limit_bytes", "manifest_bytes", b"manifest_bytes", "other_model_block_count", b"other_model_block_count", "used_bytes", b"used_bytes", "writes_off_detail", b"writes_off_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encrypted", b"encrypted", "free_bytes", b"free_bytes", "free_floor_bytes", b"free_floor_bytes", "limit_bytes", b"limit_bytes", "manifest_bytes", b"manifest_bytes", "other_model_block_count", b"other_model_block_count", "used_bytes", b"used_bytes", "writes_off_detail", b"writes_off_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
