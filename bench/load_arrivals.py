@@ -37,16 +37,21 @@ class Arrival:
 
 
 def poisson_arrivals(*, rate_per_s: float, duration_s: float, seed: int) -> list[Arrival]:
-    """Return arrivals with exponential gaps over the duration; other seeds share no text, pages included."""
-    source = random.Random(seed)
+    """Return arrivals with exponential gaps over the duration; other seeds share no text, pages included.
+
+    When they come and what sort they are is the same for every seed, only faster with a higher rate, so that
+    one load is told from the next by its rate and not by its luck.
+    """
+    plan, words = random.Random(0), random.Random(seed)
     pages = [page(_PAGE_SENTENCES, seed=100_000 * (seed + 1) + i) for i in range(_PAGE_COUNT)]
     found: list[Arrival] = []
-    at_s = source.expovariate(rate_per_s)
+    at_s = plan.expovariate(1.0) / rate_per_s
     while at_s < duration_s:
-        kind = source.choices(list(_SHARES), weights=list(_SHARES.values()))[0]
-        text = _text(kind, pages, source)
-        found.append(Arrival(at_s, kind, text, source.randint(*_OUTPUT_TOKENS)))
-        at_s += source.expovariate(rate_per_s)
+        kind = plan.choices(list(_SHARES), weights=list(_SHARES.values()))[0]
+        shared_page = pages[plan.randrange(_PAGE_COUNT)]
+        text = _text(kind, shared_page, words)
+        found.append(Arrival(at_s, kind, text, plan.randint(*_OUTPUT_TOKENS)))
+        at_s += plan.expovariate(1.0) / rate_per_s
     return found
 
 
@@ -55,10 +60,10 @@ def page(sentence_count: int, *, seed: int) -> str:
     return f"{seed:09d} " + " ".join(short_prompts(sentence_count, seed=seed))
 
 
-def _text(kind: Kind, pages: list[str], source: random.Random) -> str:
-    own = page(1, seed=source.randrange(10**9))
+def _text(kind: Kind, shared_page: str, words: random.Random) -> str:
+    own = page(1, seed=words.randrange(10**9))
     if kind is Kind.SHORT:
         return own
     if kind is Kind.LONG:
-        return page(_PAGE_SENTENCES, seed=source.randrange(10**9))
-    return f"{source.choice(pages)} {own}"
+        return page(_PAGE_SENTENCES, seed=words.randrange(10**9))
+    return f"{shared_page} {own}"

@@ -61,3 +61,46 @@ def test_tokens_bound_the_queue_too() -> None:
     house.loop.step()
     end = house.recorder.end_of("b")
     assert isinstance(end, Failed) and end.error.metadata["waiting_token_limit"] == "20"
+
+
+def predicted_s(house: House, *, deadline_s: float) -> float:
+    """Submit a prompt that must be refused for its deadline and return what was predicted for it."""
+    house.submit("hurried", [1] * 4, deadline_time=house.clock.now + deadline_s)
+    house.loop.step()
+    end = house.recorder.end_of("hurried")
+    assert isinstance(end, Failed) and end.error.reason is Reason.DEADLINE_UNREACHABLE
+    return float(end.error.metadata["predicted_ttft_s"])
+
+
+def test_a_prompt_that_is_being_computed_comes_before_a_newcomer() -> None:
+    house = House(context_token_limit=1000)
+    house.submit("long", [1] * 500, max_output_tokens=1)
+    house.loop.step()
+    assert house.scheduler.waiting_count == 0
+    measured(house, prefill_tokens_per_s=10.0)
+    assert predicted_s(house, deadline_s=5.0) > 40.0
+
+
+def test_beside_those_who_decode_prefill_is_expected_at_half_its_rate() -> None:
+    predictions = []
+    for is_decoding in (False, True):
+        house = House(running_limit=1, context_token_limit=1000)
+        house.submit("first", [1] * 2, max_output_tokens=50)
+        while is_decoding and not house.scheduler.decoding_count:
+            house.loop.step()
+        house.submit("waits", [1] * 498, max_output_tokens=1)
+        measured(house, prefill_tokens_per_s=10.0)
+        predictions.append(predicted_s(house, deadline_s=5.0))
+    assert predictions[1] > 1.9 * predictions[0]
+
+
+def test_the_retry_delay_has_bounds() -> None:
+    for service_s, expected_s in ((1e6, 60.0), (1e-6, 0.1)):
+        house = House(waiting_limit=1, running_limit=1)
+        measured(house, prefill_tokens_per_s=1e9, service_s=service_s)
+        for name in "ab":
+            house.submit(name)
+        house.loop.step()
+        end = house.recorder.end_of("b")
+        assert isinstance(end, Failed) and isinstance(end.error, Overloaded)
+        assert end.error.retry_after_s == expected_s

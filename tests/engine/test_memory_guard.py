@@ -146,6 +146,21 @@ def test_padding_beside_a_long_row_is_waited_for() -> None:
         assert all(isinstance(house.recorder.end_of(n), Finished) for n in ("long", "short"))
 
 
+def test_padding_that_is_held_already_is_not_asked_for_again() -> None:
+    house = House(context_token_limit=1000)
+    in_one_lane(house)
+    for name, token_count in (("long", 40), ("short", 8)):
+        house.submit(name, [1] * token_count, max_output_tokens=5)
+    while house.scheduler.decoding_count < 2:
+        house.loop.step()
+    decoding = house.scheduler.decoding
+    newcomer = dataclasses.replace(decoding[1])
+    rows = [*decoding, newcomer]
+    whole = house.guard.lane_growth_bytes(rows, decoding=())
+    held = house.guard._model.padding_bytes([s.kv_token_count for s in decoding])
+    assert held > 0 and house.guard.lane_growth_bytes(rows, decoding=decoding) == whole - held
+
+
 def test_a_join_that_finds_no_room_parks_the_youngest_beside_it() -> None:
     house = House(memory_limit_bytes=10_000, context_token_limit=1000)
     counted(house)
