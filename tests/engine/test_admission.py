@@ -104,3 +104,15 @@ def test_the_retry_delay_has_bounds() -> None:
         end = house.recorder.end_of("b")
         assert isinstance(end, Failed) and isinstance(end.error, Overloaded)
         assert end.error.retry_after_s == expected_s
+
+
+def test_a_retry_is_never_told_to_come_at_once() -> None:
+    # Nothing is before a request of higher priority, and yet there is no place for it.
+    house = House(waiting_limit=1, running_limit=1)
+    measured(house, prefill_tokens_per_s=1e9)
+    house.submit("waits")
+    house.submit("urgent", priority=5)
+    house.loop.step()
+    end = house.recorder.end_of("urgent")
+    assert isinstance(end, Failed) and isinstance(end.error, Overloaded)
+    assert end.error.metadata["queue_position"] == "0" and end.error.retry_after_s == 0.1

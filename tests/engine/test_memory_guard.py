@@ -107,6 +107,7 @@ def test_the_youngest_is_parked_and_goes_on_with_the_same_tokens() -> None:
         tight.submit(name, range(start, start + 6), max_output_tokens=30)
     for _ in range(12):
         tight.loop.step()
+    old, young = tight.scheduler.running
     assert tight.scheduler.decoding_count == 2
     tight.pressure_limit(500)  # enough for either alone, not for both to the end
     tight.run()
@@ -114,7 +115,19 @@ def test_the_youngest_is_parked_and_goes_on_with_the_same_tokens() -> None:
         assert tight.recorder.tokens_of(name) == alone.recorder.tokens_of(name)
         starts = [e for e in tight.recorder.events[name] if type(e).__name__ == "Started"]
         assert len(starts) == 1
-    assert tight.loop.stats().parked_total >= 1
+    assert young.park_count >= 1 and old.park_count == 0
+
+
+def test_one_that_decodes_alone_is_let_go_on() -> None:
+    house = House(memory_limit_bytes=1000, context_token_limit=1000)
+    counted(house)
+    house.submit("alone", [1] * 6, max_output_tokens=9)
+    while not house.scheduler.decoding_count:
+        house.loop.step()
+    house.pressure_limit(50)  # less than the weights: parking it would free nothing for anybody
+    house.run()
+    assert isinstance(house.recorder.end_of("alone"), Finished)
+    assert house.loop.stats().parked_total == 0
 
 
 def in_one_lane(house: House) -> None:
