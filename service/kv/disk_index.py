@@ -7,7 +7,6 @@ and a chain shrinks from its end. Pinned blocks, and therefore all their ancesto
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,13 +35,16 @@ class DiskIndex:
         """Return an index of records given from the least to the most recently used."""
         index = cls()
         # In bulk, not by `add`: a start with 100,000 blocks waits for this.
-        index._records = {record.hash: record for record in records}
-        index._uses = {block_hash: number for number, block_hash in enumerate(index._records, start=1)}
-        index._use_number = len(index._uses)
-        index._child_counts = dict(Counter(record.parent for record in index._records.values()))
-        index.block_bytes = sum(record.file_bytes for record in index._records.values())
+        given = list(records)
+        index._records = {record.hash: record for record in given}
+        index._uses = dict(zip(index._records, range(1, len(given) + 1), strict=True))
+        index._use_number = len(given)
+        index._child_counts = dict(Counter([record.parent for record in given]))
+        index.block_bytes = sum([record.file_bytes for record in given])
         index._leaves = [
-            (use, block_hash) for block_hash, use in index._uses.items() if index._is_evictable(block_hash)
+            (use, record.hash)
+            for use, record in enumerate(given, start=1)
+            if record.hash not in index._child_counts and not record.pinned
         ]
         return index
 
@@ -93,8 +95,8 @@ class DiskIndex:
         record = self._records.get(block_hash)
         if record is None:
             return False
-        self._records[block_hash] = dataclasses.replace(
-            record, last_used_time=max(now_time, record.last_used_time), hit_count=record.hit_count + 1
+        self._records[block_hash] = record._replace(
+            last_used_time=max(now_time, record.last_used_time), hit_count=record.hit_count + 1
         )
         self._uses[block_hash] = self._next_use()
         return True
@@ -104,7 +106,7 @@ class DiskIndex:
         record = self._records.get(block_hash)
         if record is None:
             return False
-        self._records[block_hash] = dataclasses.replace(record, pinned=pinned)
+        self._records[block_hash] = record._replace(pinned=pinned)
         self._offer(block_hash)
         return True
 

@@ -9,6 +9,7 @@ Every method raises `sqlite3.Error` when the database cannot do it.
 from __future__ import annotations
 
 import json
+import operator
 import sqlite3
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +25,11 @@ from service.kv.records import BlockRecord
 from service.kv.store_paths import StorePaths
 
 _SELECT = """
-    SELECT b.hash, b.parent, f.fingerprint, b.start_token_index, b.token_count, b.block_token_limit,
-           b.kv_bytes, b.window_bytes, b.checkpoint_bytes, b.file_bytes, b.mtime_ns, b.inode, b.layout_abi,
-           b.header_xxh3, b.created_time, b.last_used_time, b.hit_count, b.pinned, b.row_xxh3
-    FROM blocks b LEFT JOIN fingerprints f ON f.id = b.fingerprint_id
-    ORDER BY b.last_used_time, b.rowid
+    SELECT hash, parent, fingerprint_id, start_token_index, token_count, block_token_limit,
+           kv_bytes, window_bytes, checkpoint_bytes, file_bytes, mtime_ns, inode, layout_abi,
+           header_xxh3, created_time, last_used_time, hit_count, pinned, row_xxh3
+    FROM blocks
+    ORDER BY rowid
 """
 _INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 21)})"
 LOG_ALLOWANCE_BYTES = 4 << 20
@@ -92,17 +93,21 @@ class Manifest:
         understood are told: for a manifest that is known to be as it was left.
         """
         records, edited = [], []
+        # Joined and sorted here: with 100,000 rows SQLite takes half a second longer for it.
+        names = dict(self._connection.execute("SELECT id, fingerprint FROM fingerprints"))
         for row in self._connection.execute(_SELECT):
             try:
-                values = [*row[:13], int(row[13], 16), *row[14:17], bool(row[17])]
-                record = BlockRecord(*values)
+                record = BlockRecord._make(
+                    (*row[:2], names[row[2]], *row[3:13], int(row[13], 16), *row[14:17], row[17] == 1)
+                )
                 sound = not check_facts or row[18] == f"{record.facts_checksum():016x}"
-            except (ValueError, TypeError, ArithmeticError, struct.error):
+            except (LookupError, ValueError, TypeError, ArithmeticError, struct.error):
                 sound = False
             if sound:
                 records.append(record)
             else:
                 edited.append(BlockHash(row[0]))
+        records.sort(key=operator.attrgetter("last_used_time"))
         return records, edited
 
     def contents(self, block_hash: BlockHash) -> tuple[tuple[int, ...], bytes, str] | None:

@@ -187,14 +187,13 @@ def examine_file(
     fresh = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=used_time)
     if row is None:
         return Discrepancy(Finding.ADOPTABLE, path, info.size_bytes, name_hash, "", fresh, file)
-    same = dataclasses.replace(
-        fresh,
+    same = fresh._replace(
         created_time=row.created_time,
         last_used_time=row.last_used_time,
         hit_count=row.hit_count,
         pinned=row.pinned,
     )
-    if dataclasses.replace(row, mtime_ns=info.mtime_ns, inode=info.inode) == same:
+    if row._replace(mtime_ns=info.mtime_ns, inode=info.inode) == same:
         return Discrepancy(Finding.RESTAMPED, path, info.size_bytes, name_hash, "", same, file)
     return Discrepancy(
         Finding.DIFFERS, path, info.size_bytes, name_hash, "its header is not what the row says"

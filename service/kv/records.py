@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
+from typing import NamedTuple
 
 import xxhash
 
@@ -15,10 +15,10 @@ from service.kv.files import FileInfo
 _FACTS = struct.Struct("<32s32s32s10qQ")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockRecord:
-    """One committed block. Small, so that 100,000 of them load at start; sizes in bytes.
+class BlockRecord(NamedTuple):
+    """One committed block; sizes in bytes.
 
+    A tuple and not a frozen dataclass as elsewhere: a start makes 100,000 of them, in a quarter of the time.
     The fields up to `header_checksum` are facts about the file and never change without it;
     the rest is what happened to the block.
     """

@@ -92,7 +92,7 @@ TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 def test_an_index_of_records_evicts_in_their_order():
-    records = [record(1, 0), record(2, 1), record(3, 0), dataclasses.replace(record(4, 0), pinned=True)]
+    records = [record(1, 0), record(2, 1), record(3, 0), record(4, 0)._replace(pinned=True)]
     index = DiskIndex.of(records)
     gone = []
     while (victim := index.next_victim()) is not None:
