@@ -29,9 +29,11 @@ from bench.replies import quantile
 from bench.report import console
 from bench.server_process import ServerProcess
 
-DECODED_TOKEN_COUNT = 128
+DECODED_TOKEN_COUNT = 96
 NEIGHBOUR_TOKEN_COUNT = 512
-NEIGHBOUR_PROMPT_COUNT = 3
+NEW_PROMPT_COUNT = 2
+"""More than are prefilled beside one reply."""
+STORED_PROMPT_COUNT = 3
 
 
 class _RawRead:
@@ -40,7 +42,8 @@ class _RawRead:
     _PIECE_BYTES = 32 << 20
 
     def __init__(self, directory: Path, *, size_bytes: int, elapsed_s: float) -> None:
-        self._files = sorted(directory.rglob("*.safetensors"), key=lambda file: file.stat().st_mtime)[-6:]
+        files = [file for file in (directory / "blocks").rglob("*") if file.is_file()]
+        self._files = sorted(files, key=lambda file: file.stat().st_mtime)[-6:]
         self._piece_s = elapsed_s * self._PIECE_BYTES / max(1, size_bytes)
         self._buffer = bytearray(self._PIECE_BYTES)
         self._count = 0
@@ -78,7 +81,7 @@ class DecodeTimes:
 async def measure_decode(
     *, model_path: Path, scratch: Path, log_file: Path, round_count: int, kv_bytes_per_token: int
 ) -> list[DecodeTimes]:
-    """Return one entry per round and kind of neighbour; a first round is thrown away.
+    """Return one entry per round and kind of neighbour.
 
     The RAM tier holds one and a half of the neighbour's prompts, so that each new one spills an old one.
     """
@@ -90,39 +93,62 @@ async def measure_decode(
     found: list[DecodeTimes] = []
     with server:
         async with connected(server.address) as reader, connected(server.address) as neighbour:
-            for round_index in range(round_count + 1):
-                times = await _round(
+            stored = [await _text(neighbour, seed=seed) for seed in range(STORED_PROMPT_COUNT)]
+            for text in stored:
+                await neighbour.stream(text_request(text, max_output_tokens=1, cache=READ_WRITE))
+            # The first decode of a server finds nothing warm.
+            await _beside(reader, neighbour, "idle", ())
+            for round_index in range(round_count):
+                new = [
+                    await _text(neighbour, seed=100 * (round_index + 1) + i) for i in range(NEW_PROMPT_COUNT)
+                ]
+                found += await _beside_prefill(reader, neighbour, new)
+                found += await _beside_restore(
                     reader,
                     neighbour,
-                    first_seed=1000 * (round_index + 1),
+                    stored,
                     files=scratch / "decode",
                     kv_bytes_per_token=kv_bytes_per_token,
                 )
-                found += times if round_index else []
-                console.print(f"decode beside neighbours, round {round_index} of {round_count}")
+                console.print(f"decode beside neighbours, round {round_index + 1} of {round_count}")
     return found
 
 
-async def _round(
-    reader: Client, neighbour: Client, *, first_seed: int, files: Path, kv_bytes_per_token: int
-) -> list[DecodeTimes]:
-    texts = [
-        await text_of_tokens(neighbour, NEIGHBOUR_TOKEN_COUNT, seed=first_seed + i)
-        for i in range(NEIGHBOUR_PROMPT_COUNT)
-    ]
+async def _text(client: Client, *, seed: int) -> str:
+    return await text_of_tokens(client, NEIGHBOUR_TOKEN_COUNT, seed=seed)
+
+
+async def _beside_prefill(reader: Client, neighbour: Client, texts: Sequence[str]) -> list[DecodeTimes]:
+    """Decode alone, beside prompts that are thrown away, and beside the same when they are kept.
+
+    RAM is full, so that every block that is kept spills another one.
+    """
     uncached = [text_request(text, max_output_tokens=1, cache=NO_CACHE) for text in texts]
     cached = [text_request(text, max_output_tokens=1, cache=READ_WRITE) for text in texts]
-    found = [
+    return [
         await _beside(reader, neighbour, "idle", ()),
         await _beside(reader, neighbour, "prefill", uncached),
         await _beside(reader, neighbour, "prefill and spill", cached),
     ]
+
+
+async def _beside_restore(
+    reader: Client, neighbour: Client, texts: Sequence[str], *, files: Path, kv_bytes_per_token: int
+) -> list[DecodeTimes]:
+    """Decode beside prompts from SSD, beside another reader of the same files, and beside a hit in RAM.
+
+    The prompts together are too long for RAM: one after another, each comes from SSD every time.
+    """
+    cached = [text_request(text, max_output_tokens=1, cache=READ_WRITE) for text in texts]
     began = time.perf_counter()
     restoring = await _beside(reader, neighbour, "restore", [_warm(text) for text in texts], repeat=True)
     elapsed_s = time.perf_counter() - began
     raw = _RawRead(files, size_bytes=restoring.neighbour_ssd_tokens * kv_bytes_per_token, elapsed_s=elapsed_s)
-    found += [restoring, await _beside(reader, neighbour, "raw read", [raw], repeat=True)]
-    found += [await _beside(reader, neighbour, "SSD hit", cached, repeat=True)]
+    found = [
+        restoring,
+        await _beside(reader, neighbour, "raw read", [raw], repeat=True),
+        await _beside(reader, neighbour, "SSD hit", cached, repeat=True),
+    ]
     # A longer reply brings its blocks back into RAM, where one prompt over and over stays.
     await neighbour.stream(text_request(texts[0], max_output_tokens=32, cache=READ_WRITE))
     return [*found, await _beside(reader, neighbour, "RAM hit", cached[:1], repeat=True)]

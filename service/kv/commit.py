@@ -3,13 +3,16 @@
 Commit: write `<name>.partial` (exclusively created) -> fsync -> close -> rename -> fsync the
 directory -> insert the row. Removal: delete the row -> unlink. So a crash at any point leaves
 garbage that the next start repairs (a partial, a file without a row), never a row that lies.
+One block may be written while the disk makes the one before it durable; each keeps its own order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sqlite3
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 
 from service.domain.ids import BlockHash
 from service.kv.block_file import PreparedBlock, write_block
@@ -20,46 +23,94 @@ from service.kv.records import BlockRecord, record_of
 from service.kv.store_paths import PARTIAL_SUFFIX, StorePaths
 
 
-def commit_block(
-    prepared: PreparedBlock, *, files: Files, paths: StorePaths, manifest: Manifest, now_time: float, day: int
+@dataclasses.dataclass(frozen=True, slots=True)
+class Writing:
+    """A block whose file is written under its partial name, and perhaps not durable yet."""
+
+    prepared: PreparedBlock
+    file: BlockFile
+    descriptor: int
+    path: str
+    """The name it will have."""
+    synced: Future[None] | None
+    """Done when the file is on the medium; None when that is still to be asked for."""
+
+    @property
+    def partial(self) -> str:
+        return self.path + PARTIAL_SUFFIX
+
+
+def begin_commit(
+    prepared: PreparedBlock, *, files: Files, paths: StorePaths, syncs: Executor | None
+) -> Writing:
+    """Write a block's file, and have `syncs` make it durable; `finish_commit` or `undo_commit` follows.
+
+    Raises `OSError`; no file is there then unless even removing it failed.
+    """
+    header = prepared.block.header
+    path = paths.block(header.fingerprint, header.hash)
+    try:
+        descriptor = files.create(path + PARTIAL_SUFFIX)
+        try:
+            file = write_block(files, descriptor, prepared)
+        except OSError:
+            # The first error is the one to tell; a close that fails too adds nothing.
+            with contextlib.suppress(OSError):
+                files.close(descriptor)
+            raise
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.unlink(path + PARTIAL_SUFFIX)
+        raise
+    synced = syncs.submit(files.fsync, descriptor) if syncs else None
+    return Writing(prepared, file, descriptor, path, synced)
+
+
+def finish_commit(
+    writing: Writing, *, files: Files, paths: StorePaths, manifest: Manifest, now_time: float, day: int
 ) -> BlockRecord:
-    """Write a block's file and insert its row; return the row.
+    """Wait until a block's file is durable, give it its name and insert its row; return the row.
 
     Raises `OSError` or `sqlite3.Error`; no row is there then, and neither is a file unless
     even removing it failed.
     """
-    header = prepared.block.header
-    path = paths.block(header.fingerprint, header.hash)
-    partial = path + PARTIAL_SUFFIX
     try:
-        file = _write_partial(prepared, partial, files)
-        files.rename(partial, path)
-        files.fsync_dir(paths.folder(header.fingerprint))
-        info = files.stat(path)
-        record = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
-        manifest.insert([(record, file)], day=day, written_bytes=record.file_bytes)
+        _sync_and_close(writing, files)
+        files.rename(writing.partial, writing.path)
+        files.fsync_dir(paths.folder(writing.file.outline.fingerprint))
+        info = files.stat(writing.path)
+        record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
+        manifest.insert([(record, writing.file)], day=day, written_bytes=record.file_bytes)
     except (OSError, sqlite3.Error):
         # What cannot be removed now is removed or adopted by the next start.
-        for leftover in (partial, path):
+        for leftover in (writing.partial, writing.path):
             with contextlib.suppress(OSError):
                 files.unlink(leftover)
         raise
     return record
 
 
-def _write_partial(prepared: PreparedBlock, partial: str, files: Files) -> BlockFile:
-    """Have the whole file on the medium under its partial name."""
-    descriptor = files.create(partial)
+def undo_commit(writing: Writing, *, files: Files) -> None:
+    """Remove a file that was begun; one that cannot be removed is left to the next start."""
+    with contextlib.suppress(OSError):
+        # Never under a sync that is under way: the descriptor's number would be another file's.
+        _sync_and_close(writing, files)
+    with contextlib.suppress(OSError):
+        files.unlink(writing.partial)
+
+
+def _sync_and_close(writing: Writing, files: Files) -> None:
+    """Return when the file is on the medium; it is closed even when this raises."""
     try:
-        file = write_block(files, descriptor, prepared)
-        files.fsync(descriptor)
+        if writing.synced is None:
+            files.fsync(writing.descriptor)
+        else:
+            writing.synced.result()
     except OSError:
-        # The first error is the one to tell; a close that fails too adds nothing.
         with contextlib.suppress(OSError):
-            files.close(descriptor)
+            files.close(writing.descriptor)
         raise
-    files.close(descriptor)
-    return file
+    files.close(writing.descriptor)
 
 
 def remove_blocks(

@@ -35,6 +35,8 @@ _INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 21)})"
 LOG_ALLOWANCE_BYTES = 4 << 20
 """Room that the size limit keeps for the write-ahead log, its index and the next rows."""
 _LOG_LIMIT_PAGES = 256
+GROWTH_ALLOWANCE_BYTES = _LOG_LIMIT_PAGES * 4096
+"""How much the database may grow by one row: folding the log into it adds all of the log's pages."""
 _CHUNK = 500
 """Hashes per statement; SQLite's oldest limit on variables is 999."""
 

@@ -7,8 +7,19 @@ directory: blocks, reserved or left-over partials, quarantine and the manifest.
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 SECONDS_PER_DAY = 86_400
+
+
+class Room(enum.Enum):
+    """What an attempt to make room achieved."""
+
+    READY = enum.auto()
+    PROGRESS = enum.auto()
+    """Something was evicted; try again."""
+    FULL = enum.auto()
+    """Nothing more can be evicted."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,12 +34,14 @@ class Space:
     quarantine_bytes: int = 0
     leftover_bytes: int = 0
     """Files that are neither blocks nor ours, or could not be removed."""
+    partial_bytes: int = 0
+    """Files that are being written: no blocks yet."""
     day: int = 0
     written_today_bytes: int = 0
 
     def other_bytes(self) -> int:
         """Return the counted bytes that are not committed blocks."""
-        return self.manifest_bytes + self.quarantine_bytes + self.leftover_bytes
+        return self.manifest_bytes + self.quarantine_bytes + self.leftover_bytes + self.partial_bytes
 
     def shortage_bytes(self, size_bytes: int, *, block_bytes: int, free_bytes: int) -> int:
         """Return how many bytes must go before `size_bytes` more may be written; 0 when there is room."""
@@ -43,7 +56,8 @@ class Space:
     def budget_allows(self, size_bytes: int, *, now_time: float) -> bool:
         """Say whether the day's budget has room for a write; `now_time` in seconds since the epoch."""
         self.turn_day(now_time)
-        return self.daily_limit_bytes == 0 or self.written_today_bytes + size_bytes <= self.daily_limit_bytes
+        written_bytes = self.written_today_bytes + self.partial_bytes
+        return self.daily_limit_bytes == 0 or written_bytes + size_bytes <= self.daily_limit_bytes
 
     def turn_day(self, now_time: float) -> int:
         """Return the day (days since the epoch, UTC), starting a new budget when it has changed."""

@@ -1,19 +1,27 @@
-"""The spills that wait, and the commit of the first of them. Every accepted one gets one outcome."""
+"""The spills that wait, and the commit of the first of them. Every accepted one gets one outcome.
+
+While the disk makes the first one's file durable, the second one's is written: hashing and writing a
+block take about as long as waiting for it.
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import sqlite3
 from collections.abc import Callable
 
 from service.clock import Clock
 from service.domain.cache_stats import SpillDropCause
 from service.kv.block_file import PreparedBlock, prepare_block
+from service.kv.commit import Writing
+from service.kv.manifest import GROWTH_ALLOWANCE_BYTES
 from service.kv.messages import Flushed, Outcome, Persisted, SpillDropped
 from service.kv.reader_pool import Rate
+from service.kv.space import Room
 from service.kv.storage_counters import StorageCounters
 from service.kv.storage_requests import FlushRequest, SpillRequest
-from service.kv.store import BlockStore, Room
+from service.kv.store import BlockStore
 from service.kv.write_gate import WriteGate, is_disk_full, outline
 
 
@@ -37,6 +45,9 @@ class Spiller:
         self._rate = Rate()
         self._spills: collections.deque[SpillRequest] = collections.deque()
         self._prepared: PreparedBlock | None = None
+        self._writings: collections.deque[_UnderWay] = collections.deque()
+        """The files of the first and perhaps the second spill that waits."""
+        self._finished_time = 0.0
         self._has_retried = False
         self._flushes: collections.deque[_Flush] = collections.deque()
 
@@ -54,22 +65,25 @@ class Spiller:
         self.finish_flushes()
 
     def step(self) -> None:
-        """Bring the first spill nearer to its outcome: evict a batch for it, or commit or drop it.
+        """Bring the first spill nearer to its outcome: evict a batch for it, write it, commit it or drop it.
 
         Raises `OSError` or `sqlite3.Error` when the disk is broken and not merely full.
         """
-        block = self._spills[0].block
-        if block.header.hash in self._store.index:
-            self._drop(SpillDropCause.DUPLICATE)
-        elif not (self._gate.is_open and self._store.is_open):
-            self._drop(SpillDropCause.WRITES_OFF)
+        if self._writings:
+            self._write_ahead()
+            self._finish_writing()
         else:
-            self._prepared = self._prepared or prepare_block(block, vault=self._store.vault)
-            self._try_to_commit(self._prepared)
+            self._begin_writing()
         self.finish_flushes()
 
+    def undo_writings(self) -> None:
+        """Remove the files that are being written; their spills wait on."""
+        while self._writings:
+            self._store.undo(self._writings.pop().writing)
+
     def drop_all(self, cause: SpillDropCause) -> None:
-        """Drop everything that waits."""
+        """Drop everything that waits and is not written. Raises as `step` does."""
+        self._commit_written()
         while self._spills:
             self._drop(cause)
         self.finish_flushes()
@@ -78,12 +92,23 @@ class Spiller:
         """Answer the flushes that are done; at a deadline, drop what waits first."""
         now = self._clock.monotonic()
         if self._spills and any(now >= flush.request.deadline_time for flush in self._flushes):
+            self._commit_written()
             while self._spills:
                 self._drop(SpillDropCause.SHUTDOWN)
         while self._flushes and self._flushes[0].is_done(self._counters):
             self._post(self._flushes.popleft().answer(self._counters))
 
-    def _try_to_commit(self, prepared: PreparedBlock) -> None:
+    def _begin_writing(self) -> None:
+        block = self._spills[0].block
+        if block.header.hash in self._store.index:
+            self._drop(SpillDropCause.DUPLICATE)
+        elif not (self._gate.is_open and self._store.is_open):
+            self._drop(SpillDropCause.WRITES_OFF)
+        else:
+            self._prepared = self._prepared or prepare_block(block, vault=self._store.vault)
+            self._write(self._prepared)
+
+    def _write(self, prepared: PreparedBlock) -> None:
         size_bytes = prepared.file_bytes
         if not self._store.space.can_ever_fit(size_bytes):
             self._drop(SpillDropCause.DISK_FULL)
@@ -91,30 +116,73 @@ class Spiller:
         if not self._store.space.budget_allows(size_bytes, now_time=self._clock.wall()):
             self._drop(SpillDropCause.DAILY_BUDGET)
             return
+        room = self._store.make_room(size_bytes)
+        if room is Room.PROGRESS:
+            return
+        if room is Room.FULL:
+            self._drop(SpillDropCause.DISK_FULL)
+            return
         try:
-            room = self._store.make_room(size_bytes)
-            if room is Room.PROGRESS:
-                return
-            if room is Room.FULL:
-                self._drop(SpillDropCause.DISK_FULL)
-                return
-            started, start_time = self._clock.monotonic(), self._clock.wall()
-            record = self._store.put(prepared)
+            self._begin(prepared)
+        except OSError as error:
+            self._refused(error, size_bytes)
+
+    def _write_ahead(self) -> None:
+        """Write the second spill's file where nothing stands in its way; what does is met in its turn."""
+        if len(self._spills) < 2:
+            return
+        block = self._spills[1].block
+        if block.header.hash in self._store.index or block.header.hash == self._spills[0].block.header.hash:
+            return
+        prepared = prepare_block(block, vault=self._store.vault)
+        space = self._store.space
+        is_allowed = space.budget_allows(prepared.file_bytes, now_time=self._clock.wall())
+        # The first one's row is yet to come, and the manifest may grow by it.
+        if not (is_allowed and self._store.has_room(prepared.file_bytes + GROWTH_ALLOWANCE_BYTES)):
+            return
+        try:
+            self._begin(prepared)
         except OSError as error:
             if not is_disk_full(error):
-                self._drop(SpillDropCause.WRITE_FAILED)
                 raise
-            self._make_more_room(size_bytes, error)
+
+    def _begin(self, prepared: PreparedBlock) -> None:
+        began, start_time = self._clock.monotonic(), self._clock.wall()
+        self._writings.append(_UnderWay(self._store.begin(prepared), began, start_time))
+
+    def _commit_written(self) -> None:
+        while self._writings:
+            self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        under_way = self._writings.popleft()
+        size_bytes = under_way.writing.prepared.file_bytes
+        try:
+            record = self._store.finish(under_way.writing)
+        except OSError as error:
+            self.undo_writings()
+            self._refused(error, size_bytes)
             return
         except sqlite3.Error:
+            self.undo_writings()
             self._drop(SpillDropCause.WRITE_FAILED)
             raise
+        now = self._clock.monotonic()
         self._gate.wrote()
-        elapsed_s = self._clock.monotonic() - started
-        self._rate.add(size_bytes=size_bytes, elapsed_s=elapsed_s)
+        elapsed_s = now - under_way.began
+        # The next one was written meanwhile: what both took together is shared among them.
+        self._rate.add(size_bytes=size_bytes, elapsed_s=now - max(under_way.began, self._finished_time))
+        self._finished_time = now
         self._counters.write_bytes_per_s = self._rate.bytes_per_s
         self._counters.spill_persisted += 1
-        self._finish(Persisted(record, self._spills[0].request_id, start_time, elapsed_s))
+        self._finish(Persisted(record, self._spills[0].request_id, under_way.start_time, elapsed_s))
+
+    def _refused(self, error: OSError, size_bytes: int) -> None:
+        """Make room on a disk that is full; drop the first spill and raise when it is broken."""
+        if not is_disk_full(error):
+            self._drop(SpillDropCause.WRITE_FAILED)
+            raise error
+        self._make_more_room(size_bytes, error)
 
     def _make_more_room(self, size_bytes: int, error: OSError) -> None:
         """The disk is full before the limits said so: evict and retry once, then stop writing."""
@@ -141,6 +209,17 @@ class Spiller:
         self._has_retried = False
         credit.release()
         self._post(outcome)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A block that is written and not committed."""
+
+    writing: Writing
+    began: float
+    """`Clock.monotonic`."""
+    start_time: float
+    """Wall clock."""
 
 
 class _Flush:

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from service.clock import Clock
@@ -103,6 +104,8 @@ class Storage:
 
     def start(self) -> None:
         """Start the storage thread and the readers."""
+        # Its thread starts with the first spill.
+        self._store.syncs = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage-sync")
         bodies = [("storage", self._run_loop)]
         bodies += [(f"storage-reader-{n}", self._readers.run) for n in range(self._reader_thread_count)]
         for name, body in bodies:
@@ -204,10 +207,14 @@ class Storage:
         return TaskId(next(self._task_ids))
 
     def _run_loop(self) -> None:
-        self._loop.open()
-        while not self._loop.is_closed:
-            if not self._loop.step() and not self._loop.is_closed:
-                self._loop.wait(_TICK_S)
+        try:
+            self._loop.open()
+            while not self._loop.is_closed:
+                if not self._loop.step() and not self._loop.is_closed:
+                    self._loop.wait(_TICK_S)
+        finally:
+            if self._store.syncs is not None:
+                self._store.syncs.shutdown(wait=False)
 
     def _run(self, body: Callable[[], None]) -> None:
         """A thread's top: what escapes its loop is told once, and the other threads end too."""

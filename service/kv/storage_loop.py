@@ -286,6 +286,7 @@ class StorageLoop:
             "cache_directory_given_up", extra={"directory": self._store.paths.root, "detail": str(error)}
         )
         self._gate.shut(detail, now=self._clock.monotonic())
+        self._spiller.undo_writings()
         self._store.abandon()
 
     def _announce(self) -> None:

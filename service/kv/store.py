@@ -8,17 +8,16 @@ either committed and in the index, or neither.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import enum
 import os
 import sqlite3
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 
 from service.clock import Clock
 from service.domain.ids import BlockHash
 from service.kv.block_file import PreparedBlock
 from service.kv.clean_mark import leave_mark
-from service.kv.commit import commit_block, remove_blocks
+from service.kv.commit import Writing, begin_commit, finish_commit, remove_blocks, undo_commit
 from service.kv.disk_index import DiskIndex
 from service.kv.files import Files
 from service.kv.lock_file import take_lock
@@ -27,35 +26,15 @@ from service.kv.open_store import open_store
 from service.kv.reconcile import Finding, examine_row, repair
 from service.kv.records import BlockRecord
 from service.kv.set_aside import Leftovers, Quarantine
-from service.kv.space import Space
+from service.kv.space import Room, Space
 from service.kv.storage_settings import StorageSettings
 from service.kv.storage_stats import ReconcileReport
+from service.kv.store_counters import StoreCounters
 from service.kv.store_paths import PARTIAL_SUFFIX, StorePaths
 from service.kv.vault import Vault
 
 _EVICTION_BATCH_COUNT = 8
 """Blocks evicted by one call, so that a read never waits long behind evictions."""
-
-
-class Room(enum.Enum):
-    """What `make_room` achieved."""
-
-    READY = enum.auto()
-    PROGRESS = enum.auto()
-    """Something was evicted; call again."""
-    FULL = enum.auto()
-    """Nothing more can be evicted."""
-
-
-@dataclasses.dataclass(slots=True)
-class StoreCounters:
-    """Since this object was made. Sizes in bytes."""
-
-    written_bytes: int = 0
-    evicted_count: int = 0
-    evicted_bytes: int = 0
-    purged_count: int = 0
-    quarantined_count: int = 0
 
 
 class BlockStore:
@@ -72,6 +51,8 @@ class BlockStore:
         self.index = DiskIndex()
         self.report = ReconcileReport()
         self.counters = StoreCounters()
+        self.syncs: Executor | None = None
+        """Makes files durable beside what the storage thread does; None: in their turn."""
         self.space = Space(
             limit_bytes=settings.limit_bytes,
             floor_bytes=settings.free_floor_bytes,
@@ -153,14 +134,28 @@ class BlockStore:
 
     def put(self, prepared: PreparedBlock) -> BlockRecord:
         """Commit a block that is not stored yet; there must be room. Raises `OSError` or `sqlite3.Error`."""
+        return self.finish(self.begin(prepared))
+
+    def begin(self, prepared: PreparedBlock) -> Writing:
+        """Write the file of a block that is not stored yet; `finish` or `undo` follows. Raises `OSError`."""
         header = prepared.block.header
         assert header.hash not in self.index, f"Block {header.hash.hex()} is stored already"
+        try:
+            writing = begin_commit(prepared, files=self.files, paths=self.paths, syncs=self.syncs)
+        except OSError:
+            self._leftovers.note(self.paths.block(header.fingerprint, header.hash) + PARTIAL_SUFFIX)
+            raise
+        self.space.partial_bytes += prepared.file_bytes
+        return writing
+
+    def finish(self, writing: Writing) -> BlockRecord:
+        """Commit a block that was begun. Raises `OSError` or `sqlite3.Error`; it is no longer begun then."""
         now_time = self.clock.wall()
         day = self.space.turn_day(now_time)
-        path = self.paths.block(header.fingerprint, header.hash)
+        self.space.partial_bytes -= writing.prepared.file_bytes
         try:
-            record = commit_block(
-                prepared,
+            record = finish_commit(
+                writing,
                 files=self.files,
                 paths=self.paths,
                 manifest=self.manifest,
@@ -168,26 +163,30 @@ class BlockStore:
                 day=day,
             )
         except OSError:
-            self._leftovers.note(path + PARTIAL_SUFFIX)
-            self._leftovers.note(path)
+            self._leftovers.note(writing.partial)
+            self._leftovers.note(writing.path)
             raise
-        self._leftovers.forget(path)
+        self._leftovers.forget(writing.path)
         self.index.add(record)
         self.space.written_today_bytes += record.file_bytes
         self.counters.written_bytes += record.file_bytes
         self._weigh()
         return record
 
+    def undo(self, writing: Writing) -> None:
+        """Remove the file of a block that was begun."""
+        self.space.partial_bytes -= writing.prepared.file_bytes
+        undo_commit(writing, files=self.files)
+        self._leftovers.note(writing.partial)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Say whether `size_bytes` more may be written and nothing need go for it."""
+        return self._shortage_bytes(size_bytes) == 0
+
     def make_room(self, size_bytes: int) -> Room:
         """Evict a few blocks if `size_bytes` more would pass the limit or the free-space floor."""
-        shortage_bytes = self.space.shortage_bytes(
-            size_bytes,
-            block_bytes=self.index.block_bytes,
-            free_bytes=self.files.free_bytes(self.paths.root),
-        )
-        if shortage_bytes == 0:
-            return Room.READY
-        return self.reclaim(shortage_bytes)
+        shortage_bytes = self._shortage_bytes(size_bytes)
+        return self.reclaim(shortage_bytes) if shortage_bytes else Room.READY
 
     def reclaim(self, size_bytes: int) -> Room:
         """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
@@ -296,6 +295,13 @@ class BlockStore:
     def used_bytes(self) -> int:
         """Return all bytes the limit counts."""
         return self.index.block_bytes + self.space.other_bytes()
+
+    def _shortage_bytes(self, size_bytes: int) -> int:
+        return self.space.shortage_bytes(
+            size_bytes,
+            block_bytes=self.index.block_bytes,
+            free_bytes=self.files.free_bytes(self.paths.root),
+        )
 
     def _weigh(self) -> None:
         """Bring the ledger up to date with everything that is no block."""

@@ -122,9 +122,9 @@ def _commit_without(patch: pytest.MonkeyPatch, verb: str) -> None:
         def __getattr__(self, name):
             return (lambda _: None) if name == verb else getattr(self._files, name)
 
-    real = commit.commit_block
+    real = commit.finish_commit
     patch.setattr(
-        store, "commit_block", lambda prepared, *, files, **rest: real(prepared, files=Partly(files), **rest)
+        store, "finish_commit", lambda writing, *, files, **rest: real(writing, files=Partly(files), **rest)
     )
 
 

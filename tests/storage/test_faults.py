@@ -98,7 +98,7 @@ def test_a_full_disk_evicts_once_then_stops_until_there_is_space(tmp_path):
         files.is_armed = False
         house.clock.advance(5)
         house.spill(later)
-        assert [type(o) for o in house.take()] == [Persisted, Health]
+        assert [type(o) for o in house.take()] == [Health, Persisted]
 
 
 def test_one_enospc_is_cured_by_evicting(tmp_path):

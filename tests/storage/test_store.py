@@ -11,7 +11,8 @@ from service.domain.ids import BlockHash
 from service.errors import Reason, StartError
 from service.kv.block_file import prepare_block, read_head
 from service.kv.files import SystemFiles
-from service.kv.store import BlockStore, Room
+from service.kv.space import Room
+from service.kv.store import BlockStore
 from tests.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.storage.house import ManualClock, open_store, settings_for
 
