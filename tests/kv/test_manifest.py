@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sqlite3
 import threading
@@ -40,8 +39,8 @@ def test_any_record_comes_back(data, tmp_path_factory):
     count = st.integers(0, 2**62)
     time = st.floats(0, 1e12)
     _, file = described()
-    record = dataclasses.replace(
-        record_of(file, mtime_ns=data.draw(count), inode=data.draw(count), used_time=data.draw(time)),
+    written = record_of(file, mtime_ns=data.draw(count), inode=data.draw(count), used_time=data.draw(time))
+    record = written._replace(
         kv_bytes=data.draw(count),
         file_bytes=data.draw(count),
         start_token_index=data.draw(count),
