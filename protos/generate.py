@@ -3,8 +3,8 @@
 gen/python: messages, their typed interfaces and the service stubs come from the protoc inside
 `grpcio-tools` and the `mypy-protobuf` plugins, so nothing outside the Python environment is needed.
 gen/go and gen/ts: the same protoc with plugins that go and npm bring, in the versions pinned by
-protos/plugins; where a tool chain is missing that folder is left alone, and a line says so. The Java
-client makes its code when it is built. The same input and versions give the same bytes.
+protos/plugins/go.mod and TS_PLUGIN; where a tool chain is missing that folder is left alone, and a line
+says so. The same input and versions give the same bytes.
 
 With --descriptors PATH it writes what Envoy's transcoder and grpcurl's -protoset read instead: the
 whole API and the details of its errors.
@@ -29,6 +29,9 @@ PACKAGE_DIR = pathlib.Path("icehouse")
 PLUGIN_DIR = PROTO_DIR / "plugins"
 GO_IMPORT = "icehouse.dev/api"
 """The module in gen/go."""
+
+TS_PLUGIN = "@bufbuild/protoc-gen-es@2.17.0"
+"""The npm package; clients/node has the runtime of the same version."""
 
 ERROR_PROTOS = ["google/rpc/error_details.proto", "google/rpc/status.proto"]
 
@@ -61,12 +64,19 @@ def generate_go(output_dir: pathlib.Path) -> None:
         _protoc(*options, f"--{plugin}_out={output_dir}", *proto_files)
 
 
+def generate_ts(output_dir: pathlib.Path) -> None:
+    """Write the TypeScript messages, with those of google.rpc's errors; raises ToolMissing without npm."""
+    tool = _answer_of(["npm", "exec", "--yes", f"--package={TS_PLUGIN}", "--", "which", "protoc-gen-es"])
+    options = [f"--plugin=protoc-gen-es={tool}", "--es_opt=target=ts,import_extension=js"]
+    _protoc(*options, f"--es_out={output_dir}", *_proto_files(), *ERROR_PROTOS)
+
+
 def describe(path: pathlib.Path) -> None:
     """Write a FileDescriptorSet of the API, of all it imports and of google.rpc's error details."""
     _protoc("--include_imports", f"--descriptor_set_out={path.resolve()}", *_proto_files(), ERROR_PROTOS[0])
 
 
-LANGUAGES = {"python": generate, "go": generate_go}
+LANGUAGES = {"python": generate, "go": generate_go, "ts": generate_ts}
 """Folder in gen/ -> what fills it."""
 
 

@@ -50,6 +50,14 @@ LANGUAGES = (
         example="readme_example/main.go",
         run=("go", "run", "./readme_example"),
     ),
+    Language(
+        folder="node",
+        tools=("node", "npm"),
+        steps=(("npm", "ci", "--no-audit", "--no-fund"), ("npm", "test")),
+        fence="ts",
+        example="readme_example/main.ts",
+        run=("npm", "run", "example"),
+    ),
 )
 
 

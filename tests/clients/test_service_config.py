@@ -27,3 +27,11 @@ def test_a_server_that_does_not_serve_is_passed_over() -> None:
     assert CONFIG["healthCheckConfig"] == {"serviceName": _SERVICE.full_name}
     # gRPC looks at health only where a policy chooses among connections; pick_first does not.
     assert CONFIG["loadBalancingConfig"] == [{"round_robin": {}}]
+
+
+def test_what_clients_carry_is_a_copy() -> None:
+    clients = Path(__file__).parents[2] / "clients"
+    copies = sorted(clients.glob("*/service_config.json"))
+    assert copies != []
+    published = (clients / "service_config.json").read_bytes()
+    assert [str(copy) for copy in copies if copy.read_bytes() != published] == []

@@ -1,0 +1,102 @@
+import {
+  create,
+  type DescMessage,
+  type DescMethodServerStreaming,
+  type DescMethodUnary,
+  type MessageInitShape,
+  type MessageShape,
+} from "@bufbuild/protobuf";
+
+import { PREFIX_KEY_HEADER, prefixKey } from "./affinity.js";
+import { Connection } from "./connection.js";
+import {
+  type GenerateRequest,
+  GenerateRequestSchema,
+  type GenerateResponse,
+  InferenceService,
+} from "./gen/icehouse/v1/inference_service_pb.js";
+import type { Security } from "./security.js";
+import { Stream } from "./stream.js";
+
+/** What generate and stream take: the fields of a GenerateRequest, all but `prompt` optional. */
+export type GenerateInit = MessageInitShape<typeof GenerateRequestSchema>;
+
+/** The deadline of a call that names none. */
+export const DEFAULT_TIMEOUT_MS = 120_000;
+
+export interface ClientOptions {
+  /** Absent: no TLS, no token. */
+  readonly security?: Security;
+  /** The deadline of calls that name none; Infinity for no deadline. Absent: DEFAULT_TIMEOUT_MS. */
+  readonly timeoutMs?: number;
+}
+
+export interface CallOptions {
+  /** When the call ends with DEADLINE_EXCEEDED. Absent: the client's. */
+  readonly timeoutMs?: number;
+  /** Ends the call with CANCELLED, on the server too. */
+  readonly signal?: AbortSignal;
+}
+
+/** A connection to one server, or to all that a name resolves to. Every method throws IcehouseError. */
+export class Client {
+  readonly #connection: Connection;
+  readonly #timeoutMs: number;
+
+  /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
+  constructor(address = "localhost:50051", { security = {}, timeoutMs = DEFAULT_TIMEOUT_MS }: ClientOptions = {}) {
+    this.#connection = new Connection(address, security);
+    this.#timeoutMs = timeoutMs;
+  }
+
+  /** Ends the connection. */
+  close(): void {
+    this.#connection.close();
+  }
+
+  /** Returns the whole output. Retried while no server takes it, until the deadline. */
+  async generate(request: GenerateInit, options: CallOptions = {}): Promise<GenerateResponse> {
+    const message = create(GenerateRequestSchema, request);
+    const { generate } = InferenceService.method;
+    return this.#connection.unary(generate, message, keyOf(message), this.#deadline(options), options.signal);
+  }
+
+  /** Returns an output that comes piece by piece. Nothing is sent before the iteration begins; never retried. */
+  stream(request: GenerateInit, options: CallOptions = {}): Stream {
+    const message = create(GenerateRequestSchema, request);
+    const { stream } = InferenceService.method;
+    return new Stream(() =>
+      this.#connection.serverStream(stream, message, keyOf(message), this.#deadline(options), options.signal),
+    );
+  }
+
+  /** Calls any other method with one answer, such as `ModelService.method.listModels`. */
+  async call<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodUnary<I, O>,
+    request: MessageInitShape<I>,
+    options: CallOptions = {},
+  ): Promise<MessageShape<O>> {
+    const message = create(method.input, request);
+    return this.#connection.unary(method, message, {}, this.#deadline(options), options.signal);
+  }
+
+  /** Yields the answers of any other method with many, such as `CacheService.method.watchStats`; without a
+   * deadline unless `options` names one. */
+  watch<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodServerStreaming<I, O>,
+    request: MessageInitShape<I>,
+    options: CallOptions = {},
+  ): AsyncGenerator<MessageShape<O>, void, undefined> {
+    const message = create(method.input, request);
+    const limit = this.#deadline({ timeoutMs: Infinity, ...options });
+    return this.#connection.serverStream(method, message, {}, limit, options.signal);
+  }
+
+  #deadline({ timeoutMs = this.#timeoutMs }: CallOptions): { deadline: number } {
+    return { deadline: Date.now() + timeoutMs };
+  }
+}
+
+function keyOf(request: GenerateRequest): Readonly<Record<string, string>> {
+  return { [PREFIX_KEY_HEADER]: prefixKey(request) };
+}

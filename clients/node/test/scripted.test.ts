@@ -1,0 +1,161 @@
+/** Against a server that refuses as often as it is told; a real one cannot be made to do that. */
+import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
+import { anyPack } from "@bufbuild/protobuf/wkt";
+import { Metadata, Server, ServerCredentials, status } from "@grpc/grpc-js";
+import assert from "node:assert/strict";
+import { type TestContext, test } from "node:test";
+
+import { Client, type ClientOptions, IcehouseError, PREFIX_KEY_HEADER, prefixKey } from "../src/index.js";
+import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
+import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
+import {
+  GenerateRequestSchema,
+  GenerateResponseSchema,
+  InferenceService,
+  StreamResponseSchema,
+} from "../src/gen/icehouse/v1/inference_service_pb.js";
+
+type Refusal = Readonly<{ code: status; details: string; metadata?: Metadata }>;
+
+const UNAVAILABLE: Refusal = { code: status.UNAVAILABLE, details: "draining" };
+
+class Scripted {
+  refusals: Refusal[] = [];
+  generateCount = 0;
+  streamCount = 0;
+  headers = new Metadata();
+  deadline: Date | number = Infinity;
+}
+
+/** Returns a client of a server with this script; both end with the test. */
+async function serve(t: TestContext, script: Scripted, options?: ClientOptions): Promise<Client> {
+  const server = new Server();
+  const take = (call: { metadata: Metadata; getDeadline(): Date | number }): Refusal | undefined => {
+    script.headers = call.metadata;
+    script.deadline = call.getDeadline();
+    return script.refusals.shift();
+  };
+  const { generate, stream } = InferenceService.method;
+  const shared = {
+    requestDeserialize: (bytes: Buffer) => fromBinary(GenerateRequestSchema, bytes),
+    requestSerialize: () => Buffer.alloc(0),
+    requestStream: false,
+  };
+  server.addService(
+    {
+      generate: {
+        ...shared,
+        path: `/${generate.parent.typeName}/${generate.name}`,
+        responseStream: false,
+        responseSerialize: (text: string) =>
+          Buffer.from(toBinary(GenerateResponseSchema, create(GenerateResponseSchema, { text }))),
+        responseDeserialize: () => undefined,
+      },
+      stream: {
+        ...shared,
+        path: `/${stream.parent.typeName}/${stream.name}`,
+        responseStream: true,
+        responseSerialize: () => Buffer.from(toBinary(StreamResponseSchema, create(StreamResponseSchema))),
+        responseDeserialize: () => undefined,
+      },
+    },
+    {
+      generate: (call: Parameters<typeof take>[0], answer: (refusal: Refusal | null, text?: string) => void) => {
+        script.generateCount += 1;
+        answer(take(call) ?? null, "done");
+      },
+      stream: (call: Parameters<typeof take>[0] & { end(): void; emit(name: string, error: Refusal): void }) => {
+        script.streamCount += 1;
+        const refusal = take(call);
+        if (refusal) call.emit("error", refusal);
+        else call.end();
+      },
+    } as never,
+  );
+  const port = await new Promise<number>((resolve, reject) => {
+    server.bindAsync("127.0.0.1:0", ServerCredentials.createInsecure(), (error, bound) =>
+      error ? reject(error) : resolve(bound),
+    );
+  });
+  const client = new Client(`127.0.0.1:${port}`, options);
+  t.after(() => {
+    client.close();
+    server.forceShutdown();
+  });
+  return client;
+}
+
+async function drain(texts: AsyncIterable<unknown>): Promise<void> {
+  for await (const _ of texts);
+}
+
+const request = { prompt: { case: "text", value: "Once upon a time" } } as const;
+
+test("Generate is retried while unavailable", async (t) => {
+  const script = new Scripted();
+  script.refusals = [UNAVAILABLE, UNAVAILABLE];
+  const client = await serve(t, script);
+  assert.equal((await client.generate(request)).text, "done");
+  assert.equal(script.generateCount, 3);
+});
+
+test("nothing else is retried", async (t) => {
+  const script = new Scripted();
+  const client = await serve(t, script);
+  script.refusals = [{ code: status.RESOURCE_EXHAUSTED, details: "full" }];
+  await assert.rejects(client.generate(request), { code: status.RESOURCE_EXHAUSTED });
+  script.refusals = [UNAVAILABLE];
+  await assert.rejects(drain(client.stream(request)), { code: status.UNAVAILABLE, reason: "UNAVAILABLE" });
+  assert.deepEqual([script.generateCount, script.streamCount], [1, 1]);
+});
+
+test("a retry delay is told in the error", async (t) => {
+  const info = create(ErrorInfoSchema, { reason: "QUEUE_FULL", metadata: { waiting: "8" } });
+  const retry = create(RetryInfoSchema, { retryDelay: { seconds: 1n, nanos: 500_000_000 } });
+  const details = [anyPack(ErrorInfoSchema, info), anyPack(RetryInfoSchema, retry)];
+  const metadata = new Metadata();
+  const packed = toBinary(StatusSchema, create(StatusSchema, { code: status.RESOURCE_EXHAUSTED, details }));
+  metadata.set("grpc-status-details-bin", Buffer.from(packed));
+  const script = new Scripted();
+  script.refusals = [{ code: status.RESOURCE_EXHAUSTED, details: "full", metadata }];
+  const client = await serve(t, script);
+  await assert.rejects(client.generate(request), (error) => {
+    assert(error instanceof IcehouseError);
+    assert.deepEqual([error.reason, error.retryAfterMs, error.field], ["QUEUE_FULL", 1500, undefined]);
+    assert.equal(error.metadata["waiting"], "8");
+    assert.equal(error.message, "RESOURCE_EXHAUSTED (QUEUE_FULL): full");
+    return true;
+  });
+});
+
+test("every call has a deadline unless told otherwise", async (t) => {
+  for (const [options, isBounded] of [[undefined, true], [{ timeoutMs: Infinity }, false]] as const) {
+    const script = new Scripted();
+    const client = await serve(t, script, options);
+    await client.generate(request);
+    assert.equal(Number(script.deadline) < Infinity, isBounded);
+    await drain(client.stream(request));
+    assert.equal(Number(script.deadline) < Infinity, isBounded);
+    await drain(client.watch(InferenceService.method.stream, request));
+    assert.equal(Number(script.deadline), Infinity);
+  }
+});
+
+test("the headers go with both calls", async (t) => {
+  const script = new Scripted();
+  const client = await serve(t, script, { security: { token: "secret" } });
+  const wanted = [[prefixKey(create(GenerateRequestSchema, request))], ["Bearer secret"]];
+  const sent = () => [script.headers.get(PREFIX_KEY_HEADER), script.headers.get("authorization")];
+  await client.generate(request);
+  assert.deepEqual(sent(), wanted);
+  script.headers = new Metadata();
+  await drain(client.stream(request));
+  assert.deepEqual(sent(), wanted);
+});
+
+test("a stream cut short has no reply", async (t) => {
+  const client = await serve(t, new Scripted());
+  const stream = client.stream(request);
+  await drain(stream);
+  assert.throws(() => stream.reply, /has not ended/);
+});
