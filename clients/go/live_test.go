@@ -139,7 +139,7 @@ func TestWhoUsedUpItsTokensIsToldWhenToComeBack(t *testing.T) {
 	client := dial(t, found.LimitedAddress)
 	request := &icehousev1.GenerateRequest{
 		Prompt:          Text("Once"),
-		MaxOutputTokens: found.TokensPerMinute / 2,
+		MaxOutputTokens: found.TokensPerMinute,
 		Cache:           &icehousev1.CachePolicy{Tenant: "go-" + strconv.Itoa(os.Getpid())},
 	}
 	if _, err := client.Generate(t.Context(), request); err != nil {
@@ -151,7 +151,7 @@ func TestWhoUsedUpItsTokensIsToldWhenToComeBack(t *testing.T) {
 	if refused.Code != codes.ResourceExhausted || refused.Reason != "TOKEN_RATE_EXCEEDED" {
 		t.Error(refused)
 	}
-	if !is || delay <= 0 || delay > time.Minute {
+	if !is || delay <= 0 || delay > 2*time.Minute {
 		t.Errorf("come back after %v", delay)
 	}
 }

@@ -57,7 +57,9 @@ def status_of(error: IcehouseError) -> grpc.Status:
         packed.Pack(detail)
         proto.details.append(packed)
     status = rpc_status.to_status(proto)
-    if error.retry_after_s is None:
+    # Told of a delay, some clients try again whatever the code is. Only UNAVAILABLE is for a library to
+    # retry on its own; of a full queue or a spent budget the caller hears, with RetryInfo.
+    if error.retry_after_s is None or code is not grpc.StatusCode.UNAVAILABLE:
         return status
     pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
     metadata = (*status.trailing_metadata, pushback)

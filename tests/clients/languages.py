@@ -41,6 +41,8 @@ class Language:
     """Command that runs it."""
 
 
+MAVEN = ("mvn", "--quiet", "--batch-mode", "--no-transfer-progress")
+
 LANGUAGES = (
     Language(
         folder="go",
@@ -57,6 +59,17 @@ LANGUAGES = (
         fence="ts",
         example="readme_example/main.ts",
         run=("npm", "run", "example"),
+    ),
+    Language(
+        folder="java",
+        tools=("java", "mvn"),
+        steps=(
+            (*MAVEN, "verify"),
+            (*MAVEN, "dependency:build-classpath", "-Dmdep.outputFile=target/classpath"),
+        ),
+        fence="java",
+        example="readme_example/Example.java",
+        run=("sh", "-c", 'java -cp "target/classes:$(cat target/classpath)" readme_example/Example.java'),
     ),
 )
 

@@ -22,6 +22,7 @@ from service.errors import (
     DeadlineExceeded,
     EngineFailed,
     IcehouseError,
+    Overloaded,
     Reason,
     Unavailable,
 )
@@ -237,6 +238,17 @@ async def test_one_log_line_per_call_without_its_text(house: House, caplog: pyte
     ]
     assert (facts[0]["prompt_tokens"], facts[0]["output_tokens"]) == (9, 2)
     assert not any("my prompt" in JsonFormatter().format(record) for record in caplog.records)
+
+
+@pytest.mark.parametrize(("kind", "pushback"), [(Unavailable, "1500"), (Overloaded, None)])
+async def test_libraries_are_told_to_retry_only_what_is_theirs_to_retry(
+    house: House, kind: type[IcehouseError], pushback: str | None
+) -> None:
+    house.engine.refusal = kind(Reason.DRAINING, "not now", retry_after_s=1.5)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await house.inference.Generate(request())
+    assert dict(caught.value.trailing_metadata()).get("grpc-retry-pushback-ms") == pushback
+    assert refusal_of(caught.value).retry.retry_delay.ToMilliseconds() == 1500
 
 
 async def test_request_id_is_in_use_until_its_end(house: House) -> None:

@@ -91,13 +91,13 @@ test("who used up its tokens is told when to come back", live, async (t) => {
   const client = dial(t, servers.limited_address);
   const request = {
     prompt: { case: "text", value: "Once" },
-    maxOutputTokens: servers.tokens_per_minute / 2,
+    maxOutputTokens: servers.tokens_per_minute,
     cache: { tenant: `node-${process.pid}` },
   } as const;
   await client.generate(request);
   const { code, reason, retryAfterMs } = await refusal(client.generate(request));
   assert.deepEqual([code, reason], [status.RESOURCE_EXHAUSTED, "TOKEN_RATE_EXCEEDED"]);
-  assert(retryAfterMs && retryAfterMs > 0 && retryAfterMs <= 60_000, `${retryAfterMs}`);
+  assert(retryAfterMs && retryAfterMs > 0 && retryAfterMs <= 120_000, `${retryAfterMs}`);
 });
 
 test("leaving a stream ends it on the server", { ...live, timeout: 30_000 }, async (t) => {

@@ -12,6 +12,8 @@ import type { CachePolicy } from "./cache_policy_pb.js";
 import { file_icehouse_v1_cache_policy } from "./cache_policy_pb.js";
 import type { CacheStats } from "./cache_stats_pb.js";
 import { file_icehouse_v1_cache_stats } from "./cache_stats_pb.js";
+import type { Completion } from "./completion_pb.js";
+import { file_icehouse_v1_completion } from "./completion_pb.js";
 import type { EngineStats } from "./engine_stats_pb.js";
 import { file_icehouse_v1_engine_stats } from "./engine_stats_pb.js";
 import type { LogprobsOptions, TokenLogprobs } from "./logprobs_pb.js";
@@ -38,7 +40,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/inference_service.proto.
  */
 export const file_icehouse_v1_inference_service: GenFile = /*@__PURE__*/
-  fileDesc("CiNpY2Vob3VzZS92MS9pbmZlcmVuY2Vfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEimwQKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASGQoRbWF4X291dHB1dF90b2tlbnMYBiABKAUSLQoIc2FtcGxpbmcYByABKAsyGy5pY2Vob3VzZS52MS5TYW1wbGluZ1BhcmFtcxIMCgRzdG9wGAggAygJEjQKD3Jlc3BvbnNlX2Zvcm1hdBgJIAEoCzIbLmljZWhvdXNlLnYxLlJlc3BvbnNlRm9ybWF0EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIuCghsb2dwcm9icxgLIAEoCzIcLmljZWhvdXNlLnYxLkxvZ3Byb2JzT3B0aW9ucxInCgVjYWNoZRgMIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EhAKCHByaW9yaXR5GA0gASgFEiwKC3Rvb2xfY2hvaWNlGA4gASgLMhcuaWNlaG91c2UudjEuVG9vbENob2ljZRItCgtzcGVjdWxhdGlvbhgQIAEoCzIYLmljZWhvdXNlLnYxLlNwZWN1bGF0aW9uQggKBnByb21wdCLrAwoQR2VuZXJhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEgwKBHRleHQYAyABKAkSEQoJdG9rZW5faWRzGAQgAygFEjAKDWZpbmlzaF9yZWFzb24YBSABKA4yGS5pY2Vob3VzZS52MS5GaW5pc2hSZWFzb24SGAoLc3RvcF9zdHJpbmcYBiABKAlIAIgBARIhCgV1c2FnZRgHIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlEicKBWNhY2hlGAggASgLMhguaWNlaG91c2UudjEuQ2FjaGVSZXBvcnQSDAoEc2VlZBgJIAEoBBIpCgp0b29sX2NhbGxzGAogAygLMhUuaWNlaG91c2UudjEuVG9vbENhbGwSEQoJcmVhc29uaW5nGAsgASgJEiwKCGxvZ3Byb2JzGAwgAygLMhouaWNlaG91c2UudjEuVG9rZW5Mb2dwcm9icxIzCg9wcm9tcHRfbG9ncHJvYnMYDSADKAsyGi5pY2Vob3VzZS52MS5Ub2tlbkxvZ3Byb2JzEjwKFG1hbGZvcm1lZF90b29sX2NhbGxzGB4gAygLMh4uaWNlaG91c2UudjEuTWFsZm9ybWVkVG9vbENhbGxCDgoMX3N0b3Bfc3RyaW5nIswBCg5TdHJlYW1SZXNwb25zZRInCgdzdGFydGVkGAEgASgLMhQuaWNlaG91c2UudjEuU3RhcnRlZEgAEjgKEHByZWZpbGxfcHJvZ3Jlc3MYAiABKAsyHC5pY2Vob3VzZS52MS5QcmVmaWxsUHJvZ3Jlc3NIABIjCgVkZWx0YRgDIAEoCzISLmljZWhvdXNlLnYxLkRlbHRhSAASKQoIZmluaXNoZWQYBCABKAsyFS5pY2Vob3VzZS52MS5GaW5pc2hlZEgAQgcKBWV2ZW50Iq0BCgdTdGFydGVkEhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSFQoNcHJvbXB0X3Rva2VucxgDIAEoBRInCgVjYWNoZRgEIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EjEKDnF1ZXVlX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEgwKBHNlZWQYBiABKAQidwoPUHJlZmlsbFByb2dyZXNzEhgKEHByb2Nlc3NlZF90b2tlbnMYASABKAUSFQoNcHJvbXB0X3Rva2VucxgCIAEoBRIzCg9wcm9tcHRfbG9ncHJvYnMYAyADKAsyGi5pY2Vob3VzZS52MS5Ub2tlbkxvZ3Byb2JzItUBCgVEZWx0YRIMCgR0ZXh0GAEgASgJEhEKCXRva2VuX2lkcxgCIAMoBRIRCglyZWFzb25pbmcYAyABKAkSLQoJdG9vbF9jYWxsGAQgASgLMhouaWNlaG91c2UudjEuVG9vbENhbGxEZWx0YRIsCghsb2dwcm9icxgFIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMSOwoTbWFsZm9ybWVkX3Rvb2xfY2FsbBgeIAEoCzIeLmljZWhvdXNlLnYxLk1hbGZvcm1lZFRvb2xDYWxsIokBCghGaW5pc2hlZBIwCg1maW5pc2hfcmVhc29uGAEgASgOMhkuaWNlaG91c2UudjEuRmluaXNoUmVhc29uEhgKC3N0b3Bfc3RyaW5nGAIgASgJSACIAQESIQoFdXNhZ2UYAyABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZUIOCgxfc3RvcF9zdHJpbmcihQEKD1Rva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2xCCAoGcHJvbXB0IksKEFRva2VuaXplUmVzcG9uc2USIgoGdG9rZW5zGAEgAygLMhIuaWNlaG91c2UudjEuVG9rZW4SEwoLdG9rZW5fY291bnQYAiABKAUiIgoFVG9rZW4SCgoCaWQYASABKAUSDQoFcGllY2UYAiABKAkiEwoRQ2FjaGVTdGF0c1JlcXVlc3Qi9wEKEkNhY2hlU3RhdHNSZXNwb25zZRIwCgxjb2xsZWN0X3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEigKBmVuZ2luZRgCIAEoCzIYLmljZWhvdXNlLnYxLkVuZ2luZVN0YXRzEiYKBWNhY2hlGAMgASgLMhcuaWNlaG91c2UudjEuQ2FjaGVTdGF0cxIyChBzbG93ZXN0X3JlcXVlc3RzGAogAygLMhguaWNlaG91c2UudjEuU2xvd1JlcXVlc3QSKQoHdGVuYW50cxgUIAMoCzIYLmljZWhvdXNlLnYxLlRlbmFudFN0YXRzMroCChBJbmZlcmVuY2VTZXJ2aWNlEkcKCEdlbmVyYXRlEhwuaWNlaG91c2UudjEuR2VuZXJhdGVSZXF1ZXN0Gh0uaWNlaG91c2UudjEuR2VuZXJhdGVSZXNwb25zZRJFCgZTdHJlYW0SHC5pY2Vob3VzZS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5pY2Vob3VzZS52MS5TdHJlYW1SZXNwb25zZTABEkcKCFRva2VuaXplEhwuaWNlaG91c2UudjEuVG9rZW5pemVSZXF1ZXN0Gh0uaWNlaG91c2UudjEuVG9rZW5pemVSZXNwb25zZRJNCgpDYWNoZVN0YXRzEh4uaWNlaG91c2UudjEuQ2FjaGVTdGF0c1JlcXVlc3QaHy5pY2Vob3VzZS52MS5DYWNoZVN0YXRzUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_cache_policy, file_icehouse_v1_cache_stats, file_icehouse_v1_engine_stats, file_icehouse_v1_logprobs, file_icehouse_v1_prompt, file_icehouse_v1_response_format, file_icehouse_v1_sampling, file_icehouse_v1_slow_request, file_icehouse_v1_speculation, file_icehouse_v1_tenant_stats, file_icehouse_v1_tool, file_icehouse_v1_usage]);
+  fileDesc("CiNpY2Vob3VzZS92MS9pbmZlcmVuY2Vfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEisAQKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASGQoRbWF4X291dHB1dF90b2tlbnMYBiABKAUSLQoIc2FtcGxpbmcYByABKAsyGy5pY2Vob3VzZS52MS5TYW1wbGluZ1BhcmFtcxIMCgRzdG9wGAggAygJEjQKD3Jlc3BvbnNlX2Zvcm1hdBgJIAEoCzIbLmljZWhvdXNlLnYxLlJlc3BvbnNlRm9ybWF0EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIuCghsb2dwcm9icxgLIAEoCzIcLmljZWhvdXNlLnYxLkxvZ3Byb2JzT3B0aW9ucxInCgVjYWNoZRgMIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EhAKCHByaW9yaXR5GA0gASgFEiwKC3Rvb2xfY2hvaWNlGA4gASgLMhcuaWNlaG91c2UudjEuVG9vbENob2ljZRITCgtjb21wbGV0aW9ucxgPIAEoBRItCgtzcGVjdWxhdGlvbhgQIAEoCzIYLmljZWhvdXNlLnYxLlNwZWN1bGF0aW9uQggKBnByb21wdCKZBAoQR2VuZXJhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEgwKBHRleHQYAyABKAkSEQoJdG9rZW5faWRzGAQgAygFEjAKDWZpbmlzaF9yZWFzb24YBSABKA4yGS5pY2Vob3VzZS52MS5GaW5pc2hSZWFzb24SGAoLc3RvcF9zdHJpbmcYBiABKAlIAIgBARIhCgV1c2FnZRgHIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlEicKBWNhY2hlGAggASgLMhguaWNlaG91c2UudjEuQ2FjaGVSZXBvcnQSDAoEc2VlZBgJIAEoBBIpCgp0b29sX2NhbGxzGAogAygLMhUuaWNlaG91c2UudjEuVG9vbENhbGwSEQoJcmVhc29uaW5nGAsgASgJEiwKCGxvZ3Byb2JzGAwgAygLMhouaWNlaG91c2UudjEuVG9rZW5Mb2dwcm9icxIzCg9wcm9tcHRfbG9ncHJvYnMYDSADKAsyGi5pY2Vob3VzZS52MS5Ub2tlbkxvZ3Byb2JzEiwKC2NvbXBsZXRpb25zGA4gAygLMhcuaWNlaG91c2UudjEuQ29tcGxldGlvbhI8ChRtYWxmb3JtZWRfdG9vbF9jYWxscxgeIAMoCzIeLmljZWhvdXNlLnYxLk1hbGZvcm1lZFRvb2xDYWxsQg4KDF9zdG9wX3N0cmluZyLMAQoOU3RyZWFtUmVzcG9uc2USJwoHc3RhcnRlZBgBIAEoCzIULmljZWhvdXNlLnYxLlN0YXJ0ZWRIABI4ChBwcmVmaWxsX3Byb2dyZXNzGAIgASgLMhwuaWNlaG91c2UudjEuUHJlZmlsbFByb2dyZXNzSAASIwoFZGVsdGEYAyABKAsyEi5pY2Vob3VzZS52MS5EZWx0YUgAEikKCGZpbmlzaGVkGAQgASgLMhUuaWNlaG91c2UudjEuRmluaXNoZWRIAEIHCgVldmVudCKtAQoHU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEhUKDXByb21wdF90b2tlbnMYAyABKAUSJwoFY2FjaGUYBCABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIxCg5xdWV1ZV9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgRzZWVkGAYgASgEIncKD1ByZWZpbGxQcm9ncmVzcxIYChBwcm9jZXNzZWRfdG9rZW5zGAEgASgFEhUKDXByb21wdF90b2tlbnMYAiABKAUSMwoPcHJvbXB0X2xvZ3Byb2JzGAMgAygLMhouaWNlaG91c2UudjEuVG9rZW5Mb2dwcm9icyLvAQoFRGVsdGESDAoEdGV4dBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKAUSEQoJcmVhc29uaW5nGAMgASgJEi0KCXRvb2xfY2FsbBgEIAEoCzIaLmljZWhvdXNlLnYxLlRvb2xDYWxsRGVsdGESLAoIbG9ncHJvYnMYBSADKAsyGi5pY2Vob3VzZS52MS5Ub2tlbkxvZ3Byb2JzEhgKEGNvbXBsZXRpb25faW5kZXgYBiABKAUSOwoTbWFsZm9ybWVkX3Rvb2xfY2FsbBgeIAEoCzIeLmljZWhvdXNlLnYxLk1hbGZvcm1lZFRvb2xDYWxsIqMBCghGaW5pc2hlZBIwCg1maW5pc2hfcmVhc29uGAEgASgOMhkuaWNlaG91c2UudjEuRmluaXNoUmVhc29uEhgKC3N0b3Bfc3RyaW5nGAIgASgJSACIAQESIQoFdXNhZ2UYAyABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZRIYChBjb21wbGV0aW9uX2luZGV4GAQgASgFQg4KDF9zdG9wX3N0cmluZyKFAQoPVG9rZW5pemVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbEIICgZwcm9tcHQiSwoQVG9rZW5pemVSZXNwb25zZRIiCgZ0b2tlbnMYASADKAsyEi5pY2Vob3VzZS52MS5Ub2tlbhITCgt0b2tlbl9jb3VudBgCIAEoBSIiCgVUb2tlbhIKCgJpZBgBIAEoBRINCgVwaWVjZRgCIAEoCSITChFDYWNoZVN0YXRzUmVxdWVzdCL3AQoSQ2FjaGVTdGF0c1Jlc3BvbnNlEjAKDGNvbGxlY3RfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoGZW5naW5lGAIgASgLMhguaWNlaG91c2UudjEuRW5naW5lU3RhdHMSJgoFY2FjaGUYAyABKAsyFy5pY2Vob3VzZS52MS5DYWNoZVN0YXRzEjIKEHNsb3dlc3RfcmVxdWVzdHMYCiADKAsyGC5pY2Vob3VzZS52MS5TbG93UmVxdWVzdBIpCgd0ZW5hbnRzGBQgAygLMhguaWNlaG91c2UudjEuVGVuYW50U3RhdHMyugIKEEluZmVyZW5jZVNlcnZpY2USRwoIR2VuZXJhdGUSHC5pY2Vob3VzZS52MS5HZW5lcmF0ZVJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZW5lcmF0ZVJlc3BvbnNlEkUKBlN0cmVhbRIcLmljZWhvdXNlLnYxLkdlbmVyYXRlUmVxdWVzdBobLmljZWhvdXNlLnYxLlN0cmVhbVJlc3BvbnNlMAESRwoIVG9rZW5pemUSHC5pY2Vob3VzZS52MS5Ub2tlbml6ZVJlcXVlc3QaHS5pY2Vob3VzZS52MS5Ub2tlbml6ZVJlc3BvbnNlEk0KCkNhY2hlU3RhdHMSHi5pY2Vob3VzZS52MS5DYWNoZVN0YXRzUmVxdWVzdBofLmljZWhvdXNlLnYxLkNhY2hlU3RhdHNSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_cache_policy, file_icehouse_v1_cache_stats, file_icehouse_v1_completion, file_icehouse_v1_engine_stats, file_icehouse_v1_logprobs, file_icehouse_v1_prompt, file_icehouse_v1_response_format, file_icehouse_v1_sampling, file_icehouse_v1_slow_request, file_icehouse_v1_speculation, file_icehouse_v1_tenant_stats, file_icehouse_v1_tool, file_icehouse_v1_usage]);
 
 /**
  * One prompt and how to continue it. Only the prompt is required.
@@ -164,6 +166,18 @@ export type GenerateRequest = Message<"icehouse.v1.GenerateRequest"> & {
   toolChoice?: ToolChoice | undefined;
 
   /**
+   * Outputs of the one prompt, from 1 to the server's limit (16 by default). Each is what a request of
+   * its own would give with the seed `seed` + its index; more than one therefore needs a `temperature`
+   * above 0 (PARAMETER_OUT_OF_RANGE). They are let in together or refused together, take a place in the
+   * queue and a slot each, and the first to fail ends them all. The prompt is computed once, and the
+   * others start from its blocks, if `cache` allows to write and to read. Absent or 0: 1, told by the
+   * fields of GenerateResponse alone.
+   *
+   * @generated from field: int32 completions = 15;
+   */
+  completions: number;
+
+  /**
    * Guess several tokens a step; the output is the same. Absent: no.
    *
    * @generated from field: icehouse.v1.Speculation speculation = 16;
@@ -179,7 +193,7 @@ export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_inference_service, 0);
 
 /**
- * The complete output.
+ * The complete output; of several completions the first one, but for `completions`.
  *
  * @generated from message icehouse.v1.GenerateResponse
  */
@@ -279,6 +293,13 @@ export type GenerateResponse = Message<"icehouse.v1.GenerateResponse"> & {
   promptLogprobs: TokenLogprobs[];
 
   /**
+   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   *
+   * @generated from field: repeated icehouse.v1.Completion completions = 14;
+   */
+  completions: Completion[];
+
+  /**
    * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
    *
    * @generated from field: repeated icehouse.v1.MalformedToolCall malformed_tool_calls = 30;
@@ -306,7 +327,7 @@ export type StreamResponse = Message<"icehouse.v1.StreamResponse"> & {
    */
   event: {
     /**
-     * The request left the queue. Once, first.
+     * The request left the queue. Once, first; of several completions when the first one of them did.
      *
      * @generated from field: icehouse.v1.Started started = 1;
      */
@@ -314,7 +335,8 @@ export type StreamResponse = Message<"icehouse.v1.StreamResponse"> & {
     case: "started";
   } | {
     /**
-     * More of the prompt is computed. Any number, before the first delta.
+     * More of the prompt is computed. Any number, before the first delta of completion 0, whose prefill
+     * it is.
      *
      * @generated from field: icehouse.v1.PrefillProgress prefill_progress = 2;
      */
@@ -322,7 +344,7 @@ export type StreamResponse = Message<"icehouse.v1.StreamResponse"> & {
     case: "prefillProgress";
   } | {
     /**
-     * New output. Any number.
+     * New output. Any number; those of several completions mixed.
      *
      * @generated from field: icehouse.v1.Delta delta = 3;
      */
@@ -330,7 +352,7 @@ export type StreamResponse = Message<"icehouse.v1.StreamResponse"> & {
     case: "delta";
   } | {
     /**
-     * The output is complete. Once, last.
+     * The output is complete. Once, last; of several completions once each, the last one of them last.
      *
      * @generated from field: icehouse.v1.Finished finished = 4;
      */
@@ -481,6 +503,13 @@ export type Delta = Message<"icehouse.v1.Delta"> & {
   logprobs: TokenLogprobs[];
 
   /**
+   * Which completion it belongs to, from 0.
+   *
+   * @generated from field: int32 completion_index = 6;
+   */
+  completionIndex: number;
+
+  /**
    * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
    *
    * @generated from field: icehouse.v1.MalformedToolCall malformed_tool_call = 30;
@@ -521,6 +550,13 @@ export type Finished = Message<"icehouse.v1.Finished"> & {
    * @generated from field: icehouse.v1.Usage usage = 3;
    */
   usage?: Usage | undefined;
+
+  /**
+   * Which completion it belongs to, from 0.
+   *
+   * @generated from field: int32 completion_index = 4;
+   */
+  completionIndex: number;
 };
 
 /**
@@ -728,8 +764,9 @@ export const InferenceService: GenService<{
     output: typeof GenerateResponseSchema;
   },
   /**
-   * Generates and answers as it goes: one `started` first, one `finished` last. The texts of the
-   * deltas, joined, are the text that Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
+   * Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
+   * where several were asked for). The texts of a completion's deltas, joined, are the text that
+   * Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
    * passes, frees the sequence within a step; one who stops reading is cut off with
    * RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
    *

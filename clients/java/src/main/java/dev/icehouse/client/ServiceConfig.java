@@ -1,0 +1,28 @@
+package dev.icehouse.client;
+
+import com.google.gson.Gson;
+import com.google.gson.reflect.TypeToken;
+import java.io.IOException;
+import java.io.InputStream;
+import java.io.InputStreamReader;
+import java.io.UncheckedIOException;
+import java.nio.charset.StandardCharsets;
+import java.util.Map;
+
+/**
+ * The published service config: Generate is retried when no server took it, and servers that say they do not
+ * serve are passed over.
+ */
+final class ServiceConfig {
+  private ServiceConfig() {}
+
+  /** Returns it in the form that gRPC's channels take. */
+  static Map<String, ?> published() {
+    try (InputStream content = ServiceConfig.class.getResourceAsStream("service_config.json")) {
+      var reader = new InputStreamReader(content, StandardCharsets.UTF_8);
+      return new Gson().fromJson(reader, new TypeToken<Map<String, Object>>() {}.getType());
+    } catch (IOException error) {
+      throw new UncheckedIOException("the service config in this package cannot be read", error);
+    }
+  }
+}

@@ -1,0 +1,91 @@
+package dev.icehouse.client;
+
+import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.InferenceServiceGrpc;
+import dev.icehouse.v1.StreamResponse;
+import io.grpc.Context;
+import io.grpc.Contexts;
+import io.grpc.Grpc;
+import io.grpc.InsecureServerCredentials;
+import io.grpc.Metadata;
+import io.grpc.Server;
+import io.grpc.ServerCall;
+import io.grpc.ServerCallHandler;
+import io.grpc.ServerInterceptor;
+import io.grpc.StatusRuntimeException;
+import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
+import io.grpc.protobuf.services.HealthStatusManager;
+import io.grpc.stub.StreamObserver;
+import java.io.IOException;
+import java.util.ArrayDeque;
+import java.util.Deque;
+import java.util.concurrent.atomic.AtomicInteger;
+
+/** A server that refuses as often as it is told; a real one cannot be made to do that. */
+final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
+    implements ServerInterceptor, AutoCloseable {
+  final Deque<StatusRuntimeException> refusals = new ArrayDeque<>();
+  final AtomicInteger generateCount = new AtomicInteger();
+  final AtomicInteger streamCount = new AtomicInteger();
+  volatile Metadata headers = new Metadata();
+  volatile boolean hasDeadline;
+
+  private final HealthStatusManager health = new HealthStatusManager();
+  private final Server server;
+
+  ScriptedServer(ServingStatus status) throws IOException {
+    health.setStatus(InferenceServiceGrpc.SERVICE_NAME, status);
+    server =
+        Grpc.newServerBuilderForPort(0, InsecureServerCredentials.create())
+            .addService(this)
+            .addService(health.getHealthService())
+            .intercept(this)
+            .build()
+            .start();
+  }
+
+  IcehouseClient.Builder client() {
+    return IcehouseClient.to("127.0.0.1:" + server.getPort());
+  }
+
+  @Override
+  public <I, O> ServerCall.Listener<I> interceptCall(
+      ServerCall<I, O> call, Metadata metadata, ServerCallHandler<I, O> next) {
+    if (call.getMethodDescriptor().getServiceName().equals(InferenceServiceGrpc.SERVICE_NAME)) {
+      headers = metadata;
+      hasDeadline = Context.current().getDeadline() != null;
+    }
+    return Contexts.interceptCall(Context.current(), call, metadata, next);
+  }
+
+  @Override
+  public void generate(GenerateRequest request, StreamObserver<GenerateResponse> observer) {
+    generateCount.incrementAndGet();
+    if (!isRefused(observer)) {
+      observer.onNext(GenerateResponse.newBuilder().setText("done").build());
+      observer.onCompleted();
+    }
+  }
+
+  @Override
+  public void stream(GenerateRequest request, StreamObserver<StreamResponse> observer) {
+    streamCount.incrementAndGet();
+    if (!isRefused(observer)) {
+      observer.onCompleted();
+    }
+  }
+
+  private boolean isRefused(StreamObserver<?> observer) {
+    StatusRuntimeException refusal = refusals.poll();
+    if (refusal != null) {
+      observer.onError(refusal);
+    }
+    return refusal != null;
+  }
+
+  @Override
+  public void close() throws InterruptedException {
+    server.shutdownNow().awaitTermination();
+  }
+}

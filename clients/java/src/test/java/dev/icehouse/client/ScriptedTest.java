@@ -1,0 +1,139 @@
+package dev.icehouse.client;
+
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertFalse;
+import static org.junit.jupiter.api.Assertions.assertThrows;
+import static org.junit.jupiter.api.Assertions.assertTrue;
+
+import com.google.protobuf.Any;
+import com.google.protobuf.Duration;
+import com.google.rpc.Code;
+import com.google.rpc.ErrorInfo;
+import com.google.rpc.RetryInfo;
+import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.InferenceServiceGrpc;
+import io.grpc.Metadata;
+import io.grpc.Status;
+import io.grpc.StatusRuntimeException;
+import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
+import io.grpc.protobuf.StatusProto;
+import java.util.Map;
+import java.util.Optional;
+import org.junit.jupiter.api.Test;
+
+/** What a real server cannot be made to do. */
+class ScriptedTest {
+  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setText("Once upon a time").build();
+
+  private static StatusRuntimeException unavailable() {
+    return Status.UNAVAILABLE.withDescription("draining").asRuntimeException();
+  }
+
+  private static void drain(IcehouseClient client) {
+    try (TextStream stream = client.stream(REQUEST)) {
+      stream.iterator().forEachRemaining(text -> {});
+    }
+  }
+
+  @Test
+  void generateIsRetriedWhileUnavailable() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      server.refusals.add(unavailable());
+      server.refusals.add(unavailable());
+      assertEquals("done", client.generate(REQUEST).getText());
+      assertEquals(3, server.generateCount.get());
+    }
+  }
+
+  @Test
+  void nothingElseIsRetried() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      server.refusals.add(Status.RESOURCE_EXHAUSTED.asRuntimeException());
+      var full = assertThrows(IcehouseException.class, () -> client.generate(REQUEST));
+      assertEquals(Status.Code.RESOURCE_EXHAUSTED, full.code());
+      server.refusals.add(unavailable());
+      var away = assertThrows(IcehouseException.class, () -> drain(client));
+      assertEquals("UNAVAILABLE", away.reason());
+      assertEquals(1, server.generateCount.get());
+      assertEquals(1, server.streamCount.get());
+    }
+  }
+
+  @Test
+  void aServerThatDoesNotServeIsNotCalled() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.NOT_SERVING); var client = server.client().build()) {
+      var error = assertThrows(IcehouseException.class, () -> drain(client));
+      assertEquals(Status.Code.UNAVAILABLE, error.code());
+      assertEquals(0, server.streamCount.get());
+    }
+  }
+
+  @Test
+  void aRetryDelayIsToldInTheError() throws Exception {
+    var info = ErrorInfo.newBuilder().setReason("QUEUE_FULL").putMetadata("waiting", "8").build();
+    var delay = Duration.newBuilder().setSeconds(1).setNanos(500_000_000).build();
+    var full =
+        com.google.rpc.Status.newBuilder()
+            .setCode(Code.RESOURCE_EXHAUSTED_VALUE)
+            .addDetails(Any.pack(info))
+            .addDetails(Any.pack(RetryInfo.newBuilder().setRetryDelay(delay).build()))
+            .build();
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      server.refusals.add(StatusProto.toStatusRuntimeException(full));
+      var error = assertThrows(IcehouseException.class, () -> client.generate(REQUEST));
+      assertEquals("QUEUE_FULL", error.reason());
+      assertEquals(Map.of("waiting", "8"), error.metadata());
+      assertEquals(Optional.of(java.time.Duration.ofMillis(1500)), error.retryAfter());
+      assertEquals(Optional.empty(), error.field());
+    }
+  }
+
+  @Test
+  void everyCallHasADeadlineUnlessToldOtherwise() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING)) {
+      try (var client = server.client().build()) {
+        client.generate(REQUEST);
+        assertTrue(server.hasDeadline);
+        server.hasDeadline = false;
+        drain(client);
+        assertTrue(server.hasDeadline);
+      }
+      try (var client = server.client().withoutTimeout().build()) {
+        client.generate(REQUEST);
+        assertFalse(server.hasDeadline);
+        client.generate(REQUEST, java.time.Duration.ofSeconds(30));
+        assertTrue(server.hasDeadline);
+      }
+    }
+  }
+
+  @Test
+  void theHeadersGoWithBothCalls() throws Exception {
+    var prefixKey = Metadata.Key.of("icehouse-prefix-key", Metadata.ASCII_STRING_MARSHALLER);
+    var authorization = Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().token("secret").build()) {
+      client.generate(REQUEST);
+      assertEquals(PrefixKey.of(REQUEST), server.headers.get(prefixKey));
+      assertEquals("Bearer secret", server.headers.get(authorization));
+      drain(client);
+      assertEquals(1, server.streamCount.get());
+      assertEquals(PrefixKey.of(REQUEST), server.headers.get(prefixKey));
+      assertEquals("Bearer secret", server.headers.get(authorization));
+      // Stubs of the caller's own get the token too.
+      server.headers = new Metadata();
+      InferenceServiceGrpc.newBlockingStub(client.channel()).generate(REQUEST);
+      assertEquals("Bearer secret", server.headers.get(authorization));
+    }
+  }
+
+  @Test
+  void aStreamCutShortHasNoReply() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().build();
+        var stream = client.stream(REQUEST)) {
+      stream.iterator().forEachRemaining(text -> {});
+      assertThrows(IllegalStateException.class, stream::reply);
+    }
+  }
+}
