@@ -1,25 +1,48 @@
-"""Write docs/errors.md, or with --check say whether it is what the code says."""
+"""Write what docs/ takes from the code, or with --check say whether it is there as it should be."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from docs import capacity
 from service.rpc.reason_table import markdown
 
-PAGE = Path(__file__).resolve().parent / "errors.md"
+DOCS = Path(__file__).resolve().parent
+
+
+def _with_tables(page: Path, tables: Mapping[str, Callable[[], str]]) -> str:
+    """Return a page with each table between its two marks made anew."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in tables.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        text, count = pattern.subn(f"{begin}\n{make()}\n{end}", text)
+        assert count == 1, f"{page.name} has {count} places for the table {name!r}"
+    return text
+
+
+def pages() -> dict[Path, str]:
+    """Return every page that is made here, wholly or in part, as it should be."""
+    capacity_page = DOCS / "capacity.md"
+    tables = {"kv": capacity.kv_table, "wear": capacity.wear_table}
+    return {DOCS / "errors.md": markdown(), capacity_page: _with_tables(capacity_page, tables)}
 
 
 def main() -> int:
-    """Run; the exit code says whether the page was fresh, when asked."""
-    wanted = markdown()
+    """Run; the exit code says whether the pages were fresh, when asked."""
+    stale = {
+        page: text for page, text in pages().items() if not page.is_file() or page.read_text("utf-8") != text
+    }
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(wanted, encoding="utf-8")
+        for page, text in stale.items():
+            page.write_text(text, encoding="utf-8")
         return 0
-    if PAGE.read_text(encoding="utf-8") == wanted:
-        return 0
-    print("docs/errors.md is stale; run make gen", file=sys.stderr)
-    return 1
+    for page in stale:
+        print(f"docs/{page.name} is stale; run make gen", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

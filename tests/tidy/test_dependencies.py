@@ -62,6 +62,6 @@ def test_constraints_pin_every_dependency() -> None:
 def test_the_cuda_build_of_the_readme_is_of_the_pinned_mlx() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     (version,) = re.findall(r"^mlx==(\S+)$", pins, re.MULTILINE)
-    for path in ("README.md", "Dockerfile.macos-notes"):
+    for path in ("README.md", "deploy/docker/Dockerfile.cuda"):
         told = re.findall(r"mlx-cuda-1\d==([\d.]+)", (ROOT / path).read_text(encoding="utf-8"))
         assert set(told) == {version}, path

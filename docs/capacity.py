@@ -1,0 +1,168 @@
+"""What models' KV takes, computed from the numbers of their public config.json. Tables for docs/capacity.md.
+
+The formula is tested against what the server measures on tiny models of the same architectures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BLOCK_TOKEN_COUNT = 256
+_KIB = 1 << 10
+_GIB = 1 << 30
+_SECONDS_PER_DAY = 86_400
+_DAYS_PER_YEAR = 365
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layers:
+    """How many layers of a model keep KV, and for how long."""
+
+    full_count: int
+    """Unlimited context."""
+    window_count: int
+    window_token_count: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Layers:
+        """Read them from a config.json."""
+        layer_count = int(config["num_hidden_layers"])
+        window = int(config.get("sliding_window") or 0)
+        kinds = _kinds(config, layer_count)
+        window_count = kinds.count("sliding_attention")
+        return cls(kinds.count("full_attention"), window_count, window if window_count else 0)
+
+
+def row_bytes(config: Mapping[str, Any], *, value_bytes: float) -> float:
+    """Return the bytes that one token takes in one layer with attention: its key and its value."""
+    if "kv_lora_rank" in config:
+        # Latent attention keeps one compressed vector and the rotated part of the key for all heads.
+        return value_bytes * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
+    heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    return value_bytes * 2 * int(config.get("num_key_value_heads") or heads) * head_dim
+
+
+def quantized_value_bytes(*, bits: int, group_size: int, scale_bytes: float) -> float:
+    """Return the bytes of one value of quantized KV, its share of a scale and a bias included."""
+    return bits / 8 + 2 * scale_bytes / group_size
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], *, value_bytes: float) -> float:
+    """Return the bytes that each further token takes in memory, over all layers of unlimited context."""
+    return Layers.of(config).full_count * row_bytes(config, value_bytes=value_bytes)
+
+
+def window_bytes(config: Mapping[str, Any], *, value_bytes: float) -> float:
+    """Return the bytes of one sequence's sliding windows when they are full."""
+    layers = Layers.of(config)
+    return layers.window_count * layers.window_token_count * row_bytes(config, value_bytes=value_bytes)
+
+
+def block_bytes(
+    config: Mapping[str, Any], *, value_bytes: float, block_token_count: int = BLOCK_TOKEN_COUNT
+) -> float:
+    """Return the bytes of one full block on SSD, without checkpoints and headers."""
+    layers = Layers.of(config)
+    kept = min(block_token_count, layers.window_token_count) * layers.window_count
+    rows = layers.full_count * block_token_count + kept
+    return rows * row_bytes(config, value_bytes=value_bytes)
+
+
+def _kinds(config: Mapping[str, Any], layer_count: int) -> list[str]:
+    """Return each layer's kind as `layer_types` of newer configs calls it."""
+    if "layer_types" in config:
+        return list(config["layer_types"])
+    if interval := config.get("full_attention_interval"):
+        return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layer_count)]
+    pattern = config.get("sliding_window_pattern")
+    if config.get("model_type") == "gpt_oss":
+        pattern = 2
+    if pattern:
+        return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layer_count)]
+    return ["none" if config.get("model_type") == "mamba2" else "full_attention"] * layer_count
+
+
+def _dense(layers: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
+    heads = {"num_attention_heads": kv_heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return {"num_hidden_layers": layers, **heads, **more}
+
+
+MODELS: Mapping[str, dict[str, Any]] = {
+    "Gemma 3 270M": _dense(18, 1, 256, sliding_window=512, sliding_window_pattern=6),
+    "Gemma 3 4B": _dense(34, 4, 256, sliding_window=1024, sliding_window_pattern=6),
+    "Gemma 3 12B": _dense(48, 8, 256, sliding_window=1024, sliding_window_pattern=6),
+    "Gemma 3 27B": _dense(62, 16, 128, sliding_window=1024, sliding_window_pattern=6),
+    "gpt-oss 20B": _dense(24, 8, 64, sliding_window=128, model_type="gpt_oss"),
+    "gpt-oss 120B": _dense(36, 8, 64, sliding_window=128, model_type="gpt_oss"),
+    "Llama 3.2 1B": _dense(16, 8, 64),
+    "Llama 3.2 3B": _dense(28, 8, 128),
+    "Llama 3.1 8B": _dense(32, 8, 128),
+    "Llama 3.3 70B": _dense(80, 8, 128),
+    "Mistral 7B v0.3": _dense(32, 8, 128),
+    "Mistral Small 24B": _dense(40, 8, 128),
+    "Phi-4 14B": _dense(40, 10, 128),
+    "Qwen2.5 7B": _dense(28, 4, 128),
+    "Qwen3 0.6B": _dense(28, 8, 128),
+    "Qwen3 8B": _dense(36, 8, 128),
+    "Qwen3 32B": _dense(64, 8, 128),
+    "Qwen3 30B-A3B": _dense(48, 4, 128),
+    "Qwen3-Next 80B-A3B": _dense(48, 2, 256, full_attention_interval=4),
+    "DeepSeek V3": {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+"""The numbers of their config.json that the formula reads."""
+
+_BF16 = 2.0
+_EIGHT_BITS = quantized_value_bytes(bits=8, group_size=64, scale_bytes=_BF16)
+
+
+def kv_table() -> str:
+    """Return the table of KV per token. Whether latent attention can be quantized is not known: "?"."""
+    lines = [
+        "| model | KV per token in memory, bf16 | the same with `--kv-bits 8` "
+        "| sliding windows of one sequence | SSD per token, bf16 | tokens in 32 GiB of SSD |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, config in MODELS.items():
+        ssd = block_bytes(config, value_bytes=_BF16) / BLOCK_TOKEN_COUNT
+        windows = window_bytes(config, value_bytes=_BF16)
+        cells = (
+            name,
+            _kib(kv_bytes_per_token(config, value_bytes=_BF16)),
+            "?" if "kv_lora_rank" in config else _kib(kv_bytes_per_token(config, value_bytes=_EIGHT_BITS)),
+            f"{windows / (1 << 20):.0f} MiB" if windows else "none",
+            _kib(ssd),
+            f"{32 * _GIB / ssd:,.0f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def wear_table(
+    *, endurance_tb: float = 600, tokens_per_s: Sequence[float] = (10, 100, 1000), model: str = "Llama 3.1 8B"
+) -> str:
+    """Return how long a drive lasts when so many new tokens a second are written, day and night."""
+    token_bytes = block_bytes(MODELS[model], value_bytes=_BF16) / BLOCK_TOKEN_COUNT
+    lines = [
+        "| new prompt tokens per second, all day | written per day | "
+        f"{endurance_tb:.0f} TB written after | `--daily-write-bytes` that makes them last 5 years |",
+        "|---|---|---|---|",
+    ]
+    allowed = endurance_tb * 1e12 / (5 * _DAYS_PER_YEAR)
+    for rate in tokens_per_s:
+        daily_bytes = rate * token_bytes * _SECONDS_PER_DAY
+        years = endurance_tb * 1e12 / daily_bytes / _DAYS_PER_YEAR
+        lines.append(
+            f"| {rate:,.0f} | {daily_bytes / 1e12:.2f} TB | {_time(years)} | {allowed / _GIB:.0f}GiB |"
+        )
+    return "\n".join(lines)
+
+
+def _time(years: float) -> str:
+    return f"{years:.1f} years" if years >= 1 else f"{years * _DAYS_PER_YEAR:.0f} days"
+
+
+def _kib(size_bytes: float) -> str:
+    return f"{size_bytes / _KIB:.4g} KiB"

@@ -1,0 +1,151 @@
+"""Units, images and pages about running it: they parse, and say only what the program knows."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import plistlib
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from docs.generate import pages
+from service.cli import serve
+from service.config import SETTINGS, Config, load_config
+from tests.tidy.tree import ROOT
+
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "systemd" / "icehouse.service"
+PLIST = DEPLOY / "launchd" / "dev.icehouse.serve.plist"
+IMAGES = [path for path in sorted((DEPLOY / "docker").iterdir()) if path.suffix != ".dockerignore"]
+TEXTS = [
+    *sorted((DEPLOY / "systemd").iterdir()),
+    PLIST,
+    *IMAGES,
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "Dockerfile.macos-notes",
+]
+INSTRUCTIONS = {
+    *("FROM", "RUN", "CMD", "EXPOSE", "ENV", "COPY", "ENTRYPOINT", "VOLUME", "USER", "WORKDIR", "STOPSIGNAL")
+}
+
+
+def stop_budget_s() -> float:
+    """Return how long an orderly stop may take with the default settings."""
+    config = Config()
+    return (
+        config.server.drain_grace_s
+        + config.cache.flush_timeout_s
+        + serve._STUCK_S
+        + serve._CLOSE_S
+        # The edge waits a second longer than the engine.
+        + 1
+    )
+
+
+def unit() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(UNIT)
+    return parser
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Return a Dockerfile's instructions with their arguments."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
+    return [(name, " ".join(rest.split())) for name, _, rest in found]
+
+
+def assert_starts_the_server(words: list[str]) -> None:
+    assert Path(words[0]).name == "icehouse" and words[1] == "serve"
+    flags = {setting.flag for setting in SETTINGS} | {"--config"}
+    assert {word for word in words if word.startswith("--")} <= flags
+
+
+def test_the_units_start_the_server() -> None:
+    assert_starts_the_server(shlex.split(unit()["Service"]["ExecStart"]))
+    assert_starts_the_server(plistlib.loads(PLIST.read_bytes())["ProgramArguments"])
+    for image in IMAGES:
+        parts = dict(instructions(image))
+        assert_starts_the_server([*json.loads(parts["ENTRYPOINT"]), *json.loads(parts["CMD"])])
+
+
+def test_whoever_stops_it_waits_long_enough() -> None:
+    assert int(unit()["Service"]["TimeoutStopSec"]) > stop_budget_s()
+    assert plistlib.loads(PLIST.read_bytes())["ExitTimeOut"] > stop_budget_s()
+    for path in TEXTS:
+        for given in re.findall(r"--stop-timeout (\d+)|GracePeriodSeconds: (\d+)", path.read_text()):
+            assert int("".join(given)) > stop_budget_s(), path
+
+
+def test_nobody_else_may_read_what_it_writes() -> None:
+    service = unit()["Service"]
+    assert (service["UMask"], service["CacheDirectoryMode"], service["LimitCORE"]) == ("0077", "0700", "0")
+    agent = plistlib.loads(PLIST.read_bytes())
+    assert agent["Umask"] == 0o077 and agent["SoftResourceLimits"]["Core"] == 0
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    copy = tmp_path / UNIT.name
+    copy.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", UNIT.read_text(), flags=re.MULTILINE))
+    drop_ins = tmp_path / f"{UNIT.name}.d"
+    drop_ins.mkdir()
+    for path in (DEPLOY / "systemd").glob("*.conf"):
+        shutil.copy(path, drop_ins)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, timeout=60
+    )
+    # Of the machine's own units it may say what it likes.
+    said = [line for line in done.stderr.splitlines() if "icehouse" in line or str(tmp_path) in line]
+    assert said == []
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_an_image_is_made_of_what_is_here(path: Path) -> None:
+    found = instructions(path)
+    assert {name for name, _ in found} <= INSTRUCTIONS
+    assert [name for name, _ in found].count("FROM") == 1 and found[0][0] == "FROM"
+    ignored = (path.parent / f"{path.name}.dockerignore").read_text().splitlines()
+    for name, rest in found:
+        if name == "COPY":
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists() and f"!{source}" in ignored
+    assert dict(found)["USER"] not in ("root", "0")
+    extras = re.findall(r"'\.\[([a-z,]+)\]'", path.read_text())[0].split(",")
+    table = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", table, re.MULTILINE) for extra in extras)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_every_setting_that_is_named_exists(path: Path) -> None:
+    text = path.read_text()
+    variables = {setting.variable for setting in SETTINGS} | {"ICEHOUSE_CONFIG"}
+    assert set(re.findall(r"\bICEHOUSE_[A-Z_]+\b", text)) <= variables
+    own = {setting.flag for setting in SETTINGS}
+    named = set(re.findall(r"`(--[a-z-]+)[ `]", text))
+    switches = {f"--no-{flag[2:]}" for flag in own}
+    assert named - own - switches - {"--cache-directory", "--unencrypted", "--all", "--show-tokens"} == set()
+
+
+def test_the_images_environment_is_a_configuration() -> None:
+    for path in IMAGES:
+        (given,) = [rest for name, rest in instructions(path) if name == "ENV" and "ICEHOUSE" in rest]
+        environ = dict(word.split("=", 1) for word in given.split() if word.startswith("ICEHOUSE_"))
+        assert load_config(environ=environ).config.server.host == "0.0.0.0"
+
+
+def test_every_page_that_is_named_exists() -> None:
+    for path in TEXTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} names {target}"
+
+
+def test_the_generated_pages_are_fresh() -> None:
+    assert [page.name for page, text in pages().items() if page.read_text() != text] == [], "run make gen"
