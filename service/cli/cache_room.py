@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from service.cli.cache_vault import open_vault
@@ -12,6 +12,7 @@ from service.clock import Clock
 from service.config import CacheConfig, ModelConfig, TenantConfig
 from service.engine.fingerprint import ModelFingerprint, model_fingerprint
 from service.engine.mlx_runner import MlxRunner
+from service.engine.model_loader import AdapterSource
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_desk import PrefixDesk
 from service.engine.prefix_settings import PrefixSettings
@@ -54,6 +55,7 @@ def build_cache_room(
     tenants: TenantConfig,
     fingerprint: ModelFingerprint,
     *,
+    adapters: Sequence[AdapterSource],
     clock: Clock,
     post: Callable[[Outcome], None],
 ) -> CacheRoom:
@@ -79,6 +81,7 @@ def build_cache_room(
         may_recompute=config.restore_or_recompute,
         shares=ShareLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
+        adapters={adapter.name: adapter.digest for adapter in adapters},
     )
     storage = None
     if has_storage:

@@ -27,6 +27,7 @@ _PANELS = {
 _METAVARS = {
     Kind.TEXT: "TEXT",
     Kind.PATH: "PATH",
+    Kind.NAMED_PATHS: "NAME=PATH,…",
     Kind.COUNT: "N",
     Kind.SECONDS: "SECONDS",
     Kind.MILLISECONDS: "MS",
@@ -100,8 +101,10 @@ def default_text(setting: Setting) -> str:
 
 def value_text(setting: Setting, value: object) -> str:
     """Return a value of this setting for people: "32 GiB", "on", "none"."""
-    if value is None:
+    if value is None or value == ():
         return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     if setting.kind is Kind.BYTES and isinstance(value, int) and value:
         return size_text(value)
     if setting.kind is Kind.SWITCH:

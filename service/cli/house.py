@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from service.cli.cache_room import build_cache_room, fingerprint_of
 from service.cli.machine import memory_limit
@@ -13,15 +14,23 @@ from service.cli.preload import openblas_loaded, runs_on_cpu
 from service.cli.telemetry import TelemetryRoom
 from service.clock import Clock
 from service.config import Config, EngineConfig, ModelConfig
+from service.config.named_paths import NamedPath
 from service.domain.cache_orders import CacheOrder
 from service.domain.events import Event
-from service.domain.ids import RequestId
+from service.domain.ids import AdapterName, RequestId
 from service.domain.model import EngineState
 from service.domain.request import GenerationRequest
 from service.engine.engine import Engine
+from service.engine.fingerprint import adapter_digest
 from service.engine.grammar_compiler import GrammarCompiler
 from service.engine.mlx_runner import MlxRunner, RunnerSettings
-from service.engine.model_loader import ModelSource, load_tokenizer, read_config, vocabulary_size
+from service.engine.model_loader import (
+    AdapterSource,
+    ModelSource,
+    load_tokenizer,
+    read_config,
+    vocabulary_size,
+)
 from service.engine.scheduler import SchedulerLimits
 from service.engine.tokenizer import Tokenizer
 from service.engine.waiting import WaitingLimits
@@ -69,14 +78,7 @@ class House:
 
 def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clock) -> House:
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
-    source = ModelSource(
-        path=model.path,
-        model_id=model.model_id,
-        dtype=weights_dtype(config.model),
-        adapter_path=config.model.adapter_path,
-        context_token_limit=config.model.context_token_limit,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    source = model_source(config, model)
     tokenizer = load_tokenizer(source)
     fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
     limits, lane_row_limit = engine_limits(config)
@@ -95,8 +97,14 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         fingerprint_hex=fingerprint.value.hex(),
     )
     telemetry = TelemetryRoom(config)
-    post = telemetry.watching(announcer.pass_on)
-    room = build_cache_room(config.cache, config.tenant, fingerprint, clock=clock, post=post)
+    room = build_cache_room(
+        config.cache,
+        config.tenant,
+        fingerprint,
+        adapters=source.adapters,
+        clock=clock,
+        post=telemetry.watching(announcer.pass_on),
+    )
     engine = Engine(
         runner=runner,
         make_prefix=lambda: room.open_desk(runner, clock),
@@ -161,6 +169,25 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
         vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
         kept_count=config.server.grammar_cache_count,
     )
+
+
+def model_source(config: Config, model: LocalModel) -> ModelSource:
+    """Return what to load; raises ModelError when an adapter's folder holds none."""
+    return ModelSource(
+        path=model.path,
+        model_id=model.model_id,
+        dtype=weights_dtype(config.model),
+        adapter_path=config.model.adapter_path,
+        adapters=tuple(adapter_source(named) for named in config.model.adapters),
+        context_token_limit=config.model.context_token_limit,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def adapter_source(named: NamedPath) -> AdapterSource:
+    """Return an adapter of the config; raises ModelError when its folder holds none."""
+    path = Path(named.path).expanduser()
+    return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
 
 
 def weights_dtype(config: ModelConfig) -> str:

@@ -3,12 +3,12 @@
 from service.config.cache import CacheConfig
 from service.config.connection import ConnectionConfig
 from service.config.load import LoadedConfig, load_config
+from service.config.model import ModelConfig
 from service.config.sections import (
     SETTINGS,
     Config,
     EngineConfig,
     LogConfig,
-    ModelConfig,
     ServerConfig,
 )
 from service.config.security import SecurityConfig

@@ -160,6 +160,12 @@ def _refuse_contradictions(config: Config) -> None:
             f"cache.kv_group_size = {config.cache.kv_group_size} is none of 32, 64, 128",
             field="cache.kv_group_size",
         )
+    if config.model.adapter_path is not None and config.model.adapters:
+        raise _invalid(
+            "model.adapter_path and model.adapters are both set: an adapter cannot be put on another; list "
+            "both in model.adapters and let requests choose",
+            field="model.adapters",
+        )
     default, limit = config.server.default_max_output_tokens, config.server.max_output_tokens_limit
     if default > limit:
         raise _invalid(

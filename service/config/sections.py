@@ -7,6 +7,7 @@ from typing import Any
 
 from service.config.cache import CacheConfig
 from service.config.connection import ConnectionConfig
+from service.config.model import ModelConfig
 from service.config.security import SecurityConfig
 from service.config.setting import MIB, Kind, Setting, setting, settings_of
 from service.config.telemetry import TelemetryConfig
@@ -83,31 +84,6 @@ class ServerConfig:
     )
     grammar_cache_count: int = setting(
         32, Kind.COUNT, "Compiled response formats that are kept for the next request.", minimum=1
-    )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Which model is served, and how it is loaded."""
-
-    model: str = setting(
-        "demo", Kind.TEXT, 'What to serve: "demo", a folder with an MLX model, or a hub id such as org/name.'
-    )
-    model_name: str | None = setting(
-        None, Kind.TEXT, "The name callers use for it; by default the folder's name or the hub id."
-    )
-    dtype: str = setting(
-        "auto",
-        Kind.CHOICE,
-        "Type of the weights in memory; auto keeps the model's own, or float32 on a CPU with OpenBLAS.",
-        choices=("auto", "bfloat16", "float16", "float32"),
-    )
-    adapter_path: str | None = setting(None, Kind.PATH, "Folder with a LoRA adapter to apply.")
-    context_token_limit: int | None = setting(
-        None, Kind.COUNT, "Longest prompt plus output; by default what the model was made for.", minimum=2
-    )
-    trust_remote_code: bool = setting(
-        False, Kind.SWITCH, "Let the tokenizer run Python code that comes with the model."
     )
 
 

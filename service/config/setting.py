@@ -12,9 +12,10 @@ import math
 import re
 from typing import Any
 
+from service.config.named_paths import NamedPath, read_named_paths
 from service.errors import ConfigError, Reason
 
-Value = str | int | float | bool | None
+Value = str | int | float | bool | tuple[NamedPath, ...] | None
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -52,6 +53,8 @@ class Kind(enum.Enum):
     """A whole number of bytes; "4GiB" and "500 MB" are read too."""
     SWITCH = "switch"
     CHOICE = "choice"
+    NAMED_PATHS = "named paths"
+    """Folders by name: a TOML table, or "name=folder,name=folder"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +120,11 @@ class Setting:
                 return switch
             case Kind.BYTES:
                 return self._read_bytes(raw, source)
+            case Kind.NAMED_PATHS:
+                try:
+                    return read_named_paths(raw)
+                except ValueError as error:
+                    raise self._refuse(raw, source, str(error)) from error
             case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
                 return self._read_number(raw, source)
 

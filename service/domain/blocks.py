@@ -1,7 +1,7 @@
 """Blocks: fixed runs of tokens, their chained identity, and their bytes on the host.
 
 A block is named by its hash, h_i = SHA-256(h_{i-1} || token ids || extra), where h_0 is the
-root of one fingerprint and tenant. Nothing process-random goes in: the same tokens have the
+root of one fingerprint, tenant and LoRA adapter. Nothing process-random goes in: the same tokens have the
 same hash in every process, for ever (golden vectors in the tests). A hash tells nobody its
 tokens, but whoever guesses them can prove the guess; where blocks are encrypted on SSD the
 hash is therefore an HMAC under a secret that comes from the key.
@@ -17,19 +17,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.domain.ids import BlockHash, Fingerprint, Tenant
+from service.domain.ids import AdapterDigest, BlockHash, Fingerprint, Tenant
 
 LAYOUT_ABI = 1
 """Version of the block file's layout. Files of another ABI are deleted, never read."""
 
 _ROOT_TAG = b"icehouse.block.root.v1\x00"
+_ADAPTED_ROOT_TAG = b"icehouse.block.root.adapted.v1\x00"
 _BLOCK_TAG = b"icehouse.block.v1\x00"
 
 
-def root_hash(*, fingerprint: Fingerprint, tenant: Tenant, secret: bytes = b"") -> BlockHash:
-    """Return h_0, the parent of every first block of this fingerprint and tenant."""
+def root_hash(
+    *, fingerprint: Fingerprint, tenant: Tenant, adapter: AdapterDigest | None = None, secret: bytes = b""
+) -> BlockHash:
+    """Return h_0, the parent of every first block of this fingerprint, tenant and adapter."""
     salt = hashlib.sha256(tenant.encode("utf-8")).digest()
-    return _digest(_ROOT_TAG + fingerprint + salt, secret)
+    if adapter is None:
+        return _digest(_ROOT_TAG + fingerprint + salt, secret)
+    return _digest(_ADAPTED_ROOT_TAG + fingerprint + salt + adapter, secret)
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

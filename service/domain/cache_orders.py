@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from service.domain.cache_scope import DEFAULT_SCOPE, CacheScope
 from service.domain.events import CacheReport
-from service.domain.ids import DEFAULT_TENANT, BlockHash, Tenant
+from service.domain.ids import BlockHash
 
 
 class Tier(enum.Enum):
@@ -28,7 +29,7 @@ class Explain:
     """What would a request reuse of this prompt? Answered by `Explanation`."""
 
     prompt_token_ids: tuple[int, ...]
-    tenant: Tenant = DEFAULT_TENANT
+    scope: CacheScope = DEFAULT_SCOPE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Pin:
     """Keep the known blocks of this prompt from eviction by policy. Answered by `PinReport`."""
 
     prompt_token_ids: tuple[int, ...]
-    tenant: Tenant = DEFAULT_TENANT
+    scope: CacheScope = DEFAULT_SCOPE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Unpin:
     """Take pins off the known blocks of this prompt. Answered by `PinReport`."""
 
     prompt_token_ids: tuple[int, ...]
-    tenant: Tenant = DEFAULT_TENANT
+    scope: CacheScope = DEFAULT_SCOPE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,13 +83,13 @@ class PinReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evict:
-    """Remove the known blocks of this prompt from both tiers; None: all of the model, every tenant.
+    """Remove the known blocks of this prompt from both tiers; None: all of the model, every scope.
 
     Pinned blocks go too. Answered by `EvictReport`.
     """
 
     prompt_token_ids: tuple[int, ...] | None
-    tenant: Tenant = DEFAULT_TENANT
+    scope: CacheScope = DEFAULT_SCOPE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

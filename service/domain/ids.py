@@ -8,10 +8,18 @@ RequestId = NewType("RequestId", str)
 Tenant = NewType("Tenant", str)
 """Who may share KV with whom. The empty tenant is the default one."""
 
+AdapterName = NewType("AdapterName", str)
+"""A LoRA adapter, as the config calls it. The empty name is the model by itself."""
+
+AdapterDigest = NewType("AdapterDigest", bytes)
+"""32 bytes, SHA-256 over what an adapter computes: its weights and where they apply."""
+
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes, SHA-256 chained over parent, token ids and extra digests (see `domain.blocks`)."""
 
 Fingerprint = NewType("Fingerprint", bytes)
 """32 bytes, SHA-256 over everything KV depends on."""
+
+NO_ADAPTER = AdapterName("")
 
 DEFAULT_TENANT = Tenant("")

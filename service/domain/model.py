@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from service.domain.adapter import AdapterInfo
+
 
 class EngineState(enum.Enum):
     """The engine's life, in order; FAILED can follow any."""
@@ -40,3 +42,10 @@ class ModelInfo:
     has_chat_template: bool
     eos_token_ids: tuple[int, ...]
     device: str
+    adapters: tuple[AdapterInfo, ...] = ()
+    """What requests may name in `adapter`, in the config's order."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all weights, those of the adapters included."""
+        return self.weight_bytes + sum(adapter.weight_bytes for adapter in self.adapters)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from service.domain.cache_scope import CacheScope
 from service.domain.constraint import Grammar
-from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from service.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, RequestId, Tenant
 from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SEED_RANGE, SamplingParams
 from service.domain.speculation import Speculation
@@ -37,6 +38,8 @@ class GenerationRequest:
     """`Clock.monotonic` after which nobody waits for the answer."""
     cache_use: CacheUse = CacheUse.READ_WRITE
     tenant: Tenant = DEFAULT_TENANT
+    adapter: AdapterName = NO_ADAPTER
+    """One of those served, already checked."""
     priority: int = 0
     """Higher runs first."""
     shows_markers: bool = False
@@ -46,6 +49,11 @@ class GenerationRequest:
     logprobs: LogprobsWanted | None = None
     """None tells no log probabilities."""
     speculation: Speculation | None = None
+
+    @property
+    def scope(self) -> CacheScope:
+        """With whom its KV is shared."""
+        return CacheScope(self.tenant, self.adapter)
 
     def completion(self, index: int) -> GenerationRequest:
         """Return the request for another output of the same prompt; 0 is this one.

@@ -35,12 +35,14 @@ _TUNE_EVERY_STEPS = 32
 
 @dataclasses.dataclass(slots=True)
 class JoiningRow:
-    """A sequence whose KV holds everything but `last_token_id`, ready to decode."""
+    """A sequence whose KV holds everything but `last_token_id`, ready to decode with `model`."""
 
     sequence_id: SequenceId
     caches: list[upstream.Cache]
     last_token_id: int
     sampling: SamplingRow
+    model: Any
+    """The module tree of its adapter."""
     token_ids: tuple[int, ...] = ()
     """Prompt and output so far, for rows that speculate."""
     speculation: Speculation | None = None
@@ -72,7 +74,8 @@ class DecodeBatch:
     """Rows decoding together. A lone row keeps its own unpadded caches until a second one joins."""
 
     def __init__(self, model: Any, *, is_pipelined: bool, is_solitary: bool = False) -> None:
-        self._model = model
+        self.model = model
+        """Every row here is of this module tree: the model by itself, or with one adapter."""
         self._is_pipelined = is_pipelined
         self.is_solitary = is_solitary
         """Cache classes here do not batch, so no second row may ever join."""
@@ -190,7 +193,7 @@ class DecodeBatch:
         self._drawn = dataclasses.replace(self._drawn, token_ids=self._drawn.token_ids[mx.array(keep)])
 
     def _forward(self, token_ids: mx.array, caches: list[upstream.Cache]) -> mx.array:
-        logits: mx.array = self._model(token_ids[:, None], cache=caches)
+        logits: mx.array = self.model(token_ids[:, None], cache=caches)
         return logits[:, -1, :]
 
     def _draw(self, logits: mx.array, ids: list[SequenceId], rows: list[SamplingRow]) -> _Draw:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from service.domain.constraint import Constraint
+from service.domain.ids import NO_ADAPTER, AdapterName
 from service.domain.sampling import SamplingParams
 from service.domain.speculation import Speculation
 
@@ -17,6 +18,8 @@ class DecodeRow:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...] = ()
     """Drawn before the sequence was parked: the draws, the penalties and the constraint go on from there."""
+    adapter: AdapterName = NO_ADAPTER
+    """Rows decode in one forward pass with rows of the same adapter only."""
     constraint: Constraint | None = None
     """A fresh one; it is told `output_token_ids` when the row joins."""
     logprob_top_count: int | None = None

@@ -170,7 +170,7 @@ class Engine:
             guard = MemoryGuard(
                 memory_model,
                 limit_bytes=self._memory_limit_bytes(),
-                weight_bytes=self._model.weight_bytes,
+                weight_bytes=self._model.resident_bytes,
                 chunk_token_count=limits.prefill_chunk_token_count,
                 measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
             )

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from service.domain.blocks import LAYOUT_ABI
-from service.domain.ids import Fingerprint
+from service.domain.ids import AdapterDigest, Fingerprint
 from service.errors import ModelError, Reason
 
 _TAG: Final = b"icehouse.fingerprint.v1\x00"
+_ADAPTER_TAG: Final = b"icehouse.adapter.v1\x00"
+_PLACING_KEYS: Final = ("fine_tune_type", "num_layers", "lora_parameters")
+"""Keys of adapter_config.json that say what it computes; the others tell how it was trained."""
 _NAMES_IN_CONFIG: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 """Keys of config.json that say where a model came from, not what it computes."""
 
@@ -85,6 +88,23 @@ def model_fingerprint(
         "rank": f"{rank} of {world_size}",
     }
     return ModelFingerprint(Fingerprint(hashlib.sha256(_TAG + _canonical(facts)).digest()), details)
+
+
+def adapter_digest(adapter_dir: Path) -> AdapterDigest:
+    """Digest what an adapter computes: all its weights, and the part of its config that places them.
+
+    Every byte is read, unlike of a model: adapters are small, and are replaced in place more often.
+    Raises ModelError when the folder has no readable config or weights.
+    """
+    config = _read_json(adapter_dir / "adapter_config.json")
+    placed = {key: config.get(key) for key in _PLACING_KEYS}
+    path = adapter_dir / "adapters.safetensors"
+    try:
+        with path.open("rb") as file:
+            weights = hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
+    return AdapterDigest(hashlib.sha256(_ADAPTER_TAG + weights + _canonical(placed)).digest())
 
 
 def _adapter_facts(adapter_dir: Path | None) -> Any:

@@ -218,7 +218,9 @@ class EngineLoop:
         if sequence.measures_prompt:
             logprobs = self._measure(chunk)
         else:
-            self._runner.prefill(sequence.sequence_id, tokens[chunk.start : chunk.stop])
+            self._runner.prefill(
+                sequence.sequence_id, tokens[chunk.start : chunk.stop], sequence.request.adapter
+            )
         elapsed_s = self._clock.monotonic() - began
         self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
         self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
@@ -238,6 +240,7 @@ class EngineLoop:
         measured = self._runner.prefill_measured(
             sequence.sequence_id,
             sequence.input_token_ids[chunk.start : chunk.stop],
+            sequence.request.adapter,
             next_token_ids=sequence.input_token_ids[chunk.start + 1 : chunk.stop + 1],
             top_count=sequence.request.logprobs.top_count,
         )

@@ -9,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from service.clock import Clock
+from service.domain.ids import NO_ADAPTER, AdapterName
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
 from service.domain.sampling import SamplingParams
 from service.engine import model_loader, upstream
+from service.engine.adapters import attach
 from service.engine.decode_batch import JoiningRow
 from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
@@ -67,7 +69,8 @@ class MlxRunner:
         self._fingerprint_hex = fingerprint_hex
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
-        self._model: Any = None
+        self._models: dict[AdapterName, Any] = {}
+        """A module tree for each adapter, and the model by itself; they share its arrays."""
         self._open: dict[SequenceId, list[upstream.Cache]] = {}
         self._end_token_ids: tuple[int, ...] = ()
         self._lanes = Lanes(row_limit=settings.lane_row_limit, is_pipelined=settings.is_pipelined)
@@ -78,10 +81,14 @@ class MlxRunner:
     def load(self) -> ModelInfo:
         self._thread.claim()
         loaded = model_loader.load(self._source)
-        self._model = loaded.model
+        self._models[NO_ADAPTER] = loaded.model
+        adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         upstream.wire_memory()
         self.blocks.read_layout()
-        kv_bytes_per_token, fixed_bytes = self._warm_up()
+        kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
+        for adapter, model in zip(self._source.adapters, adapted, strict=True):
+            self._models[adapter.name] = model.tree
+            self._warm_up(adapter.name)
         freed_bytes = _FREED_TOKENS * kv_bytes_per_token
         mx.set_cache_limit(min(_MAX_FREED_BYTES, max(_MIN_FREED_BYTES, freed_bytes)))
         self._memory_model = MemoryModel(
@@ -93,31 +100,36 @@ class MlxRunner:
         )
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
-        return dataclasses.replace(info, kv_bytes_per_token=kv_bytes_per_token)
+        return dataclasses.replace(
+            info,
+            kv_bytes_per_token=kv_bytes_per_token,
+            adapters=tuple(model.info for model in adapted),
+        )
 
     def open(self, sequence_id: SequenceId) -> None:
         self._thread.check()
         assert sequence_id not in self._open, sequence_id
         self._open[sequence_id] = self.fresh_caches()
 
-    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
         self._thread.check()
         caches = self._open[sequence_id]
         # The logits stay lazy and are never evaluated: only the caches matter here.
-        self._model(mx.array(list(token_ids))[None], cache=caches)
+        self._models[adapter](mx.array(list(token_ids))[None], cache=caches)
         mx.eval(upstream.cache_states(caches))
 
     def prefill_measured(
         self,
         sequence_id: SequenceId,
         token_ids: Sequence[int],
+        adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
         top_count: int,
     ) -> Sequence[TokenLogprobs]:
         self._thread.check()
         caches = self._open[sequence_id]
-        logits = self._model(mx.array(list(token_ids))[None], cache=caches)[0]
+        logits = self._models[adapter](mx.array(list(token_ids))[None], cache=caches)[0]
         top_counts = [top_count] * len(next_token_ids)
         measured = measure(logits, mx.array(list(next_token_ids)), top_counts=top_counts)
         mx.eval(upstream.cache_states(caches), measured.arrays)
@@ -128,13 +140,14 @@ class MlxRunner:
         caches = self._open.pop(sequence_id)
         sampling = SamplingRow(row, end_token_ids=self._end_token_ids)
         tokens = (*row.prompt_token_ids, *row.output_token_ids) if row.speculation is not None else ()
+        model = self._models[row.adapter]
         self._lanes.join(
-            JoiningRow(sequence_id, caches, row.last_token_id, sampling, tokens, row.speculation)
+            JoiningRow(sequence_id, caches, row.last_token_id, sampling, model, tokens, row.speculation)
         )
 
     def decode(self) -> list[Drawn]:
         self._thread.check()
-        return self._lanes.decode(self._model)
+        return self._lanes.decode()
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._thread.check()
@@ -157,7 +170,7 @@ class MlxRunner:
         self._open.clear()
         self.blocks.clear()
         self._lanes.clear()
-        self._model = None
+        self._models.clear()
         mx.clear_cache()
 
     def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
@@ -172,14 +185,14 @@ class MlxRunner:
 
     def fresh_caches(self) -> list[upstream.Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
-        caches = upstream.make_caches(self._model)
+        caches = upstream.make_caches(self._models[NO_ADAPTER])
         if not self._settings.kv_bits:
             return caches
         return upstream.quantize_caches(
             caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size
         )
 
-    def _warm_up(self) -> tuple[int, int]:
+    def _warm_up(self, adapter: AdapterName) -> tuple[int, int]:
         """Run one prefill and one decode, so that kernels are compiled before anyone waits for them.
 
         Returns the bytes of kv a token takes and the bytes a sequence takes whatever its length.
@@ -188,7 +201,7 @@ class MlxRunner:
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
         try:
-            self.prefill(sequence_id, [0, 0])
+            self.prefill(sequence_id, [0, 0], adapter)
         except ValueError as error:
             if not self._settings.kv_bits:
                 raise
@@ -198,7 +211,7 @@ class MlxRunner:
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
         footprint = self.blocks.measure(self._open[sequence_id], token_count=2)
-        self.join(sequence_id, DecodeRow(SamplingParams(), prompt_token_ids=(0,)))
+        self.join(sequence_id, DecodeRow(SamplingParams(), prompt_token_ids=(0,), adapter=adapter))
         self.decode()
         self.release([sequence_id])
         mx.reset_peak_memory()

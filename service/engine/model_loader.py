@@ -14,6 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
+from service.domain.ids import AdapterDigest, AdapterName
 from service.domain.model import ModelInfo
 from service.engine import upstream
 from service.engine.memory_guard import ModelShape, find_int
@@ -26,6 +27,15 @@ _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "n_positions"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Where an adapter is, and what it was when the server started."""
+
+    name: AdapterName
+    path: Path
+    digest: AdapterDigest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
     """Where the model is and how to load it. `dtype` "" keeps the folder's own."""
 
@@ -33,6 +43,9 @@ class ModelSource:
     model_id: str
     dtype: str = ""
     adapter_path: str | None = None
+    """An adapter that is a part of the model, for every request."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """Adapters that requests may choose."""
     context_token_limit: int | None = None
     trust_remote_code: bool = False
 
@@ -62,7 +75,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelError(
-            Reason.MODEL_INVALID, f"{path / 'config.json'} cannot be read: {_one_line(error)}"
+            Reason.MODEL_INVALID, f"{path / 'config.json'} cannot be read: {one_line(error)}"
         ) from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(Reason.MODEL_INVALID, f"{path / 'config.json'} names no model_type")
@@ -79,7 +92,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         )
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(
-            Reason.MODEL_INVALID, f"the tokenizer in {source.path} cannot be loaded: {_one_line(error)}"
+            Reason.MODEL_INVALID, f"the tokenizer in {source.path} cannot be loaded: {one_line(error)}"
         ) from error
     return Tokenizer(wrapper)
 
@@ -94,13 +107,13 @@ def load(source: ModelSource) -> LoadedModel:
         if source.adapter_path:
             model = upstream.read_adapter(model, source.adapter_path)
         if source.dtype:
-            _convert(model, _DTYPES[source.dtype])
+            convert(model, source.dtype)
         model.eval()
         mx.eval(model.parameters())
     except Exception as error:  # mlx-lm has no exception tree of its own for broken folders
         raise ModelError(
             Reason.MODEL_INVALID,
-            f"the model in {source.path} cannot be loaded: {_one_line(error)}; is the download complete?",
+            f"the model in {source.path} cannot be loaded: {one_line(error)}; is the download complete?",
         ) from error
     return LoadedModel(model, config)
 
@@ -109,7 +122,7 @@ def describe(
     loaded: LoadedModel, source: ModelSource, tokenizer: Tokenizer, fingerprint_hex: str
 ) -> ModelInfo:
     """Return what is known of a loaded model."""
-    weights = [array for _, array in _parameters(loaded.model)]
+    weights = [array for _, array in parameters_of(loaded.model)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
     caches = upstream.make_caches(loaded.model)
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
@@ -136,21 +149,27 @@ def vocabulary_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     return find_int(config, ("vocab_size",)) or tokenizer.vocabulary_size
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return what an error says, fit for a message of ours."""
     return " ".join(str(error).split())
 
 
-def _parameters(model: Any) -> list[tuple[str, mx.array]]:
+def parameters_of(model: Any) -> list[tuple[str, mx.array]]:
+    """Return every array of a module tree that is a parameter, with its name."""
     return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
-def _convert(model: Any, dtype: mx.Dtype) -> None:
-    """Cast floating weights; scales of quantized layers keep their own dtype."""
-    if any(name.endswith(".scales") for name, _ in _parameters(model)):
+def convert(model: Any, dtype_name: str) -> None:
+    """Cast floating weights that are of another dtype; scales of quantized layers keep their own."""
+    if any(name.endswith(".scales") for name, _ in parameters_of(model)):
         return
-    model.update(
-        tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
-    )
+    dtype = _DTYPES[dtype_name]
+
+    def cast_one(array: mx.array) -> mx.array:
+        is_other = mx.issubdtype(array.dtype, mx.floating) and array.dtype != dtype
+        return array.astype(dtype) if is_other else array
+
+    model.update(tree_map(cast_one, model.parameters()))
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
@@ -160,7 +179,7 @@ def _generation_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ModelError(Reason.MODEL_INVALID, f"{file} cannot be read: {_one_line(error)}") from error
+        raise ModelError(Reason.MODEL_INVALID, f"{file} cannot be read: {one_line(error)}") from error
     return parsed if isinstance(parsed, dict) else {}
 
 
@@ -173,7 +192,7 @@ def _quantization(config: Mapping[str, Any]) -> str:
 
 def shape_of(loaded: LoadedModel) -> ModelShape:
     """Return what this model's temporary arrays are made of."""
-    floating = [a.dtype for _, a in _parameters(loaded.model) if mx.issubdtype(a.dtype, mx.floating)]
+    floating = [a.dtype for _, a in parameters_of(loaded.model) if mx.issubdtype(a.dtype, mx.floating)]
     compute_bytes = floating[0].size if floating else 4
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=on_cpu)

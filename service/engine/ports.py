@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from service.domain.events import Event
-from service.domain.ids import RequestId
+from service.domain.ids import AdapterName, RequestId
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import EngineState, ModelInfo
 from service.domain.speculation import DraftCounts
@@ -53,14 +53,15 @@ class Runner(Protocol):
         """Make empty caches for a new sequence."""
         ...
 
-    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
-        """Run the next tokens of an open sequence through the model, to completion."""
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
+        """Run the next tokens of an open sequence through the model with its adapter, to completion."""
         ...
 
     def prefill_measured(
         self,
         sequence_id: SequenceId,
         token_ids: Sequence[int],
+        adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
         top_count: int,

@@ -11,8 +11,9 @@ from collections.abc import Sequence as ReadSequence
 
 from service.clock import Clock
 from service.domain.blocks import RegionKind
+from service.domain.cache_scope import CacheScope
 from service.domain.events import CacheReport, ReuseLimit
-from service.domain.ids import BlockHash, Tenant
+from service.domain.ids import BlockHash
 from service.domain.request import CacheUse, GenerationRequest
 from service.engine.prefix_capture import CaptureRules
 from service.engine.prefix_counters import PrefixCounters
@@ -57,7 +58,11 @@ class PrefixCache:
         self.rates = Rates()
         self.counters = PrefixCounters()
         self.shares = Shares(
-            limits=settings.shares, fingerprint=settings.fingerprint, index=self.index, ram=self.ram
+            limits=settings.shares,
+            fingerprint=settings.fingerprint,
+            adapters=settings.adapters,
+            index=self.index,
+            ram=self.ram,
         )
         self.spills = Spills(
             index=self.index,
@@ -93,9 +98,9 @@ class PrefixCache:
     def is_supported(self) -> bool:
         return self.settings.is_enabled and not self.facts.unsupported_detail
 
-    def root(self, tenant: Tenant) -> BlockHash:
-        """Return h0 for this model and tenant."""
-        return self.shares.root(tenant)
+    def root(self, scope: CacheScope) -> BlockHash:
+        """Return h0 for this model, tenant and adapter."""
+        return self.shares.root(scope)
 
     def may_read(self, sequence: Sequence) -> bool:
         """Whether this sequence may reuse what is cached now."""
@@ -111,7 +116,7 @@ class PrefixCache:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.UNSUPPORTED))
         if sequence.measures_prompt:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.PROMPT_LOGPROBS))
-        root = self.root(request.tenant)
+        root = self.root(request.scope)
         plan = self.planner.plan(
             root=root, token_ids=sequence.input_token_ids, with_ssd=self.storage is not None
         )
@@ -185,7 +190,7 @@ class PrefixCache:
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
         size = self.settings.block_token_count
-        parent = self.root(sequence.request.tenant)
+        parent = self.root(sequence.request.scope)
         sequence.chain.clear()
         for start in range(0, token_count - size + 1, size):
             tokens = sequence.input_token_ids[start : start + size]
@@ -224,13 +229,13 @@ class PrefixCache:
 
     def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its hash."""
-        parent = sequence.chain[-1] if sequence.chain else self.root(sequence.request.tenant)
+        parent = sequence.chain[-1] if sequence.chain else self.root(sequence.request.scope)
         tokens = sequence.tokens(start, stop)
         kinds = self._capture_rules.kinds_at(sequence, stop)
         if not kinds:
             return self.index.name_of(parent=parent, token_ids=tokens)
         entry = self.index.add(parent=parent, start_token_index=start, token_ids=tokens)
-        self.shares.claim([entry], self.root(sequence.request.tenant))
+        self.shares.claim([entry], self.root(sequence.request.scope))
         missing = [kind for kind in kinds if kind not in entry.ram]
         if missing:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)

@@ -153,7 +153,7 @@ class PrefixDesk:
     def lead(self, sequence: Sequence) -> None:
         """Note that a sequence computes the rest of its input now, so that others may wait for it."""
         if self._cache.may_write(sequence):
-            self._promises.make(sequence, self._cache.root(sequence.request.tenant))
+            self._promises.make(sequence, self._cache.root(sequence.request.scope))
 
     def take_ready(self) -> list[Sequence]:
         """Return sequences that waited for another one's blocks and need wait no longer."""
@@ -223,7 +223,7 @@ class PrefixDesk:
         cache = self._cache
         if not cache.may_read(sequence):
             return False
-        return self._promises.follow(sequence, cache.root(sequence.request.tenant))
+        return self._promises.follow(sequence, cache.root(sequence.request.scope))
 
     def _load(self, restore: Restore) -> Phase:
         assert self._cache.storage is not None
@@ -239,7 +239,7 @@ class PrefixDesk:
         restore.target = None
         request = restore.sequence.request
         restore.plan = self._cache.planner.plan(
-            root=self._cache.root(request.tenant),
+            root=self._cache.root(request.scope),
             token_ids=restore.sequence.input_token_ids,
             with_ssd=False,
         )

@@ -39,7 +39,7 @@ class Introductions:
             self._early.append(sequence)
             return True
         prompt = sequence.input_token_ids
-        root = cache.root(sequence.request.tenant)
+        root = cache.root(sequence.request.scope)
         strangers = cache.index.strangers(root=root, token_ids=prompt, token_limit=len(prompt) - 1)
         if not strangers:
             return False

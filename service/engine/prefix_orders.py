@@ -24,8 +24,8 @@ from service.domain.cache_orders import (
     Unpin,
     VerifyReport,
 )
+from service.domain.cache_scope import CacheScope
 from service.domain.cache_stats import CacheStats
-from service.domain.ids import Tenant
 from service.engine.messages import Order
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_stats import cache_stats
@@ -143,9 +143,9 @@ class PrefixOrders:
         if isinstance(order, Explain):
             return self._explain(order)
         if isinstance(order, Pin):
-            return self._pin(order.prompt_token_ids, order.tenant, pinned=True)
+            return self._pin(order.prompt_token_ids, order.scope, pinned=True)
         if isinstance(order, Unpin):
-            return self._pin(order.prompt_token_ids, order.tenant, pinned=False)
+            return self._pin(order.prompt_token_ids, order.scope, pinned=False)
         if isinstance(order, Evict):
             return self._evict(order, reply)
         if self._cache.storage is None:
@@ -161,7 +161,7 @@ class PrefixOrders:
     def _explain(self, order: Explain) -> Explanation:
         cache = self._cache
         plan = cache.planner.plan(
-            root=cache.root(order.tenant),
+            root=cache.root(order.scope),
             token_ids=order.prompt_token_ids,
             with_ssd=cache.storage is not None,
         )
@@ -176,8 +176,8 @@ class PrefixOrders:
             predicted_cold_ttft_s=cold_s or None,
         )
 
-    def _pin(self, token_ids: tuple[int, ...], tenant: Tenant, *, pinned: bool) -> PinReport:
-        entries = [entry for entry in self._known(token_ids, tenant) if entry.ram or entry.ssd]
+    def _pin(self, token_ids: tuple[int, ...], scope: CacheScope, *, pinned: bool) -> PinReport:
+        entries = [entry for entry in self._known(token_ids, scope) if entry.ram or entry.ssd]
         if pinned and not entries:
             raise NotFound(
                 Reason.BLOCK_NOT_FOUND,
@@ -203,7 +203,7 @@ class PrefixOrders:
         if order.prompt_token_ids is None:
             entries = list(cache.index)
         else:
-            entries = self._known(order.prompt_token_ids, order.tenant)
+            entries = self._known(order.prompt_token_ids, order.scope)
         in_ram = [entry for entry in entries if entry.ram]
         # A block on its way to SSD is there before this order is carried out.
         stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
@@ -222,9 +222,9 @@ class PrefixOrders:
                 cache.forget_stored(entry.hash)
         return report if task_id is None else None
 
-    def _known(self, token_ids: tuple[int, ...], tenant: Tenant) -> list[Entry]:
+    def _known(self, token_ids: tuple[int, ...], scope: CacheScope) -> list[Entry]:
         cache = self._cache
-        return list(cache.index.known_chain(root=cache.root(tenant), token_ids=token_ids))
+        return list(cache.index.known_chain(root=cache.root(scope), token_ids=token_ids))
 
 
 def _block_match(entry: Entry) -> BlockMatch:

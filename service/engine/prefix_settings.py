@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from service.domain.ids import Fingerprint
+from service.domain.ids import AdapterDigest, AdapterName, Fingerprint
 from service.engine.prefix_shares import ShareLimits
 
 
@@ -26,3 +27,5 @@ class PrefixSettings:
     """What blocks are named under besides their tokens; from the key where they are encrypted on SSD."""
     min_reuse_token_count: int = 0
     """Matches of fewer tokens, such as a lone start token, are computed instead."""
+    adapters: Mapping[AdapterName, AdapterDigest] = dataclasses.field(default_factory=dict)
+    """The LoRA adapters that requests may name: each has chains of its own."""

@@ -1,19 +1,21 @@
 """What each tenant's blocks take of the two tiers, and which of them go when its share is full.
 
-Inference thread only. A tenant is known here by its root, h0: every chain begins below one, so blocks
-on SSD have an owner again after a restart without any name being stored. A tenant that is over its
-share loses blocks of its own, never of another.
+Inference thread only. A tenant is known here by its roots, h0: every chain begins below one, so blocks
+on SSD have an owner again after a restart without any name being stored. A tenant has a root for the model
+by itself and one for each adapter, and one share for all of them. One that is over its share loses blocks
+of its own, never of another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from service.domain.blocks import root_hash
+from service.domain.cache_scope import CacheScope
 from service.domain.cache_stats import TenantShare
-from service.domain.ids import BlockHash, Fingerprint, Tenant
+from service.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, BlockHash, Fingerprint, Tenant
 from service.kv.entry import Entry
 from service.kv.index import BlockIndex
 from service.kv.ram_tier import RamTier
@@ -37,27 +39,30 @@ class Shares:
     """Roots of tenants, and the bytes below each."""
 
     def __init__(
-        self, *, limits: ShareLimits, fingerprint: Fingerprint, index: BlockIndex, ram: RamTier
+        self,
+        *,
+        limits: ShareLimits,
+        fingerprint: Fingerprint,
+        adapters: Mapping[AdapterName, AdapterDigest],
+        index: BlockIndex,
+        ram: RamTier,
     ) -> None:
         self.limits = limits
         self._fingerprint = fingerprint
+        self._adapters: dict[AdapterName, AdapterDigest | None] = {NO_ADAPTER: None, **adapters}
         self._index = index
         self._ram = ram
-        self._roots: OrderedDict[Tenant, BlockHash] = OrderedDict()
+        self._roots: OrderedDict[Tenant, dict[AdapterName, BlockHash]] = OrderedDict()
+        self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
         self._stored_bytes: Counter[BlockHash | None] = Counter()
         self._promised: dict[BlockHash, tuple[BlockHash | None, int]] = {}
 
-    def root(self, tenant: Tenant) -> BlockHash:
-        """Return h0 for this model and tenant."""
-        root = self._roots.get(tenant)
-        if root is None:
-            root = self._roots[tenant] = root_hash(
-                fingerprint=self._fingerprint, tenant=tenant, secret=self._index.rules.name_secret
-            )
-            if len(self._roots) > ROOT_LIMIT:
-                self._roots.popitem(last=False)
-        self._roots.move_to_end(tenant)
-        return root
+    def root(self, scope: CacheScope) -> BlockHash:
+        """Return h0 for this model, tenant and adapter, which is one of those served."""
+        if scope.tenant not in self._roots:
+            self._add(scope.tenant)
+        self._roots.move_to_end(scope.tenant)
+        return self._roots[scope.tenant][scope.adapter]
 
     def claim(self, entries: Iterable[Entry], owner: BlockHash) -> None:
         """Give blocks whose owner could not be told to the tenant that has just used them."""
@@ -98,10 +103,11 @@ class Shares:
         Oldest first; None when even all that may go would not do.
         """
         limit = self.limits.ram_bytes
-        excess = self._ram.used_by[owner] + size_bytes - limit
+        kin = self._kin_of(owner)
+        excess = sum(self._ram.used_by[root] for root in kin) + size_bytes - limit
         if not limit or excess <= 0:
             return []
-        own = [entry for entry in self._ram if entry.owner == owner]
+        own = [entry for entry in self._ram if entry.owner in kin]
         excess -= sum(entry.ram_bytes for entry in own if entry.hash in leaving)
         chosen = []
         for entry in own:
@@ -120,16 +126,16 @@ class Shares:
         Least recently used first, tails before heads, and never what the block follows. None when even
         all that may go would not do.
         """
-        limit, owner = self.limits.ssd_bytes, entry.owner
-        promised = sum(size for who, size in self._promised.values() if who == owner) if limit else 0
-        excess = self._stored_bytes[owner] + promised + size_bytes - limit
+        limit, kin = self.limits.ssd_bytes, self._kin_of(entry.owner)
+        promised = sum(size for who, size in self._promised.values() if who in kin) if limit else 0
+        excess = sum(self._stored_bytes[root] for root in kin) + promised + size_bytes - limit
         if not limit or excess <= 0:
             return []
         kept = self._ancestors(entry).union(spared)
         may_go = [
             other
             for other in self._index
-            if other.owner == owner and other.ssd and not other.is_pinned and other.hash not in kept
+            if other.owner in kin and other.ssd and not other.is_pinned and other.hash not in kept
         ]
         chosen, freed_bytes = [], 0
         for other in sorted(may_go, key=lambda e: (e.last_used_time, -e.start_token_index)):
@@ -142,9 +148,30 @@ class Shares:
     def snapshot(self) -> tuple[TenantShare, ...]:
         """Return what each known tenant holds."""
         return tuple(
-            TenantShare(tenant, ram_bytes=self._ram.used_by[root], ssd_bytes=self._stored_bytes[root])
-            for tenant, root in self._roots.items()
+            TenantShare(
+                tenant,
+                ram_bytes=sum(self._ram.used_by[root] for root in set(roots.values())),
+                ssd_bytes=sum(self._stored_bytes[root] for root in set(roots.values())),
+            )
+            for tenant, roots in self._roots.items()
         )
+
+    def _add(self, tenant: Tenant) -> None:
+        secret = self._index.rules.name_secret
+        roots = {
+            name: root_hash(fingerprint=self._fingerprint, tenant=tenant, adapter=digest, secret=secret)
+            for name, digest in self._adapters.items()
+        }
+        self._roots[tenant] = roots
+        self._kin |= dict.fromkeys(roots.values(), frozenset(roots.values()))
+        if len(self._roots) > ROOT_LIMIT:
+            _, forgotten = self._roots.popitem(last=False)
+            for root in set(forgotten.values()):
+                del self._kin[root]
+
+    def _kin_of(self, owner: BlockHash | None) -> frozenset[BlockHash | None]:
+        """Return all roots of the tenant whose root this is; alone while the tenant has not asked yet."""
+        return frozenset(self._kin.get(owner, (owner,)) if owner is not None else (None,))
 
     def _move(self, entry: Entry, sign: int) -> None:
         self._ram.used_by[entry.owner] += sign * entry.ram_bytes

@@ -1,13 +1,12 @@
 """The lanes in which sequences decode (inference thread).
 
-Sequences whose cache classes batch share lanes of at most `row_limit` rows; each of the others, and
-each that speculates, decodes in a lane of its own beside them.
+Sequences of one adapter whose cache classes batch share lanes of at most `row_limit` rows; each of the
+others, and each that speculates, decodes in a lane of its own beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from service.domain.speculation import DraftCounts, SpeculationLimit
 from service.engine import upstream
@@ -30,9 +29,9 @@ class Lanes:
         """Let a prefilled sequence draw from the next step on."""
         self._joining.append(row)
 
-    def decode(self, model: Any) -> list[Drawn]:
+    def decode(self) -> list[Drawn]:
         """Run one step of every lane; one token for every row."""
-        self._seat(model)
+        self._seat()
         for lane in self._lanes:
             lane.dispatch()
         for lane in self._lanes:
@@ -60,27 +59,36 @@ class Lanes:
         lane = next(lane for lane in self._lanes if sequence_id in lane.sequence_ids)
         return lane.locate(sequence_id)
 
-    def _seat(self, model: Any) -> None:
+    def _seat(self) -> None:
         """Put the joining rows into lanes: full lanes stay as they are, new lanes open as needed."""
-        joining = [row for row in self._joining if not self._seat_speculating(row, model)]
-        shared = [row for row in joining if upstream.can_batch(row.caches)]
-        alone = [row for row in joining if not upstream.can_batch(row.caches)]
-        self._joining = []
+        joining, self._joining = self._joining, []
+        by_model: dict[int, list[JoiningRow]] = {}
+        for row in joining:
+            if self._seat_speculating(row):
+                continue
+            if upstream.can_batch(row.caches):
+                by_model.setdefault(id(row.model), []).append(row)
+            else:
+                lane = DecodeBatch(row.model, is_pipelined=self._is_pipelined, is_solitary=True)
+                lane.join([row])
+                self._lanes.append(lane)
+        for rows in by_model.values():
+            self._seat_together(rows)
+
+    def _seat_together(self, rows: list[JoiningRow]) -> None:
+        """Put rows of one module tree beside others of it."""
+        model = rows[0].model
         for lane in self._lanes:
             room = self._row_limit - len(lane)
-            if shared and room > 0 and not lane.is_solitary:
-                lane.join(shared[:room])
-                shared = shared[room:]
-        for start in range(0, len(shared), self._row_limit):
+            if rows and room > 0 and lane.model is model and not lane.is_solitary:
+                lane.join(rows[:room])
+                rows = rows[room:]
+        for start in range(0, len(rows), self._row_limit):
             lane = DecodeBatch(model, is_pipelined=self._is_pipelined)
-            lane.join(shared[start : start + self._row_limit])
-            self._lanes.append(lane)
-        for row in alone:
-            lane = DecodeBatch(model, is_pipelined=self._is_pipelined, is_solitary=True)
-            lane.join([row])
+            lane.join(rows[start : start + self._row_limit])
             self._lanes.append(lane)
 
-    def _seat_speculating(self, row: JoiningRow, model: Any) -> bool:
+    def _seat_speculating(self, row: JoiningRow) -> bool:
         """Give a row that speculates its own lane; False for one that did not ask or cannot."""
         if row.speculation is None:
             return False
@@ -88,5 +96,5 @@ class Lanes:
         if limit is not SpeculationLimit.NONE:
             row.sampling.drafts = DraftCounts(limit=limit)
             return False
-        self._lanes.append(SpeculativeLane(model, row, row.speculation))
+        self._lanes.append(SpeculativeLane(row, row.speculation))
         return True

@@ -12,7 +12,7 @@ batch caches cannot take back a different number in each row.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
@@ -35,8 +35,8 @@ class SpeculativeLane:
 
     is_solitary = True
 
-    def __init__(self, model: Any, joining: JoiningRow, speculation: Speculation) -> None:
-        self._model = model
+    def __init__(self, joining: JoiningRow, speculation: Speculation) -> None:
+        self.model = joining.model
         self._speculation = speculation
         self._ids = [joining.sequence_id]
         self._row = joining.sampling
@@ -63,7 +63,7 @@ class SpeculativeLane:
         assert self._tokens is None, "dispatch and collect take turns"
         self._drafts = self._lookup.propose(self._speculation.draft_token_limit)
         fed = mx.array([[self._last_token_id, *self._drafts]])
-        logits = self._model(fed, cache=self._caches)[0]
+        logits = self.model(fed, cache=self._caches)[0]
         rows = [self._row.ahead(step) for step in range(len(self._drafts) + 1)]
         self._tokens = sample(logits, rows)
         arrays = [self._tokens]

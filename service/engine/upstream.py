@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import _extend_cache, _merge_caches
@@ -181,6 +181,11 @@ def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any,
 def read_adapter(model: Any, path: str) -> Any:
     """Apply a LoRA adapter folder to a loaded model."""
     return load_adapters(model, path)
+
+
+def adapter_tensor_names(path: Path) -> set[str]:
+    """Return the names of an adapter's tensors, which `read_adapter` lets be fewer than its layers need."""
+    return set(cast("dict[str, mx.array]", mx.load(str(path / "adapters.safetensors"))))
 
 
 def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -> Any:

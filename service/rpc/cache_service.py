@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2_grpc
 from icehouse.v1 import cache_service_pb2 as messages
-from icehouse.v1 import cache_service_pb2_grpc
 
 from service.domain.cache_orders import (
     CacheAnswer,
@@ -23,8 +23,9 @@ from service.domain.cache_orders import (
     Verify,
     VerifyReport,
 )
+from service.domain.cache_scope import CacheScope
 from service.domain.events import Finished
-from service.domain.ids import Tenant
+from service.domain.ids import AdapterName
 from service.domain.sampling import SamplingParams
 from service.errors import IcehouseError, InvalidRequest, Reason
 from service.rpc.calls import Call, CallDesk, Context
@@ -37,6 +38,18 @@ from service.rpc.stats import StatsReader
 from service.rpc.validation import check_model, refuse_value, tenant_of, watch_interval_of
 
 Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport)
+
+
+class _Scoped(Protocol):
+    @property
+    def adapter(self) -> str: ...
+    @property
+    def cache(self) -> cache_policy_pb2.CachePolicy: ...
+
+
+def scope_of(request: _Scoped, call: Call) -> CacheScope:
+    """Return whose blocks an order is about; raises Forbidden. The adapter is checked with the prompt."""
+    return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.adapter))
 
 
 class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
@@ -60,11 +73,15 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         """Answer with what Generate would reuse."""
         async with self._desk.call("Explain", context) as call:
-            tenant = tenant_of(request.cache, call.caller)
+            scope = scope_of(request, call)
             _, prompt = await self._generation.read_prompt(
-                request, request.WhichOneof("prompt"), model_id=request.model, call=call
+                request,
+                request.WhichOneof("prompt"),
+                model_id=request.model,
+                adapter=request.adapter,
+                call=call,
             )
-            explanation = await self._order(Explain(prompt.token_ids, tenant), Explanation)
+            explanation = await self._order(Explain(prompt.token_ids, scope), Explanation)
             return explain_response(explanation, prompt_token_count=len(prompt.token_ids))
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
@@ -105,15 +122,19 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def _change_pins(
         self,
-        order: Callable[[tuple[int, ...], Tenant], CacheOrder],
+        order: Callable[[tuple[int, ...], CacheScope], CacheOrder],
         request: messages.PinRequest | messages.UnpinRequest,
         call: Call,
     ) -> PinReport:
-        tenant = tenant_of(request.cache, call.caller)
+        scope = scope_of(request, call)
         _, prompt = await self._generation.read_prompt(
-            request, request.WhichOneof("prompt"), model_id=request.model, call=call
+            request,
+            request.WhichOneof("prompt"),
+            model_id=request.model,
+            adapter=request.adapter,
+            call=call,
         )
-        return await self._order(order(prompt.token_ids, tenant), PinReport)
+        return await self._order(order(prompt.token_ids, scope), PinReport)
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""
@@ -125,15 +146,17 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                     "nothing is named to evict; set `text`, `chat`, `tokens` or `all`",
                     field="target",
                 )
-            tenant = tenant_of(request.cache, call.caller)
+            scope = scope_of(request, call)
             if kind == "all":
                 if not request.all:
                     refuse_value("all", False, "true; name a prompt to evict less")
                 call.caller.require_operator("evicting everything")
                 check_model(request.model, self._router.require_model().info)
                 return evict_response(await self._order(Evict(None), EvictReport))
-            _, prompt = await self._generation.read_prompt(request, kind, model_id=request.model, call=call)
-            return evict_response(await self._order(Evict(prompt.token_ids, tenant), EvictReport))
+            _, prompt = await self._generation.read_prompt(
+                request, kind, model_id=request.model, adapter=request.adapter, call=call
+            )
+            return evict_response(await self._order(Evict(prompt.token_ids, scope), EvictReport))
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from icehouse.v1 import adapter_pb2, logprobs_pb2, model_service_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import logprobs_pb2, model_service_pb2, usage_pb2
 
+from service.domain.adapter import AdapterInfo
 from service.domain.events import (
     CacheReport,
     Delta,
@@ -160,4 +161,16 @@ def model_proto(info: ModelInfo) -> model_service_pb2.Model:
         has_chat_template=info.has_chat_template,
         eos_token_ids=info.eos_token_ids,
         device=info.device,
+        adapters=[adapter_proto(adapter) for adapter in info.adapters],
+    )
+
+
+def adapter_proto(adapter: AdapterInfo) -> adapter_pb2.Adapter:
+    """Return an adapter's facts."""
+    return adapter_pb2.Adapter(
+        name=adapter.name,
+        kind=adapter.kind,
+        digest=adapter.digest.hex(),
+        parameter_count=adapter.parameter_count,
+        weight_bytes=adapter.weight_bytes,
     )

@@ -12,7 +12,7 @@ from icehouse.v1 import cache_policy_pb2, tool_pb2
 from service.clock import Clock
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
-from service.domain.ids import RequestId
+from service.domain.ids import AdapterName, RequestId
 from service.domain.logprobs import LogprobsWanted
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.response_format import ResponseFormat
@@ -29,6 +29,7 @@ from service.rpc.sampling_fields import check_bad_words, spellings
 from service.rpc.tenants import Stay, Tenants
 from service.rpc.validation import (
     cache_use_of,
+    check_adapter,
     check_model,
     priority_of,
     refuse_value,
@@ -44,6 +45,8 @@ class RunMessage(PromptMessage, Protocol):
     def request_id(self) -> str: ...
     @property
     def model(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
     @property
     def cache(self) -> cache_policy_pb2.CachePolicy: ...
     @property
@@ -107,7 +110,7 @@ class Generation:
         priority = priority_of(message.priority)
         check_bad_words(bad_words)
         model, prompt = await self.read_prompt(
-            message, kind, model_id=message.model, call=call, tool_choice=tool_choice
+            message, kind, model_id=message.model, adapter=message.adapter, call=call, tool_choice=tool_choice
         )
         if bad_words:
             banned = await self._prompts.run(lambda: spellings(bad_words, model.tokenizer))
@@ -122,6 +125,7 @@ class Generation:
             deadline_time=call.deadline_time,
             cache_use=cache_use,
             tenant=tenant,
+            adapter=AdapterName(message.adapter),
             priority=priority,
             grammar=await self._grammars.compile(form) if form is not None else None,
             logprobs=logprobs,
@@ -136,12 +140,14 @@ class Generation:
         kind: str | None,
         *,
         model_id: str,
+        adapter: str,
         call: Call,
         tool_choice: tool_pb2.ToolChoice | None = None,
     ) -> tuple[ServedModel, ReadPrompt]:
         """Return the served model and the prompt's tokens; raises what refuses them."""
         model = self._router.require_model()
         check_model(model_id, model.info)
+        check_adapter(adapter, model.info)
         call.model_id = model.info.model_id
         began = self._clock.monotonic()
         prompt = await self._prompts.read(prompt_of(message, kind, model.info, tool_choice), model)

@@ -65,6 +65,11 @@ TABLE: Mapping[Reason, Row] = {
         "Name `served_model`, or leave `model` empty.",
         is_also_local=True,
     ),
+    Reason.ADAPTER_NOT_FOUND: Row(
+        grpc.StatusCode.NOT_FOUND,
+        "No adapter of this name is served.",
+        "Name one that ListModels shows, or leave `adapter` empty.",
+    ),
     Reason.REQUEST_ID_IN_USE: Row(
         grpc.StatusCode.ALREADY_EXISTS, "A request of this id runs.", "Choose another id, or none."
     ),

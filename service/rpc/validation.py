@@ -31,6 +31,7 @@ DEFAULT_PAGE_SIZE = 100
 PAGE_SIZE_LIMIT = 1000
 
 _SHOWN_LENGTH_LIMIT = 80
+_LISTED_LIMIT = 16
 
 _CACHE_USES = {
     cache_policy_pb2.CACHE_USE_UNSPECIFIED: CacheUse.READ_WRITE,
@@ -65,6 +66,20 @@ def check_model(model_id: str, info: ModelInfo) -> None:
             f"model {shown(model_id)} is not served here; use {info.model_id!r} or leave `model` empty",
             field="model",
             metadata={"model": shown(model_id), "served_model": info.model_id},
+        )
+
+
+def check_adapter(name: str, info: ModelInfo) -> None:
+    """Accept an adapter that is served and the empty name; raises NotFound for any other."""
+    served = [adapter.name for adapter in info.adapters]
+    if name and name not in served:
+        known = ", ".join(served[:_LISTED_LIMIT]) or "none"
+        raise NotFound(
+            Reason.ADAPTER_NOT_FOUND,
+            f"adapter {shown(name)} is not served here; leave `adapter` empty or name one of the "
+            f"{len(served)} that ListModels shows: {known}",
+            field="adapter",
+            metadata={"adapter": shown(name), "served_adapters": known, "served_count": len(served)},
         )
 
 

@@ -11,11 +11,12 @@ from service.clock import SystemClock
 from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
-from service.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from service.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, RequestId, Tenant
 from service.domain.logprobs import LogprobsWanted
 from service.domain.model import EngineState
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.sampling import SamplingParams
+from service.domain.speculation import Speculation
 from service.domain.stats import EngineStats
 from service.engine import model_loader
 from service.engine.engine import Engine
@@ -89,11 +90,12 @@ class House:
         is_enabled: bool = True,
         is_pipelined: bool = False,
         files: Files | None = None,
+        adapters: Sequence[model_loader.AdapterSource] = (),
         **storage_changes,
     ) -> None:
         clock = SystemClock()
         self._has_inventory = threading.Event()
-        source = model_loader.ModelSource(path=folder, model_id="tiny")
+        source = model_loader.ModelSource(path=folder, model_id="tiny", adapters=tuple(adapters))
         tokenizer = model_loader.load_tokenizer(source)
         fingerprint = model_fingerprint(
             folder, dtype="stored", kv_format=f"{kv_bits}", block_token_count=BLOCK
@@ -133,6 +135,7 @@ class House:
             checkpoint_interval_tokens=checkpoint_interval_tokens,
             spill_policy=spill_policy,
             may_recompute=False,
+            adapters={adapter.name: adapter.digest for adapter in adapters},
         )
 
         def make_prefix() -> PrefixDesk:
@@ -190,6 +193,8 @@ class House:
         sampling: SamplingParams | None = None,
         tenant: Tenant = DEFAULT_TENANT,
         cache_use: CacheUse = CacheUse.READ_WRITE,
+        adapter: AdapterName = NO_ADAPTER,
+        speculation: Speculation | None = None,
         logprobs: LogprobsWanted | None = None,
     ) -> None:
         """Hand in a request without waiting for it."""
@@ -202,6 +207,8 @@ class House:
                 stop=(),
                 arrival_time=0.0,
                 tenant=tenant,
+                adapter=adapter,
+                speculation=speculation,
                 cache_use=cache_use,
                 logprobs=logprobs,
             )

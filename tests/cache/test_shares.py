@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.domain.cache_orders import Pin
+from service.domain.cache_scope import CacheScope
 from service.domain.cache_stats import SpillDropCause, TenantShare
 from service.domain.events import ReuseLimit
 from service.domain.ids import Tenant
@@ -108,7 +109,7 @@ def test_a_share_full_of_pins_drops_what_would_go_to_ssd_and_counts_it(tmp_path:
             tokens = prompt(BLOCK + 1, salt=salt)
             house.ask("a", tokens, tenant=A)
             house.ask("a", tokens, tenant=A)
-            house.order(Pin(tuple(tokens), A))
+            house.order(Pin(tuple(tokens), CacheScope(A)))
             house.check()
             found = {drop.cause: drop.block_total for drop in house.stats().spill.drops}
             drops = found.get(SpillDropCause.TENANT_SHARE, 0)

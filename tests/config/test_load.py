@@ -1,5 +1,6 @@
 """Where values come from, which source wins, and what is refused in which words."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,39 @@ def test_operators_are_read_as_a_list() -> None:
     ).config.security
     assert config.operator_names == {"spiffe://x/ops", "ops.corp.example"}
     assert config.authenticates
+
+
+def _adapters(text: str | None = None, *, table: str = "", tmp_path: Path) -> tuple[str, ...]:
+    file = tmp_path / "icehouse.toml"
+    file.write_text(table)
+    environ = {} if text is None else {"ICEHOUSE_MODEL_ADAPTERS": text}
+    return tuple(map(str, load_config(environ=environ, file=file).config.model.adapters))
+
+
+def test_adapters_are_a_table_in_the_file_and_a_list_elsewhere(tmp_path: Path) -> None:
+    table = '[model.adapters]\nsql = "/a/b, c"\n"chat.v2" = "/d=e"\n'
+    assert _adapters(table=table, tmp_path=tmp_path) == ("sql=/a/b, c", "chat.v2=/d=e")
+    assert _adapters("sql=/a, chat=/b=c ,", tmp_path=tmp_path) == ("sql=/a", "chat=/b=c")
+    assert _adapters(tmp_path=tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("/a", "has the name '/a'"),
+        ("sql", "names no folder for 'sql'"),
+        ("sql=/a,sql=/b", "names 'sql' twice"),
+        ("=/a", "has the name ''"),
+        ("a b=/a", "has the name 'a b'"),
+        (",".join(f"a{i}=/a" for i in range(65)), "names 65 folders, and the limit is 64"),
+    ],
+)
+def test_adapters_that_cannot_be_told_apart_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as refused:
+        _adapters(text, tmp_path=tmp_path)
+    assert refused.value.field == "model.adapters"
+
+
+def test_an_adapter_for_all_and_adapters_to_choose_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be put on another"):
+        _adapters(table='[model]\nadapter_path = "/a"\nadapters = { sql = "/b" }\n', tmp_path=tmp_path)

@@ -37,7 +37,7 @@ def test_any_text_is_read_or_refused_but_never_breaks(text: str) -> None:
         except ConfigError as error:
             assert setting.key in error.message
         else:
-            assert value is None or isinstance(value, str | int | float)
+            assert value is None or isinstance(value, str | int | float | tuple)
 
 
 @given(st.integers(min_value=0, max_value=1 << 50))

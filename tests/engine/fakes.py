@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from service.domain.events import Delta, Event, Failed, Finished
-from service.domain.ids import Fingerprint, RequestId
+from service.domain.ids import AdapterName, Fingerprint, RequestId
 from service.domain.logprobs import LogprobsWanted, TokenLogprobs
 from service.domain.model import EngineState, ModelInfo
 from service.domain.request import GenerationRequest
@@ -93,7 +93,7 @@ class FakeRunner:
     def open(self, sequence_id: SequenceId) -> None:
         self.history[sequence_id] = []
 
-    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
         self.chunks.append((sequence_id, len(token_ids)))
         self.on_prefill()
         self.history[sequence_id] += token_ids
@@ -102,12 +102,13 @@ class FakeRunner:
         self,
         sequence_id: SequenceId,
         token_ids: Sequence[int],
+        adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
         top_count: int,
     ) -> list[TokenLogprobs]:
         """The deeper in the sequence, the less likely."""
-        self.prefill(sequence_id, token_ids)
+        self.prefill(sequence_id, token_ids, adapter)
         start = len(self.history[sequence_id]) - len(token_ids)
         assert len(next_token_ids) == len(token_ids)
         return [TokenLogprobs(token_id, -(start + i), 1) for i, token_id in enumerate(next_token_ids)]

@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 
 from service.clock import SystemClock
+from service.domain.ids import NO_ADAPTER
 from service.domain.sampling import SamplingParams
 from service.engine import model_loader
 from service.engine.decode_row import DecodeRow
@@ -56,7 +57,7 @@ def run_prompt(runner: MlxRunner, guard: MemoryGuard, *, chunk: int) -> Iterator
         estimated_bytes = guard.chunk_bytes(chunk, stop)
         before_bytes = mx.get_active_memory()
         mx.reset_peak_memory()
-        runner.prefill(_SEQUENCE, [5 + i % 200 for i in range(chunk)])
+        runner.prefill(_SEQUENCE, [5 + i % 200 for i in range(chunk)], NO_ADAPTER)
         yield Chunk(stop, estimated_bytes, mx.get_peak_memory() - before_bytes)
 
 

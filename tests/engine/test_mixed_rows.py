@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from service.clock import SystemClock
+from service.domain.ids import NO_ADAPTER
 from service.domain.sampling import SamplingParams
 from service.engine import model_loader
 from service.engine.decode_row import DecodeRow
@@ -89,7 +90,7 @@ def join(runner: MlxRunner, name: int, row: DecodeRow) -> None:
     runner.open(sequence_id)
     tokens = (*row.prompt_token_ids, *row.output_token_ids)
     if len(tokens) > 1:
-        runner.prefill(sequence_id, tokens[:-1])
+        runner.prefill(sequence_id, tokens[:-1], NO_ADAPTER)
     runner.join(sequence_id, row)
 
 

@@ -56,7 +56,11 @@ def desk(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 
     shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
     runner = TokenRunner(CacheFacts())
     shares = Shares(
-        limits=ShareLimits(), fingerprint=FINGERPRINT, index=shelf.index, ram=RamTier(limit_bytes=0)
+        limits=ShareLimits(),
+        fingerprint=FINGERPRINT,
+        adapters={},
+        index=shelf.index,
+        ram=RamTier(limit_bytes=0),
     )
     spills = Spills(
         index=shelf.index,

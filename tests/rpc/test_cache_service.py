@@ -25,6 +25,7 @@ from service.domain.cache_orders import (
     Verify,
     VerifyReport,
 )
+from service.domain.cache_scope import CacheScope
 from service.domain.events import CacheReport
 from service.domain.ids import BlockHash, Tenant
 from service.errors import NotFound, Reason
@@ -52,7 +53,7 @@ async def test_explain_tells_blocks_and_predictions(house: House) -> None:
         predicted_cold_ttft_s=None,
     )
     response = await house.cache.Explain(messages.ExplainRequest(text="Hi!", cache=BLUE))
-    assert house.engine.orders == [Explain(tuple(b"Hi!"), Tenant("blue"))]
+    assert house.engine.orders == [Explain(tuple(b"Hi!"), CacheScope(Tenant("blue")))]
     assert (response.prompt_tokens, response.cache.ssd_tokens) == (3, 2)
     [block] = response.blocks
     assert block.hash == bytes(range(32)).hex()
@@ -83,7 +84,7 @@ async def test_pin_and_unpin(house: House) -> None:
     tokens = prompt_pb2.TokenPrompt(ids=[1, 2])
     pinned = await house.cache.Pin(messages.PinRequest(tokens=tokens))
     unpinned = await house.cache.Unpin(messages.UnpinRequest(tokens=tokens, cache=BLUE))
-    assert house.engine.orders == [Pin((1, 2)), Unpin((1, 2), Tenant("blue"))]
+    assert house.engine.orders == [Pin((1, 2)), Unpin((1, 2), CacheScope(Tenant("blue")))]
     for answer in (pinned, unpinned):
         assert (answer.block_count, answer.token_count, answer.size_bytes) == (1, 2, 3)
 
@@ -98,7 +99,7 @@ async def test_evict_by_prompt_and_altogether(house: House) -> None:
     house.engine.order_answer = EvictReport(1, 2, 3, 4)
     response = await house.cache.Evict(messages.EvictRequest(text="Hi", cache=BLUE))
     await house.cache.Evict(messages.EvictRequest(all=True))
-    assert house.engine.orders == [Evict(tuple(b"Hi"), Tenant("blue")), Evict(None)]
+    assert house.engine.orders == [Evict(tuple(b"Hi"), CacheScope(Tenant("blue"))), Evict(None)]
     assert (response.ram_block_count, response.ram_bytes) == (1, 2)
     assert (response.ssd_block_count, response.ssd_bytes) == (3, 4)
 

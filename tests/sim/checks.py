@@ -30,13 +30,15 @@ def check_share_limits(house: House) -> None:
     """No tenant is over its share, but for what is on its way out of RAM."""
     limits, cache = house.setup.shares, house.cache
     if limits.ram_bytes:
-        for owner, used_bytes in cache.ram.used_by.items():
-            leaving = (e.ram_bytes for e in cache.ram if e.owner == owner and e.is_spilling)
-            assert used_bytes <= limits.ram_bytes + sum(leaving), (owner, used_bytes, limits)
+        for kin in {cache.shares._kin_of(owner) for owner in cache.ram.used_by}:
+            used_bytes = sum(cache.ram.used_by[root] for root in kin)
+            leaving = (e.ram_bytes for e in cache.ram if e.owner in kin and e.is_spilling)
+            assert used_bytes <= limits.ram_bytes + sum(leaving), (kin, used_bytes, limits)
     if limits.ssd_bytes and cache.facts.has_kv:
         # Without kv a chain has gaps on SSD, and after a restart its owner shows only when it is used.
-        for owner, stored_bytes in cache.shares._stored_bytes.items():
-            assert owner is None or stored_bytes <= limits.ssd_bytes, (owner, stored_bytes, limits)
+        for kin in {cache.shares._kin_of(owner) for owner in cache.shares._stored_bytes}:
+            stored_bytes = sum(cache.shares._stored_bytes[root] for root in kin)
+            assert None in kin or stored_bytes <= limits.ssd_bytes, (kin, stored_bytes, limits)
 
 
 def check_disk(house: House) -> None:

@@ -129,5 +129,5 @@ class Clerk:
 def _known(house: House, order: Evict | Pin | Unpin) -> Sequence[Entry]:
     """Return the blocks that are wholly part of an order's prompt."""
     assert order.prompt_token_ids is not None
-    root = house.cache.root(order.tenant)
+    root = house.cache.root(order.scope)
     return house.cache.index.known_chain(root=root, token_ids=order.prompt_token_ids)

@@ -180,7 +180,7 @@ class Ledger:
         known = any(
             other.writes
             and other.model == promise.model
-            and other.request.tenant == request.tenant
+            and other.request.scope == request.scope
             and other.history[:count] == prefix
             for other in self.promises
         )

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from service.domain.events import FinishReason
+from service.domain.ids import AdapterName
 from service.domain.request import GenerationRequest
 
 EOS = 0
@@ -29,6 +30,10 @@ class ModelSpec:
     has_kv: bool
     window_token_count: int
     has_state: bool
+
+    def with_adapter(self, adapter: AdapterName) -> ModelSpec:
+        """Return the model with an adapter: other weights, the same caches."""
+        return dataclasses.replace(self, weights=mix(self.weights, *adapter.encode())) if adapter else self
 
 
 def mix(*values: int) -> int:
@@ -109,7 +114,7 @@ class Reply:
 
 def reference_reply(spec: ModelSpec, request: GenerationRequest) -> Reply:
     """Compute the reply from nothing, without blocks, batches or chunks."""
-    caches = Caches(spec)
+    caches = Caches(spec.with_adapter(request.adapter))
     for token_id in request.prompt_token_ids:
         caches.run(token_id)
     room = CONTEXT_TOKEN_LIMIT - len(request.prompt_token_ids)

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Collection, Sequence
 
 from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.domain.ids import AdapterName
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
 from service.engine.decode_row import DecodeRow
@@ -100,14 +101,17 @@ class SimRunner:
         assert sequence_id not in self.open_caches, sequence_id
         self.open_caches[sequence_id] = Caches(self.spec)
 
-    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
         assert token_ids, "a prefill of nothing"
-        self.open_caches[sequence_id].prefill(token_ids)
+        caches = self.open_caches[sequence_id]
+        caches.spec = self.spec.with_adapter(adapter)
+        caches.prefill(token_ids)
 
     def prefill_measured(
         self,
         sequence_id: SequenceId,
         token_ids: Sequence[int],
+        adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
         top_count: int,
@@ -115,7 +119,9 @@ class SimRunner:
         raise AssertionError("no story asks for log probabilities")
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
-        self.joining[sequence_id] = (self.open_caches.pop(sequence_id), row.last_token_id, row.sampling.seed)
+        caches = self.open_caches.pop(sequence_id)
+        caches.spec = self.spec.with_adapter(row.adapter)
+        self.joining[sequence_id] = (caches, row.last_token_id, row.sampling.seed)
 
     def decode(self) -> list[Drawn]:
         if self.is_pipelined:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.domain.cache_orders import CacheOrder, Evict, Explain, Pin, Unpin, Verify
+from service.domain.cache_scope import CacheScope
 from service.domain.cache_stats import CacheStats
-from service.domain.ids import RequestId, Tenant
+from service.domain.ids import NO_ADAPTER, RequestId, Tenant
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.sampling import SamplingParams
 from service.domain.stats import EngineStats
@@ -31,12 +32,13 @@ from tests.sim.house import House, Life, SimClock
 from tests.sim.ledger import Ledger, Promise
 from tests.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.sim.pins import PinWatch
-from tests.sim.setup import draw_shares, make_setup
+from tests.sim.setup import ADAPTER_DIGESTS, draw_shares, make_setup
 from tests.storage.faults import Crash
 from tests.storage.test_crash import check_is_clean
 
 _USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
 _TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
+_ADAPTERS = (NO_ADAPTER, NO_ADAPTER, NO_ADAPTER, *ADAPTER_DIGESTS)
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -54,6 +56,8 @@ class Scenario:
         self.dice = random.Random(seed)
         setup = make_setup(self.dice)
         self.setup = dataclasses.replace(setup, shares=draw_shares(setup, random.Random(-1 - seed)))
+        # Dice of their own: a story of before there were adapters stays the same but for them.
+        self._adapter_dice = random.Random(-(10**6) - seed)
         self.ledger = Ledger()
         self.clock = SimClock()
         self._folder = folder
@@ -139,6 +143,7 @@ class Scenario:
             else None,
             cache_use=self.dice.choice(_USES),
             tenant=self.dice.choice(_TENANTS),
+            adapter=self._adapter_dice.choice(_ADAPTERS),
             priority=self.dice.choice((0, 0, 1)),
         )
         promise = Promise(
@@ -149,7 +154,7 @@ class Scenario:
         self._live[request.request_id] = promise
         self._say(
             f"submit {request.request_id} {bytes(prompt).decode()!r} +{request.max_output_tokens} "
-            f"{request.cache_use.name} {request.tenant!r}"
+            f"{request.cache_use.name} {request.scope}"
         )
         assert self._house.mailbox.offer(Submit(request))
 
@@ -168,14 +173,15 @@ class Scenario:
             self._house.mailbox.post(Cancel(name, cancelled_by_client()))
 
     def _order(self) -> None:
-        text, tenant = self.dice.choice(self._texts), self.dice.choice(_TENANTS)
+        text = self.dice.choice(self._texts)
+        scope = CacheScope(self.dice.choice(_TENANTS), self._adapter_dice.choice(_ADAPTERS))
         orders: tuple[CacheOrder, ...] = (
-            Explain(text, tenant),
-            Pin(text, tenant),
-            Pin(text[:12], tenant),
-            Unpin(text, tenant),
-            Evict(text, tenant),
-            Evict(text[:8], tenant),
+            Explain(text, scope),
+            Pin(text, scope),
+            Pin(text[:12], scope),
+            Unpin(text, scope),
+            Evict(text, scope),
+            Evict(text[:8], scope),
             Evict(None),
             Verify(),
             Verify(block_limit=2),

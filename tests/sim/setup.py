@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from service.domain.ids import Fingerprint
+from service.domain.ids import AdapterDigest, AdapterName, Fingerprint
 from service.engine.prefix_settings import PrefixSettings
 from service.engine.prefix_shares import ShareLimits
 from service.engine.scheduler import SchedulerLimits
@@ -15,6 +15,10 @@ from service.kv.storage_settings import StorageSettings
 from tests.sim.model import ModelSpec
 
 BLOCK = 4
+ADAPTER_DIGESTS = {
+    AdapterName("formal"): AdapterDigest(b"1" * 32),
+    AdapterName("terse"): AdapterDigest(b"2" * 32),
+}
 _CREDIT_BYTES = 66_000
 """What one small block takes of the write queue."""
 _MANIFEST_BYTES = 60_000
@@ -55,6 +59,7 @@ class Setup:
             min_prefix_token_count=self.min_prefix_token_count,
             may_recompute=self.may_recompute,
             shares=self.shares,
+            adapters=ADAPTER_DIGESTS,
         )
 
     def storage_settings(self, directory: str, model: int) -> StorageSettings:

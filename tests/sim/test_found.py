@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from service.domain.cache_orders import CacheAnswer, CacheOrder, Evict, EvictReport, Pin, PinReport, Verify
+from service.domain.cache_scope import CacheScope
 from service.domain.events import Finished
-from service.domain.ids import DEFAULT_TENANT, RequestId
+from service.domain.ids import RequestId
 from service.domain.request import GenerationRequest
 from service.domain.sampling import SamplingParams
 from service.engine.messages import Order, Submit
@@ -133,7 +134,7 @@ def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -
     prompt = b"abcdabcdabcdabcda"
     bench.ask(prompt, max_output_tokens=0)
     cache = bench.house.cache
-    blocks = cache.index.known_chain(root=cache.root(DEFAULT_TENANT), token_ids=tuple(prompt))
+    blocks = cache.index.known_chain(root=cache.root(CacheScope()), token_ids=tuple(prompt))
     assert len(blocks) == 4
     cache.drop(blocks[2])
     assert bench.ask(prompt, max_output_tokens=0).usage.cache.cached_token_count == 2 * BLOCK

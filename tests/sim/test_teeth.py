@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from service.domain.blocks import root_hash
-from service.domain.ids import DEFAULT_TENANT
+from service.domain.cache_scope import CacheScope
 from service.engine import live_requests, prefix_cache, prefix_desk, prefix_orders, scheduler
 from service.engine.delivery import Delivery
 from service.engine.sequence import Phase
@@ -73,10 +72,15 @@ def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
-    def root(self, tenant):
-        return root_hash(fingerprint=self.settings.fingerprint, tenant=DEFAULT_TENANT)
+    real = prefix_cache.PrefixCache.root
+    patch.setattr(
+        prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
+    )
 
-    patch.setattr(prefix_cache.PrefixCache, "root", root)
+
+def forget_the_adapter(patch: pytest.MonkeyPatch) -> None:
+    real = prefix_cache.PrefixCache.root
+    patch.setattr(prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
 
 
 def trust_every_region(patch: pytest.MonkeyPatch) -> None:
@@ -139,9 +143,9 @@ def never_sync_the_folder(patch: pytest.MonkeyPatch) -> None:
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
     real = prefix_orders.PrefixOrders._pin
 
-    def pin(self, token_ids, tenant, *, pinned):
-        report = real(self, token_ids, tenant, pinned=pinned)
-        for entry in self._known(token_ids, tenant)[-1:]:
+    def pin(self, token_ids, scope, *, pinned):
+        report = real(self, token_ids, scope, pinned=pinned)
+        for entry in self._known(token_ids, scope)[-1:]:
             entry.is_pinned = True
         return report
 
@@ -240,6 +244,7 @@ BREAKS: list[Break] = [
     read_one_row_off,
     restore_one_block_off,
     forget_the_tenant,
+    forget_the_adapter,
     trust_every_region,
     never_sync_the_file,
     never_sync_the_folder,

@@ -18,6 +18,7 @@ OWNERS = {
     "mlx": (
         "service.engine.mlx_runner",
         "service.engine.model_loader",
+        "service.engine.adapters",  # a module tree for each
         "service.engine.upstream",
         "service.engine.sampler",
         "service.engine.logit_shaping",  # what rows ask of their logits, as arrays

@@ -94,7 +94,9 @@ type ExplainRequest struct {
 	Cache *CachePolicy `protobuf:"bytes,5,opt,name=cache,proto3" json:"cache,omitempty"`
 	// The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
 	// Absent: none.
-	Tools         []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	Tools []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	// The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
+	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -182,6 +184,13 @@ func (x *ExplainRequest) GetTools() []*Tool {
 		return x.Tools
 	}
 	return nil
+}
+
+func (x *ExplainRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 type isExplainRequest_Prompt interface {
@@ -414,7 +423,9 @@ type WarmRequest struct {
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
 	// The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
 	// Absent: none.
-	Tools         []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	Tools []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	// The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
+	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -516,6 +527,13 @@ func (x *WarmRequest) GetTools() []*Tool {
 		return x.Tools
 	}
 	return nil
+}
+
+func (x *WarmRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 type isWarmRequest_Prompt interface {
@@ -624,7 +642,9 @@ type PinRequest struct {
 	Cache *CachePolicy `protobuf:"bytes,5,opt,name=cache,proto3" json:"cache,omitempty"`
 	// The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
 	// Absent: none.
-	Tools         []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	Tools []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	// The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
+	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -712,6 +732,13 @@ func (x *PinRequest) GetTools() []*Tool {
 		return x.Tools
 	}
 	return nil
+}
+
+func (x *PinRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 type isPinRequest_Prompt interface {
@@ -820,7 +847,9 @@ type UnpinRequest struct {
 	Cache *CachePolicy `protobuf:"bytes,5,opt,name=cache,proto3" json:"cache,omitempty"`
 	// The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
 	// Absent: none.
-	Tools         []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	Tools []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	// The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
+	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -908,6 +937,13 @@ func (x *UnpinRequest) GetTools() []*Tool {
 		return x.Tools
 	}
 	return nil
+}
+
+func (x *UnpinRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 type isUnpinRequest_Prompt interface {
@@ -1017,7 +1053,10 @@ type EvictRequest struct {
 	Cache *CachePolicy `protobuf:"bytes,6,opt,name=cache,proto3" json:"cache,omitempty"`
 	// The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
 	// Absent: none.
-	Tools         []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	Tools []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	// The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
+	// with `all`. Absent: none.
+	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1114,6 +1153,13 @@ func (x *EvictRequest) GetTools() []*Tool {
 		return x.Tools
 	}
 	return nil
+}
+
+func (x *EvictRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 type isEvictRequest_Target interface {
@@ -1445,7 +1491,7 @@ var File_icehouse_v1_cache_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\n" +
-	"\x1ficehouse/v1/cache_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a#icehouse/v1/inference_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x82\x02\n" +
+	"\x1ficehouse/v1/cache_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a#icehouse/v1/inference_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x9c\x02\n" +
 	"\x0eExplainRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
 	"\x04text\x18\x02 \x01(\tH\x00R\x04text\x12-\n" +
@@ -1453,7 +1499,8 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x06tokens\x18\x04 \x01(\v2\x18.icehouse.v1.TokenPromptH\x00R\x06tokens\x12.\n" +
 	"\x05cache\x18\x05 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12'\n" +
 	"\x05tools\x18\n" +
-	" \x03(\v2\x11.icehouse.v1.ToolR\x05toolsB\b\n" +
+	" \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
+	"\aadapter\x18\x11 \x01(\tR\aadapterB\b\n" +
 	"\x06prompt\"\xda\x02\n" +
 	"\x0fExplainResponse\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x05R\fpromptTokens\x12.\n" +
@@ -1472,7 +1519,7 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"size_bytes\x18\x04 \x01(\x03R\tsizeBytes\x12*\n" +
 	"\x04tier\x18\x05 \x01(\x0e2\x16.icehouse.v1.CacheTierR\x04tier\x12%\n" +
 	"\x0ehas_checkpoint\x18\x06 \x01(\bR\rhasCheckpoint\x12\x16\n" +
-	"\x06pinned\x18\a \x01(\bR\x06pinned\"\xba\x02\n" +
+	"\x06pinned\x18\a \x01(\bR\x06pinned\"\xd4\x02\n" +
 	"\vWarmRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1483,13 +1530,14 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x05cache\x18\x06 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12\x1a\n" +
 	"\bpriority\x18\a \x01(\x05R\bpriority\x12'\n" +
 	"\x05tools\x18\n" +
-	" \x03(\v2\x11.icehouse.v1.ToolR\x05toolsB\b\n" +
+	" \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
+	"\aadapter\x18\x11 \x01(\tR\aadapterB\b\n" +
 	"\x06prompt\"\x87\x01\n" +
 	"\fWarmResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12.\n" +
 	"\x05cache\x18\x02 \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12(\n" +
-	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\"\xfe\x01\n" +
+	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\"\x98\x02\n" +
 	"\n" +
 	"PinRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
@@ -1498,7 +1546,8 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x06tokens\x18\x04 \x01(\v2\x18.icehouse.v1.TokenPromptH\x00R\x06tokens\x12.\n" +
 	"\x05cache\x18\x05 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12'\n" +
 	"\x05tools\x18\n" +
-	" \x03(\v2\x11.icehouse.v1.ToolR\x05toolsB\b\n" +
+	" \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
+	"\aadapter\x18\x11 \x01(\tR\aadapterB\b\n" +
 	"\x06prompt\"n\n" +
 	"\vPinResponse\x12\x1f\n" +
 	"\vblock_count\x18\x01 \x01(\x05R\n" +
@@ -1506,7 +1555,7 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\vtoken_count\x18\x02 \x01(\x05R\n" +
 	"tokenCount\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x03 \x01(\x03R\tsizeBytes\"\x80\x02\n" +
+	"size_bytes\x18\x03 \x01(\x03R\tsizeBytes\"\x9a\x02\n" +
 	"\fUnpinRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
 	"\x04text\x18\x02 \x01(\tH\x00R\x04text\x12-\n" +
@@ -1514,7 +1563,8 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x06tokens\x18\x04 \x01(\v2\x18.icehouse.v1.TokenPromptH\x00R\x06tokens\x12.\n" +
 	"\x05cache\x18\x05 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12'\n" +
 	"\x05tools\x18\n" +
-	" \x03(\v2\x11.icehouse.v1.ToolR\x05toolsB\b\n" +
+	" \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
+	"\aadapter\x18\x11 \x01(\tR\aadapterB\b\n" +
 	"\x06prompt\"p\n" +
 	"\rUnpinResponse\x12\x1f\n" +
 	"\vblock_count\x18\x01 \x01(\x05R\n" +
@@ -1522,7 +1572,7 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\vtoken_count\x18\x02 \x01(\x05R\n" +
 	"tokenCount\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x03 \x01(\x03R\tsizeBytes\"\x94\x02\n" +
+	"size_bytes\x18\x03 \x01(\x03R\tsizeBytes\"\xae\x02\n" +
 	"\fEvictRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
 	"\x04text\x18\x02 \x01(\tH\x00R\x04text\x12-\n" +
@@ -1531,7 +1581,8 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x03all\x18\x05 \x01(\bH\x00R\x03all\x12.\n" +
 	"\x05cache\x18\x06 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12'\n" +
 	"\x05tools\x18\n" +
-	" \x03(\v2\x11.icehouse.v1.ToolR\x05toolsB\b\n" +
+	" \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
+	"\aadapter\x18\x11 \x01(\tR\aadapterB\b\n" +
 	"\x06target\"\x99\x01\n" +
 	"\rEvictResponse\x12&\n" +
 	"\x0fram_block_count\x18\x01 \x01(\x03R\rramBlockCount\x12\x1b\n" +

@@ -75,7 +75,10 @@ type GenerateRequest struct {
 	// fields of GenerateResponse alone.
 	Completions int32 `protobuf:"varint,15,opt,name=completions,proto3" json:"completions,omitempty"`
 	// Guess several tokens a step; the output is the same. Absent: no.
-	Speculation   *Speculation `protobuf:"bytes,16,opt,name=speculation,proto3" json:"speculation,omitempty"`
+	Speculation *Speculation `protobuf:"bytes,16,opt,name=speculation,proto3" json:"speculation,omitempty"`
+	// The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
+	// different adapters share no cache. Absent: the model by itself.
+	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -233,6 +236,13 @@ func (x *GenerateRequest) GetSpeculation() *Speculation {
 		return x.Speculation
 	}
 	return nil
+}
+
+func (x *GenerateRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 type isGenerateRequest_Prompt interface {
@@ -1229,7 +1239,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xcf\x05\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xe9\x05\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1249,7 +1259,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\vtool_choice\x18\x0e \x01(\v2\x17.icehouse.v1.ToolChoiceR\n" +
 	"toolChoice\x12 \n" +
 	"\vcompletions\x18\x0f \x01(\x05R\vcompletions\x12:\n" +
-	"\vspeculation\x18\x10 \x01(\v2\x18.icehouse.v1.SpeculationR\vspeculationB\b\n" +
+	"\vspeculation\x18\x10 \x01(\v2\x18.icehouse.v1.SpeculationR\vspeculation\x12\x18\n" +
+	"\aadapter\x18\x11 \x01(\tR\aadapterB\b\n" +
 	"\x06prompt\"\xba\x05\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +

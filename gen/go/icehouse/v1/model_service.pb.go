@@ -255,7 +255,9 @@ type Model struct {
 	// Tokens that end the output.
 	EosTokenIds []int32 `protobuf:"varint,13,rep,packed,name=eos_token_ids,json=eosTokenIds,proto3" json:"eos_token_ids,omitempty"`
 	// The device it runs on, for example "cpu" or "gpu".
-	Device        string `protobuf:"bytes,14,opt,name=device,proto3" json:"device,omitempty"`
+	Device string `protobuf:"bytes,14,opt,name=device,proto3" json:"device,omitempty"`
+	// The adapters that requests may choose, in the config's order. Absent: none.
+	Adapters      []*Adapter `protobuf:"bytes,15,rep,name=adapters,proto3" json:"adapters,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -388,11 +390,18 @@ func (x *Model) GetDevice() string {
 	return ""
 }
 
+func (x *Model) GetAdapters() []*Adapter {
+	if x != nil {
+		return x.Adapters
+	}
+	return nil
+}
+
 var File_icehouse_v1_model_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\n" +
-	"\x1ficehouse/v1/model_service.proto\x12\vicehouse.v1\"O\n" +
+	"\x1ficehouse/v1/model_service.proto\x12\vicehouse.v1\x1a\x19icehouse/v1/adapter.proto\"O\n" +
 	"\x11ListModelsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -403,7 +412,7 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"<\n" +
 	"\x10GetModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\xed\x03\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\x9f\x04\n" +
 	"\x05Model\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12'\n" +
@@ -419,7 +428,8 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\vfingerprint\x18\v \x01(\tR\vfingerprint\x12*\n" +
 	"\x11has_chat_template\x18\f \x01(\bR\x0fhasChatTemplate\x12\"\n" +
 	"\reos_token_ids\x18\r \x03(\x05R\veosTokenIds\x12\x16\n" +
-	"\x06device\x18\x0e \x01(\tR\x06device2\xa6\x01\n" +
+	"\x06device\x18\x0e \x01(\tR\x06device\x120\n" +
+	"\badapters\x18\x0f \x03(\v2\x14.icehouse.v1.AdapterR\badapters2\xa6\x01\n" +
 	"\fModelService\x12M\n" +
 	"\n" +
 	"ListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n" +
@@ -444,19 +454,21 @@ var file_icehouse_v1_model_service_proto_goTypes = []any{
 	(*GetModelRequest)(nil),    // 2: icehouse.v1.GetModelRequest
 	(*GetModelResponse)(nil),   // 3: icehouse.v1.GetModelResponse
 	(*Model)(nil),              // 4: icehouse.v1.Model
+	(*Adapter)(nil),            // 5: icehouse.v1.Adapter
 }
 var file_icehouse_v1_model_service_proto_depIdxs = []int32{
 	4, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
 	4, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
-	0, // 2: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
-	2, // 3: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
-	1, // 4: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
-	3, // 5: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
-	4, // [4:6] is the sub-list for method output_type
-	2, // [2:4] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	5, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
+	0, // 3: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
+	2, // 4: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
+	1, // 5: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
+	3, // 6: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
+	5, // [5:7] is the sub-list for method output_type
+	3, // [3:5] is the sub-list for method input_type
+	3, // [3:3] is the sub-list for extension type_name
+	3, // [3:3] is the sub-list for extension extendee
+	0, // [0:3] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_model_service_proto_init() }
@@ -464,6 +476,7 @@ func file_icehouse_v1_model_service_proto_init() {
 	if File_icehouse_v1_model_service_proto != nil {
 		return
 	}
+	file_icehouse_v1_adapter_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

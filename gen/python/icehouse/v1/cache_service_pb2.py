@@ -30,45 +30,45 @@ from icehouse.v1 import tool_pb2 as icehouse_dot_v1_dot_tool__pb2
 from icehouse.v1 import usage_pb2 as icehouse_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/cache_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a#icehouse/v1/inference_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xd9\x01\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.ToolB\x08\n\x06prompt\"\x83\x02\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.BlockMatch\x12@\n\x1dpredicted_time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\"predicted_time_to_first_token_cold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa6\x01\n\nBlockMatch\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12$\n\x04tier\x18\x05 \x01(\x0e\x32\x16.icehouse.v1.CacheTier\x12\x16\n\x0ehas_checkpoint\x18\x06 \x01(\x08\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\"\xfc\x01\n\x0bWarmRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.ToolB\x08\n\x06prompt\"n\n\x0cWarmResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.Usage\"\xd5\x01\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.ToolB\x08\n\x06prompt\"K\n\x0bPinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xd7\x01\n\x0cUnpinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.ToolB\x08\n\x06prompt\"M\n\rUnpinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xe6\x01\n\x0c\x45victRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\r\n\x03\x61ll\x18\x05 \x01(\x08H\x00\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.ToolB\x08\n\x06target\"g\n\rEvictResponse\x12\x17\n\x0fram_block_count\x18\x01 \x01(\x03\x12\x11\n\tram_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fssd_block_count\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"$\n\rVerifyRequest\x12\x13\n\x0b\x62lock_limit\x18\x01 \x01(\x03\"\xa8\x01\n\x0eVerifyResponse\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x64\x61maged_hashes\x18\x03 \x03(\t\x12\x1b\n\x13\x64\x61maged_block_count\x18\x04 \x01(\x03\x12+\n\x08\x64uration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x11WatchStatsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x12WatchStatsResponse\x12.\n\x05stats\x18\x01 \x01(\x0b\x32\x1f.icehouse.v1.CacheStatsResponse*O\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41\x43HE_TIER_RAM\x10\x01\x12\x12\n\x0e\x43\x41\x43HE_TIER_SSD\x10\x02\x32\xdf\x03\n\x0c\x43\x61\x63heService\x12\x44\n\x07\x45xplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12;\n\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse\x12\x38\n\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12>\n\x05\x45vict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse\x12\x41\n\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse\x12O\n\nWatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/cache_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a#icehouse/v1/inference_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xea\x01\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"\x83\x02\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.BlockMatch\x12@\n\x1dpredicted_time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\"predicted_time_to_first_token_cold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa6\x01\n\nBlockMatch\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12$\n\x04tier\x18\x05 \x01(\x0e\x32\x16.icehouse.v1.CacheTier\x12\x16\n\x0ehas_checkpoint\x18\x06 \x01(\x08\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\"\x8d\x02\n\x0bWarmRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"n\n\x0cWarmResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.Usage\"\xe6\x01\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"K\n\x0bPinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xe8\x01\n\x0cUnpinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"M\n\rUnpinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xf7\x01\n\x0c\x45victRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\r\n\x03\x61ll\x18\x05 \x01(\x08H\x00\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06target\"g\n\rEvictResponse\x12\x17\n\x0fram_block_count\x18\x01 \x01(\x03\x12\x11\n\tram_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fssd_block_count\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"$\n\rVerifyRequest\x12\x13\n\x0b\x62lock_limit\x18\x01 \x01(\x03\"\xa8\x01\n\x0eVerifyResponse\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x64\x61maged_hashes\x18\x03 \x03(\t\x12\x1b\n\x13\x64\x61maged_block_count\x18\x04 \x01(\x03\x12+\n\x08\x64uration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x11WatchStatsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x12WatchStatsResponse\x12.\n\x05stats\x18\x01 \x01(\x0b\x32\x1f.icehouse.v1.CacheStatsResponse*O\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41\x43HE_TIER_RAM\x10\x01\x12\x12\n\x0e\x43\x41\x43HE_TIER_SSD\x10\x02\x32\xdf\x03\n\x0c\x43\x61\x63heService\x12\x44\n\x07\x45xplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12;\n\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse\x12\x38\n\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12>\n\x05\x45vict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse\x12\x41\n\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse\x12O\n\nWatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.cache_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CACHETIER']._serialized_start=2515
-  _globals['_CACHETIER']._serialized_end=2594
+  _globals['_CACHETIER']._serialized_start=2600
+  _globals['_CACHETIER']._serialized_end=2679
   _globals['_EXPLAINREQUEST']._serialized_start=225
-  _globals['_EXPLAINREQUEST']._serialized_end=442
-  _globals['_EXPLAINRESPONSE']._serialized_start=445
-  _globals['_EXPLAINRESPONSE']._serialized_end=704
-  _globals['_BLOCKMATCH']._serialized_start=707
-  _globals['_BLOCKMATCH']._serialized_end=873
-  _globals['_WARMREQUEST']._serialized_start=876
-  _globals['_WARMREQUEST']._serialized_end=1128
-  _globals['_WARMRESPONSE']._serialized_start=1130
-  _globals['_WARMRESPONSE']._serialized_end=1240
-  _globals['_PINREQUEST']._serialized_start=1243
-  _globals['_PINREQUEST']._serialized_end=1456
-  _globals['_PINRESPONSE']._serialized_start=1458
-  _globals['_PINRESPONSE']._serialized_end=1533
-  _globals['_UNPINREQUEST']._serialized_start=1536
-  _globals['_UNPINREQUEST']._serialized_end=1751
-  _globals['_UNPINRESPONSE']._serialized_start=1753
-  _globals['_UNPINRESPONSE']._serialized_end=1830
-  _globals['_EVICTREQUEST']._serialized_start=1833
-  _globals['_EVICTREQUEST']._serialized_end=2063
-  _globals['_EVICTRESPONSE']._serialized_start=2065
-  _globals['_EVICTRESPONSE']._serialized_end=2168
-  _globals['_VERIFYREQUEST']._serialized_start=2170
-  _globals['_VERIFYREQUEST']._serialized_end=2206
-  _globals['_VERIFYRESPONSE']._serialized_start=2209
-  _globals['_VERIFYRESPONSE']._serialized_end=2377
-  _globals['_WATCHSTATSREQUEST']._serialized_start=2379
-  _globals['_WATCHSTATSREQUEST']._serialized_end=2443
-  _globals['_WATCHSTATSRESPONSE']._serialized_start=2445
-  _globals['_WATCHSTATSRESPONSE']._serialized_end=2513
-  _globals['_CACHESERVICE']._serialized_start=2597
-  _globals['_CACHESERVICE']._serialized_end=3076
+  _globals['_EXPLAINREQUEST']._serialized_end=459
+  _globals['_EXPLAINRESPONSE']._serialized_start=462
+  _globals['_EXPLAINRESPONSE']._serialized_end=721
+  _globals['_BLOCKMATCH']._serialized_start=724
+  _globals['_BLOCKMATCH']._serialized_end=890
+  _globals['_WARMREQUEST']._serialized_start=893
+  _globals['_WARMREQUEST']._serialized_end=1162
+  _globals['_WARMRESPONSE']._serialized_start=1164
+  _globals['_WARMRESPONSE']._serialized_end=1274
+  _globals['_PINREQUEST']._serialized_start=1277
+  _globals['_PINREQUEST']._serialized_end=1507
+  _globals['_PINRESPONSE']._serialized_start=1509
+  _globals['_PINRESPONSE']._serialized_end=1584
+  _globals['_UNPINREQUEST']._serialized_start=1587
+  _globals['_UNPINREQUEST']._serialized_end=1819
+  _globals['_UNPINRESPONSE']._serialized_start=1821
+  _globals['_UNPINRESPONSE']._serialized_end=1898
+  _globals['_EVICTREQUEST']._serialized_start=1901
+  _globals['_EVICTREQUEST']._serialized_end=2148
+  _globals['_EVICTRESPONSE']._serialized_start=2150
+  _globals['_EVICTRESPONSE']._serialized_end=2253
+  _globals['_VERIFYREQUEST']._serialized_start=2255
+  _globals['_VERIFYREQUEST']._serialized_end=2291
+  _globals['_VERIFYRESPONSE']._serialized_start=2294
+  _globals['_VERIFYRESPONSE']._serialized_end=2462
+  _globals['_WATCHSTATSREQUEST']._serialized_start=2464
+  _globals['_WATCHSTATSREQUEST']._serialized_end=2528
+  _globals['_WATCHSTATSRESPONSE']._serialized_start=2530
+  _globals['_WATCHSTATSRESPONSE']._serialized_end=2598
+  _globals['_CACHESERVICE']._serialized_start=2682
+  _globals['_CACHESERVICE']._serialized_end=3161
 # @@protoc_insertion_point(module_scope)

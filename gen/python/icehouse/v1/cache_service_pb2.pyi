@@ -61,10 +61,13 @@ class ExplainRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
     """Plain text."""
+    adapter: _builtins.str
+    """The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none."""
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """A conversation."""
@@ -92,10 +95,11 @@ class ExplainRequest(_message.Message):
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -211,6 +215,7 @@ class WarmRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As for Generate."""
     model: _builtins.str
@@ -219,6 +224,8 @@ class WarmRequest(_message.Message):
     """Plain text."""
     priority: _builtins.int
     """As for Generate."""
+    adapter: _builtins.str
+    """The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none."""
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """A conversation."""
@@ -250,10 +257,11 @@ class WarmRequest(_message.Message):
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
         tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -307,10 +315,13 @@ class PinRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
     """Plain text."""
+    adapter: _builtins.str
+    """The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none."""
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """A conversation."""
@@ -338,10 +349,11 @@ class PinRequest(_message.Message):
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -391,10 +403,13 @@ class UnpinRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
     """Plain text."""
+    adapter: _builtins.str
+    """The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none."""
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """A conversation."""
@@ -422,10 +437,11 @@ class UnpinRequest(_message.Message):
         tokens: _prompt_pb2.TokenPrompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -476,12 +492,17 @@ class EvictRequest(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; else NOT_FOUND. Absent: the served model."""
     text: _builtins.str
     """The known blocks of this text."""
     all: _builtins.bool
     """Everything of this model and of every tenant. Must be true. For operators only."""
+    adapter: _builtins.str
+    """The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
+    with `all`. Absent: none.
+    """
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
         """The known blocks of this conversation."""
@@ -510,10 +531,11 @@ class EvictRequest(_message.Message):
         all: _builtins.bool = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache", b"cache", "chat", b"chat", "target", b"target", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache", b"cache", "chat", b"chat", "model", b"model", "target", b"target", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "all", b"all", "cache", b"cache", "chat", b"chat", "model", b"model", "target", b"target", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["text", "chat", "tokens", "all"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015

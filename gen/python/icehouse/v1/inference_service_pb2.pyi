@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     COMPLETIONS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
     Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
@@ -76,6 +77,10 @@ class GenerateRequest(_message.Message):
     queue and a slot each, and the first to fail ends them all. The prompt is computed once, and the
     others start from its blocks, if `cache` allows to write and to read. Absent or 0: 1, told by the
     fields of GenerateResponse alone.
+    """
+    adapter: _builtins.str
+    """The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
+    different adapters share no cache. Absent: the model by itself.
     """
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
@@ -142,10 +147,11 @@ class GenerateRequest(_message.Message):
         tool_choice: _tool_pb2.ToolChoice | None = ...,
         completions: _builtins.int = ...,
         speculation: _speculation_pb2.Speculation | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

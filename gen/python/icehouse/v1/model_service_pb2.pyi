@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from icehouse.v1 import adapter_pb2 as _adapter_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -138,6 +139,7 @@ class Model(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name callers use in `model`."""
     architecture: _builtins.str
@@ -170,6 +172,10 @@ class Model(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the output."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.Adapter]:
+        """The adapters that requests may choose, in the config's order. Absent: none."""
+
     def __init__(
         self,
         *,
@@ -187,10 +193,11 @@ class Model(_message.Message):
         has_chat_template: _builtins.bool = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         device: _builtins.str = ...,
+        adapters: _abc.Iterable[_adapter_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "quantization", b"quantization", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "quantization", b"quantization", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
