@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 import jsonschema
+import numpy as np
+from safetensors.numpy import save_file
 
 from service.cli.demo import free_port, running_server
 from service.demo.build import ensure_demo_model
@@ -38,7 +40,7 @@ EXPECTED = {
     "CacheService/Evict": '"ram_block_count": "1"',
     "CacheService/Verify": '"duration"',
     "CacheService/WatchStats": '"stats"',
-    "ModelService/ListModels": "gemma-3-270m",
+    "ModelService/ListModels": '"name": "poetry"',
     "Health/Check": "SERVING",
     "list": "icehouse.v1.InferenceService",
 }
@@ -82,6 +84,7 @@ WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
         "InvalidArgument",
         "/properties/a",
     ),
+    ("unknown adapter", {"text": "a", "adapter": "prose"}, "NotFound", "ADAPTER_NOT_FOUND"),
     ("unknown model", {"text": "a", "model": "none"}, "NotFound", "MODEL_NOT_FOUND"),
     ("token outside", {"tokens": {"ids": [1 << 30]}}, "InvalidArgument", "TOKEN_OUT_OF_RANGE"),
     ("too long", {"tokens": {"ids": [5] * 40_000}}, "InvalidArgument", "PROMPT_TOO_LONG"),
@@ -170,6 +173,26 @@ def readme_commands() -> list[str]:
     return [line for line in lines if line.startswith("grpcurl ")]
 
 
+def write_adapter(folder: Path, model_folder: Path) -> Path:
+    """Write an adapter of the demo model, of one layer and random, as mlx-lm's training would."""
+    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    layer = f"model.layers.{config['num_hidden_layers'] - 1}.self_attn.q_proj"
+    random = np.random.default_rng(0)
+    shapes = {
+        "lora_a": (config["hidden_size"], 4),
+        "lora_b": (4, config["num_attention_heads"] * config["head_dim"]),
+    }
+    folder.mkdir()
+    save_file(
+        {f"{layer}.{name}": random.standard_normal(s, np.float32) / 40 for name, s in shapes.items()},
+        folder / "adapters.safetensors",
+    )
+    parameters = {"rank": 4, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    written = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(written), encoding="utf-8")
+    return folder
+
+
 def main() -> int:
     """Run everything; the exit code says whether all went well."""
     parser = argparse.ArgumentParser()
@@ -179,12 +202,16 @@ def main() -> int:
         print("grpcurl is not here; install it with", file=sys.stderr)
         print("  go install github.com/fullstorydev/grpcurl/cmd/grpcurl@latest", file=sys.stderr)
         return 1
-    ensure_demo_model()
+    model_folder = ensure_demo_model()
     address = f"127.0.0.1:{free_port()}"
     smoke = Smoke(grpcurl=grpcurl, address=address)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        running_server(address=address, scratch=Path(scratch)) as server,
+        running_server(
+            address=address,
+            scratch=Path(scratch),
+            options=["--adapters", f"poetry={write_adapter(Path(scratch) / 'poetry', model_folder)}"],
+        ) as server,
         Connection(address) as connection,
     ):
         if not connection.wait_until_serving(is_alive=lambda: server.poll() is None):

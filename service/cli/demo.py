@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from service.cli.comparison import Pass, comparison_table, texts_are_equal, verdict_text
@@ -134,7 +134,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_server(*, address: str, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running_server(
+    *, address: str, scratch: Path, options: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run `icehouse serve --model demo` at `address` with its blocks in `scratch`; at the end stop it.
 
     Raises StartError with the server's log when it did not end with code 0.
@@ -143,7 +145,7 @@ def running_server(*, address: str, scratch: Path) -> Iterator[subprocess.Popen[
     command = [sys.executable, "-m", "service.cli.main", "serve", "--model", "demo", "--uds", ""]
     command += ["--host", host, "--port", port, "--cache-directory", str(scratch / "blocks")]
     # What is shown must not depend on the settings that somebody happens to have in the environment.
-    command += ["--cache", "--ssd", "--spill-policy", "on_evict"]
+    command += ["--cache", "--ssd", "--spill-policy", "on_evict", *options]
     log_file = scratch / "server.log"
     with log_file.open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the server in order.

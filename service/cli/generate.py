@@ -27,6 +27,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
+    adapter: Annotated[
+        str, typer.Option(help="One of the server's LoRA adapters; by default the model by itself.")
+    ] = "",
     timeout_s: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the text only.")] = False,
 ) -> None:
@@ -42,6 +45,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=tuple(stop or ()),
+        adapter=adapter,
     )
     with Connection(address or address_of(load_config().config.server)) as connection:
         try:

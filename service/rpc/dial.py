@@ -39,6 +39,7 @@ class Prompt:
     top_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Connection:
 
 def _request(prompt: Prompt) -> inference_service_pb2.GenerateRequest:
     request = inference_service_pb2.GenerateRequest(
-        max_output_tokens=prompt.max_output_tokens or 0, stop=list(prompt.stop)
+        max_output_tokens=prompt.max_output_tokens or 0, stop=list(prompt.stop), adapter=prompt.adapter
     )
     if prompt.is_chat:
         request.chat.messages.add(role="user", content=prompt.text)

@@ -42,6 +42,7 @@ class Options(SamplingOptions, total=False):
     prompt_logprobs: bool
     """Tells those of the prompt's tokens too."""
     model: str
+    adapter: str
     request_id: str
     cache_use: CacheUse
     tenant: str
@@ -60,6 +61,7 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     request = inference.GenerateRequest(
         request_id=options.get("request_id", ""),
         model=options.get("model", ""),
+        adapter=options.get("adapter", ""),
         max_output_tokens=options.get("max_output_tokens", 0),
         sampling=sampling_proto(options),
         completions=options.get("completions", 0),
