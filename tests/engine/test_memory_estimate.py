@@ -119,7 +119,7 @@ def test_no_join_takes_more_than_estimated_nor_far_less(tmp_path: Path, architec
         sequence_id = SequenceId(number)
         runner.open(sequence_id)
         for _ in range(0, token_count, 64):
-            runner.prefill(sequence_id, [5 + i % 200 for i in range(64)])
+            runner.prefill(sequence_id, [5 + i % 200 for i in range(64)], NO_ADAPTER)
         token_counts.append(token_count)
         before_bytes = mx.get_active_memory()
         mx.reset_peak_memory()

@@ -6,13 +6,15 @@
 
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { Adapter } from "./adapter_pb.js";
+import { file_icehouse_v1_adapter } from "./adapter_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file icehouse/v1/model_service.proto.
  */
 export const file_icehouse_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwiuAIKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkypgEKDE1vZGVsU2VydmljZRJNCgpMaXN0TW9kZWxzEh4uaWNlaG91c2UudjEuTGlzdE1vZGVsc1JlcXVlc3QaHy5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USRwoIR2V0TW9kZWwSHC5pY2Vob3VzZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRNb2RlbFJlc3BvbnNlYgZwcm90bzM");
+  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwi4AIKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyMqYBCgxNb2RlbFNlcnZpY2USTQoKTGlzdE1vZGVscxIeLmljZWhvdXNlLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gh8uaWNlaG91c2UudjEuTGlzdE1vZGVsc1Jlc3BvbnNlEkcKCEdldE1vZGVsEhwuaWNlaG91c2UudjEuR2V0TW9kZWxSZXF1ZXN0Gh0uaWNlaG91c2UudjEuR2V0TW9kZWxSZXNwb25zZWIGcHJvdG8z", [file_icehouse_v1_adapter]);
 
 /**
  * Asks for a page of models.
@@ -215,6 +217,13 @@ export type Model = Message<"icehouse.v1.Model"> & {
    * @generated from field: string device = 14;
    */
   device: string;
+
+  /**
+   * The adapters that requests may choose, in the config's order. Absent: none.
+   *
+   * @generated from field: repeated icehouse.v1.Adapter adapters = 15;
+   */
+  adapters: Adapter[];
 };
 
 /**
