@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from service.config import Config, TelemetryConfig
 from service.domain.call import SpillRecord
+from service.domain.request import call_of
 from service.errors import ConfigError, Reason
 from service.kv.messages import Outcome, Persisted
 from service.rpc.sampler import Sampler
@@ -55,7 +56,7 @@ class TelemetryRoom:
             if isinstance(outcome, Persisted) and outcome.request_id is not None:
                 tracer.spilled(
                     SpillRecord(
-                        request_id=outcome.request_id,
+                        request_id=call_of(outcome.request_id),
                         start_time=outcome.start_time,
                         duration_s=outcome.duration_s,
                         token_count=outcome.record.token_count,

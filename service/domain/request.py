@@ -12,6 +12,9 @@ from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SEED_RANGE, SamplingParams
 from service.domain.speculation import Speculation
 
+_COMPLETION_MARK = "#"
+"""Between a request's name and the number of one of its completions. No caller's name has it."""
+
 
 class CacheUse(enum.Enum):
     """What a request may do with the prefix cache."""
@@ -66,8 +69,12 @@ class GenerationRequest:
         logprobs = self.logprobs
         return dataclasses.replace(
             self,
-            # No caller can name a request so: `#` is not allowed there.
-            request_id=RequestId(f"{self.request_id}#{index}"),
+            request_id=RequestId(f"{self.request_id}{_COMPLETION_MARK}{index}"),
             sampling=dataclasses.replace(self.sampling, seed=seed),
             logprobs=None if logprobs is None else dataclasses.replace(logprobs, of_prompt=False),
         )
+
+
+def call_of(request_id: RequestId) -> RequestId:
+    """Return the name of the call that a request belongs to: itself, unless it is a further completion."""
+    return RequestId(request_id.partition(_COMPLETION_MARK)[0])

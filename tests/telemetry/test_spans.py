@@ -11,12 +11,15 @@ import pytest
 
 from service.cli.telemetry import TelemetryRoom
 from service.config import load_config
+from service.domain.cache_stats import SpillDropCause
 from service.domain.call import CallRecord, SpanNames, SpillRecord, TraceContext
 from service.domain.ids import RequestId
 from service.errors import ConfigError
+from service.kv.messages import Outcome, Persisted, SpillDropped
 from service.telemetry import spans as module
 from service.telemetry.spans import Spans, otlp_exporter
 from service.telemetry.stages import stages_of
+from tests.kv.known_blocks import Shelf, record_of
 from tests.telemetry.collector import Collector, Sent, collecting
 from tests.telemetry.facts import call_record
 
@@ -96,6 +99,28 @@ def test_a_spill_is_a_child_of_the_call_that_caused_it(is_early: bool) -> None:
     assert (written.parent_id, written.trace_id) == (parents["r1"].span_id, parents["r1"].trace_id)
     assert written.end_s - written.start_s == pytest.approx(0.5)
     assert written.attributes == {"icehouse.tokens": 256, "icehouse.size": 4096}
+
+
+@pytest.mark.parametrize("request_id", ["r1", "r1#2"], ids=["the request", "its third completion"])
+def test_what_storage_tells_becomes_a_span_and_goes_on_to_the_engine(request_id: str) -> None:
+    record = record_of(Shelf().chain([1, 2, 3])[0])
+    told: list[Outcome] = []
+    with collecting() as (collector, endpoint):
+        room = TelemetryRoom(load_config(flags={"telemetry.traces_endpoint": endpoint}, environ={}).config)
+        assert room.watchers.tracer is not None
+        outcomes = (
+            Persisted(record, RequestId(request_id), 1_700_000_003.0, 0.5),
+            Persisted(record),
+            SpillDropped(record.hash, SpillDropCause.DUPLICATE),
+        )
+        for outcome in outcomes:
+            room.watching(told.append)(outcome)
+        room.watchers.tracer.trace(call_record())
+        room.stop()
+    server = by_name(collector)["icehouse.v1.InferenceService/Stream"]
+    [written] = [span for span in collector.spans if span.name == "spill"]
+    assert written.parent_id == server.span_id and written.attributes["icehouse.size"] == record.file_bytes
+    assert told == list(outcomes)
 
 
 def test_an_early_spill_is_told_once() -> None:
