@@ -189,7 +189,8 @@ def _cache(stats: inference_service_pb2.CacheStatsResponse) -> CacheGlance:
         dropped_block_total=sum(drop.block_total for drop in cache.spill.drops),
         damaged_block_total=found.checksum_failure_total
         + found.header_mismatch_total
-        + found.missing_file_total,
+        + found.missing_file_total
+        + found.seal_failure_total,
         writes_off_detail=cache.disk.writes_off_detail,
     )
 

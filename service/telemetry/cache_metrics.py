@@ -53,6 +53,7 @@ def _damage(s: Snapshot) -> Iterable[Value]:
         yield ("checksum",), found.checksum_failure_total
         yield ("header",), found.header_mismatch_total
         yield ("missing",), found.missing_file_total
+        yield ("seal",), found.seal_failure_total
 
 
 _TIERS = (
