@@ -38,7 +38,7 @@ def root_of(tenant: str) -> BlockHash:
 
 def record_of(entry: Entry, *kinds: RegionKind, pinned: bool = False) -> BlockRecord:
     """Return the row of a block with these regions on SSD."""
-    values: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(BlockRecord)}
+    values: dict[str, Any] = dict.fromkeys(BlockRecord._fields, 0)
     values |= {f"{kind}_bytes": 100 for kind in kinds}
     values |= {
         "hash": entry.hash,
