@@ -153,7 +153,7 @@ async def test_orders_reach_the_callers_own_blocks_only(tmp_path: Path) -> None:
         assert house.engine.orders == []
         await house.cache.Evict(cache_service_pb2.EvictRequest(text="Hi"), metadata=bearer(SEARCH))
         [order] = house.engine.orders
-        assert order.tenant == "search"
+        assert order.scope.tenant == "search"
 
 
 async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) -> None:
