@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from service.config.setting import Kind, setting
 
@@ -39,3 +40,19 @@ class TenantConfig:
         minimum=0,
         flag="--tenant-ssd-bytes",
     )
+    shared_prefixes: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Tenants whose cached prompts others may start from, by commas; `a=b+c` is for b and c only.",
+        flag="--shared-prefixes",
+    )
+
+    @property
+    def shared_prefix_grants(self) -> Mapping[str, frozenset[str] | None]:
+        """Who may start from the prompts of each shared tenant; None: every tenant."""
+        parts = [part.partition("=") for part in (self.shared_prefixes or "").split(",") if part.strip()]
+        return {name.strip(): _names(listed) if equals else None for name, equals, listed in parts}
+
+
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in listed.split("+") if name.strip())

@@ -30,6 +30,8 @@ class Explain:
 
     prompt_token_ids: tuple[int, ...]
     scope: CacheScope = DEFAULT_SCOPE
+    shared_scope: CacheScope | None = None
+    """Another one whose blocks it may start from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

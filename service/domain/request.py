@@ -43,6 +43,8 @@ class GenerationRequest:
     tenant: Tenant = DEFAULT_TENANT
     adapter: AdapterName = NO_ADAPTER
     """One of those served, already checked."""
+    shared_tenant: Tenant | None = None
+    """Another tenant whose blocks it may start from. It writes none of them."""
     priority: int = 0
     """Higher runs first."""
     shows_markers: bool = False
@@ -57,6 +59,11 @@ class GenerationRequest:
     def scope(self) -> CacheScope:
         """With whom its KV is shared."""
         return CacheScope(self.tenant, self.adapter)
+
+    @property
+    def shared_scope(self) -> CacheScope | None:
+        """Whose KV it may start from too, if anybody's."""
+        return None if self.shared_tenant is None else CacheScope(self.shared_tenant, self.adapter)
 
     def completion(self, index: int) -> GenerationRequest:
         """Return the request for another output of the same prompt; 0 is this one.

@@ -6,6 +6,7 @@ in decode alike, so that a cancelled request leaves its blocks behind and no ste
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadSequence
 
@@ -102,6 +103,10 @@ class PrefixCache:
         """Return h0 for this model, tenant and adapter."""
         return self.shares.root(scope)
 
+    def shared_root(self, scope: CacheScope | None) -> BlockHash | None:
+        """Return h0 of whose blocks may stand for missing ones; None for nobody's."""
+        return None if scope is None else self.root(scope)
+
     def may_read(self, sequence: Sequence) -> bool:
         """Whether this sequence may reuse what is cached now."""
         reads = sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
@@ -118,9 +123,16 @@ class PrefixCache:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.PROMPT_LOGPROBS))
         root = self.root(request.scope)
         plan = self.planner.plan(
-            root=root, token_ids=sequence.input_token_ids, with_ssd=self.storage is not None
+            root=root,
+            token_ids=sequence.input_token_ids,
+            with_ssd=self.storage is not None,
+            shared_root=self.shared_root(request.shared_scope),
         )
-        self.shares.claim(plan.entries, root)
+        own = plan.entries
+        if request.shared_tenant is not None:
+            parents = {root, *self.index.chain_names(root, sequence.input_token_ids)}
+            own = tuple(entry for entry in own if entry.parent in parents)
+        self.shares.claim(own, root)
         self._note_use(plan.entries)
         return plan
 
@@ -189,13 +201,10 @@ class PrefixCache:
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
-        size = self.settings.block_token_count
-        parent = self.root(sequence.request.scope)
-        sequence.chain.clear()
-        for start in range(0, token_count - size + 1, size):
-            tokens = sequence.input_token_ids[start : start + size]
-            parent = self.index.name_of(parent=parent, token_ids=tokens)
-            sequence.chain.append(parent)
+        request, tokens = sequence.request, sequence.input_token_ids[:token_count]
+        sequence.chain[:] = self.index.chain_names(self.root(request.scope), tokens)
+        shared = self.shared_root(request.shared_scope)
+        sequence.shared_chain[:] = [] if shared is None else self.index.chain_names(shared, tokens)
 
     def drop(self, entry: Entry) -> None:
         """Remove a block from RAM by order."""
@@ -241,7 +250,7 @@ class PrefixCache:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self.store(entry, regions, chain=sequence.chain)
         self._supersede(entry)
-        if self._is_cut_off(sequence.chain) and self.spills.wants(entry) and self.spills.has_credit(entry):
+        if self._is_cut_off(sequence) and self.spills.wants(entry) and self.spills.has_credit(entry):
             self.spills.send(entry)
         self.index.discard_if_empty(entry)
         return entry.hash
@@ -258,10 +267,14 @@ class PrefixCache:
         if self.room.make(size_bytes, spared=spared, owner=entry.owner):
             self.ram.put(entry, regions)
 
-    def _is_cut_off(self, chain: ReadSequence[BlockHash]) -> bool:
-        """Whether some block of this chain has its kv on SSD only: what follows is then read from there."""
-        found = (self.index.get(name) for name in chain)
-        return self.facts.has_kv and not all(e is not None and RegionKind.KV in e.ram for e in found)
+    def _is_cut_off(self, sequence: Sequence) -> bool:
+        """Whether some block before has its kv on SSD only: what follows is then read from there."""
+        pairs = itertools.zip_longest(sequence.chain, sequence.shared_chain)
+        return self.facts.has_kv and not all(self._has_kv_in_ram(pair) for pair in pairs)
+
+    def _has_kv_in_ram(self, names: ReadSequence[BlockHash | None]) -> bool:
+        found = (self.index.get(name) for name in names if name is not None)
+        return any(entry is not None and RegionKind.KV in entry.ram for entry in found)
 
     def _supersede(self, entry: Entry) -> None:
         """Let go of shorter blocks in RAM that this one can stand for."""

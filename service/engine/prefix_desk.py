@@ -242,6 +242,7 @@ class PrefixDesk:
             root=self._cache.root(request.scope),
             token_ids=restore.sequence.input_token_ids,
             with_ssd=False,
+            shared_root=self._cache.shared_root(request.shared_scope),
         )
         if restore.plan.is_hit:
             return Phase.RESTORING

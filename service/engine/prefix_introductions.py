@@ -40,7 +40,12 @@ class Introductions:
             return True
         prompt = sequence.input_token_ids
         root = cache.root(sequence.request.scope)
-        strangers = cache.index.strangers(root=root, token_ids=prompt, token_limit=len(prompt) - 1)
+        strangers = cache.index.strangers(
+            root=root,
+            token_ids=prompt,
+            token_limit=len(prompt) - 1,
+            shared_root=cache.shared_root(sequence.request.shared_scope),
+        )
         if not strangers:
             return False
         load_id = LoadId(next(self._load_ids))

@@ -164,6 +164,7 @@ class PrefixOrders:
             root=cache.root(order.scope),
             token_ids=order.prompt_token_ids,
             with_ssd=cache.storage is not None,
+            shared_root=cache.shared_root(order.shared_scope),
         )
         ssd_bytes = cache.planner.ssd_bytes(plan)
         restore_s = cache.rates.restore_s(ssd_bytes=ssd_bytes, token_count=plan.token_count)

@@ -6,6 +6,7 @@ Pure functions over the index, for the inference thread and for `Explain`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from service.domain.blocks import BlockHeader, RegionKind
@@ -63,16 +64,26 @@ class Planner:
     min_reuse_token_count: int = 0
     """Shorter matches are left alone: rebuilding caches costs more than computing so few tokens."""
 
-    def plan(self, *, root: BlockHash, token_ids: Sequence[int], with_ssd: bool) -> PrefixPlan:
+    def plan(
+        self,
+        *,
+        root: BlockHash,
+        token_ids: Sequence[int],
+        with_ssd: bool,
+        shared_root: BlockHash | None = None,
+    ) -> PrefixPlan:
         """Plan for a prompt whose last token always runs."""
         limit = len(token_ids) - 1
-        match = self.index.match(root=root, token_ids=token_ids, token_limit=limit, with_ssd=with_ssd)
+        find = functools.partial(
+            self.index.match, root=root, token_ids=token_ids, token_limit=limit, shared_root=shared_root
+        )
+        match = find(with_ssd=with_ssd)
         if match.token_count < min(self.min_reuse_token_count, limit):
             match = Match((), 0, match.known_token_count)
         reason = self._limit_of(match, limit)
         plan = self._split(match, token_ids, reason)
         if plan.to_load and self.may_recompute and self._recompute_is_faster(plan):
-            match = self.index.match(root=root, token_ids=token_ids, token_limit=limit, with_ssd=False)
+            match = find(with_ssd=False)
             plan = self._split(match, token_ids, ReuseLimit.RECOMPUTE_FASTER)
         return plan
 

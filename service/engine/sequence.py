@@ -70,6 +70,8 @@ class Sequence:
     cache: CacheReport = dataclasses.field(default_factory=CacheReport)
     chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """Hashes of the full blocks behind it, reused or computed."""
+    shared_chain: list[BlockHash] = dataclasses.field(default_factory=list)
+    """By the names of the tenant it shares with, the blocks it began with; they may stand for its own."""
     unkept: list[UnkeptBlock] = dataclasses.field(default_factory=list)
     """Blocks that came from SSD and are not in RAM yet."""
     admitted_time: float = 0.0
@@ -162,6 +164,7 @@ class Sequence:
         self.input_token_ids = (*self.request.prompt_token_ids, *self.output_token_ids)
         self.processed_token_count = 0
         self.chain.clear()
+        self.shared_chain.clear()
         self.unkept.clear()
         self.fed_ahead_count = 0
         self.park_count += 1

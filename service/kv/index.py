@@ -59,7 +59,8 @@ class IndexRules:
 class _Level:
     """A place in a prompt between two blocks: the hash so far, and the known blocks up to here."""
 
-    parent: BlockHash
+    parents: tuple[BlockHash, ...]
+    """By that name the tenant's own blocks begin here, and those of the prefix it shares."""
     covered: int
     chain: tuple[Entry, ...]
 
@@ -85,6 +86,15 @@ class BlockIndex:
     def name_of(self, *, parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
         """Return the name that a block with these tokens below `parent` has here, known or not."""
         return block_hash(parent=parent, token_ids=token_ids, secret=self.rules.name_secret)
+
+    def chain_names(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
+        """Return the names that the full blocks of these tokens have here, in order."""
+        size = self.rules.block_token_count
+        names: list[BlockHash] = []
+        for start in range(0, len(token_ids) - size + 1, size):
+            parent = names[-1] if names else root
+            names.append(self.name_of(parent=parent, token_ids=token_ids[start : start + size]))
+        return names
 
     def children(self, parent: BlockHash) -> tuple[Entry, ...]:
         """Return the known blocks that follow `parent`, oldest first."""
@@ -138,22 +148,36 @@ class BlockIndex:
             del self._children[entry.parent]
 
     def match(
-        self, *, root: BlockHash, token_ids: Sequence[int], token_limit: int, with_ssd: bool = True
+        self,
+        *,
+        root: BlockHash,
+        token_ids: Sequence[int],
+        token_limit: int,
+        with_ssd: bool = True,
+        shared_root: BlockHash | None = None,
     ) -> Match:
         """Return the longest usable chain for a prompt, of at most `token_limit` tokens.
 
-        `root` is h0 of the fingerprint and tenant. Every entry whose tokens are known is compared
-        token by token, so that equal hashes alone never make a hit.
+        `root` is h0 of the fingerprint and tenant, `shared_root` that of a tenant whose blocks may stand
+        for missing ones. Every entry whose tokens are known is compared token by token, so that equal
+        hashes alone never make a hit.
         """
         tokens = tuple(token_ids[:token_limit])
         known = 0
-        for count, entries in self._candidates(root, tokens):
+        for count, entries in self._candidates(_roots(root, shared_root), tokens):
             known = known or count
             if self._is_usable(entries, count, with_ssd=with_ssd):
                 return Match(entries, count, known)
         return Match((), 0, known)
 
-    def strangers(self, *, root: BlockHash, token_ids: Sequence[int], token_limit: int) -> list[Entry]:
+    def strangers(
+        self,
+        *,
+        root: BlockHash,
+        token_ids: Sequence[int],
+        token_limit: int,
+        shared_root: BlockHash | None = None,
+    ) -> list[Entry]:
         """Return blocks on SSD that may begin like the rest of this prompt, as their tokens are not known.
 
         Latest first, a few only; with their token ids known a match may end inside one of them.
@@ -161,30 +185,31 @@ class BlockIndex:
         if not self.rules.cuttable_inside:
             return []
         tokens = tuple(token_ids[:token_limit])
-        level = self._levels(root, tokens)[-1]
+        level = self._levels(_roots(root, shared_root), tokens)[-1]
         if level.covered == len(tokens):
             return []
-        unknown = [e for e in self._children.get(level.parent, {}).values() if e.token_ids is None and e.ssd]
+        below = [entry for parent in reversed(level.parents) for entry in self.children(parent)]
+        unknown = [entry for entry in below if entry.token_ids is None and entry.ssd]
         return unknown[: -_STRANGER_LIMIT - 1 : -1]
 
     def known_chain(self, *, root: BlockHash, token_ids: Sequence[int]) -> tuple[Entry, ...]:
         """Return every known block that is wholly part of this prompt, in order."""
         tokens = tuple(token_ids)
-        levels = self._levels(root, tokens)
+        levels = self._levels((root,), tokens)
         whole = [
             entry
             for level in levels
-            for entry, count in self._inside(level.parent, tokens[level.covered :])
+            for entry, count in self._inside(level.parents, tokens[level.covered :])
             if count == entry.token_count
         ]
         return tuple(sorted(dict.fromkeys(whole), key=lambda entry: entry.end_token_index))
 
     def _candidates(
-        self, root: BlockHash, tokens: tuple[int, ...]
+        self, roots: tuple[BlockHash, ...], tokens: tuple[int, ...]
     ) -> Iterator[tuple[int, tuple[Entry, ...]]]:
         """Yield the chains a prompt begins with and how much of it they cover, longest first."""
-        for level in reversed(self._levels(root, tokens)):
-            for entry, count in self._inside(level.parent, tokens[level.covered :]):
+        for level in reversed(self._levels(roots, tokens)):
+            for entry, count in self._inside(level.parents, tokens[level.covered :]):
                 yield level.covered + count, (*level.chain, entry)
             # A level whose own block is unknown repeats the chain of the one before it.
             if level.chain and level.chain[-1].end_token_index == level.covered:
@@ -197,7 +222,7 @@ class BlockIndex:
         self._entries[entry.hash] = entry
         self._children.setdefault(entry.parent, {})[entry.hash] = entry
 
-    def _levels(self, root: BlockHash, tokens: tuple[int, ...]) -> list[_Level]:
+    def _levels(self, roots: tuple[BlockHash, ...], tokens: tuple[int, ...]) -> list[_Level]:
         """Walk down the full blocks of a prompt as far as they are known.
 
         Without kv regions the blocks between two checkpoints hold nothing and are not known, so
@@ -205,28 +230,32 @@ class BlockIndex:
         """
         size = self.rules.block_token_count
         chain: tuple[Entry, ...] = ()
-        levels = [_Level(root, 0, chain)]
+        levels = [_Level(roots, 0, chain)]
         for start in range(0, len(tokens) - size + 1, size):
             wanted = tokens[start : start + size]
-            name = self.name_of(parent=levels[-1].parent, token_ids=wanted)
-            entry = self._entries.get(name)
-            if entry is not None and entry.token_ids is not None and entry.token_ids != wanted:
-                break
+            names = tuple(self.name_of(parent=parent, token_ids=wanted) for parent in levels[-1].parents)
+            entry = self._best(names, wanted)
             if entry is not None:
                 chain = (*chain, entry)
             elif self.rules.has_kv:
                 break
-            levels.append(_Level(name, start + size, chain))
+            levels.append(_Level(names, start + size, chain))
         return levels
 
-    def _inside(self, parent: BlockHash, rest: tuple[int, ...]) -> list[tuple[Entry, int]]:
+    def _best(self, names: tuple[BlockHash, ...], wanted: tuple[int, ...]) -> Entry | None:
+        """Return the block with these tokens that holds most, in RAM rather; the first of equal ones."""
+        found = [entry for name in names if (entry := self._entries.get(name)) is not None]
+        same = [entry for entry in found if entry.token_ids in (None, wanted)]
+        return max(same, key=lambda e: (len({*e.ram, *e.ssd}), len(e.ram)), default=None)
+
+    def _inside(self, parents: tuple[BlockHash, ...], rest: tuple[int, ...]) -> list[tuple[Entry, int]]:
         """Return children that begin like `rest`, with how many of their tokens are wanted, longest first."""
         found = []
-        for entry in list(self._children.get(parent, {}).values())[-_CANDIDATE_LIMIT:]:
+        for entry in (e for parent in parents for e in self.children(parent)[-_CANDIDATE_LIMIT:]):
             if entry.token_ids is None:
                 tail = rest[: entry.token_count]
                 is_it = len(tail) == entry.token_count and entry.hash == self.name_of(
-                    parent=parent, token_ids=tail
+                    parent=entry.parent, token_ids=tail
                 )
                 count = len(tail) if is_it else 0
             else:
@@ -261,6 +290,10 @@ class BlockIndex:
                 break
             covered_from = entry.start_token_index
         return covered_from <= window_start
+
+
+def _roots(own: BlockHash, shared: BlockHash | None) -> tuple[BlockHash, ...]:
+    return (own,) if shared in (None, own) else (own, shared)
 
 
 def _common_prefix(known: tuple[int, ...], wanted: tuple[int, ...]) -> int:

@@ -74,6 +74,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         """Answer with what Generate would reuse."""
         async with self._desk.call("Explain", context) as call:
             scope = scope_of(request, call)
+            shared = self._generation.shared_tenant_of(request.cache, call)
+            shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
             _, prompt = await self._generation.read_prompt(
                 request,
                 request.WhichOneof("prompt"),
@@ -81,7 +83,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 adapter=request.adapter,
                 call=call,
             )
-            explanation = await self._order(Explain(prompt.token_ids, scope), Explanation)
+            explanation = await self._order(Explain(prompt.token_ids, scope, shared_scope), Explanation)
             return explain_response(explanation, prompt_token_count=len(prompt.token_ids))
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:

@@ -12,7 +12,7 @@ from icehouse.v1 import cache_policy_pb2, tool_pb2
 from service.clock import Clock
 from service.config import ServerConfig
 from service.domain.events import Event, Failed
-from service.domain.ids import AdapterName, RequestId
+from service.domain.ids import AdapterName, RequestId, Tenant
 from service.domain.logprobs import LogprobsWanted
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.response_format import ResponseFormat
@@ -34,6 +34,7 @@ from service.rpc.validation import (
     priority_of,
     refuse_value,
     request_id_of,
+    shared_tenant_of,
     tenant_of,
 )
 
@@ -107,6 +108,7 @@ class Generation:
         if max_output_tokens == 0 and cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
             refuse_value("cache.use", cache_use.name, "one that writes, for a warm-up")
         tenant = call.tenant = tenant_of(message.cache, call.caller)
+        shared_tenant = self.shared_tenant_of(message.cache, call)
         priority = priority_of(message.priority)
         check_bad_words(bad_words)
         model, prompt = await self.read_prompt(
@@ -126,6 +128,7 @@ class Generation:
             cache_use=cache_use,
             tenant=tenant,
             adapter=AdapterName(message.adapter),
+            shared_tenant=shared_tenant,
             priority=priority,
             grammar=await self._grammars.compile(form) if form is not None else None,
             logprobs=logprobs,
@@ -133,6 +136,10 @@ class Generation:
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         return Prepared(model, request, prompt.chat, completion_count)
+
+    def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: Call) -> Tenant | None:
+        """Return the tenant whose prompts the call may start from too; raises what refuses it."""
+        return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
     async def read_prompt(
         self,

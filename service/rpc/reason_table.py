@@ -143,6 +143,11 @@ TABLE: Mapping[Reason, Row] = {
     Reason.OPERATOR_ONLY: Row(
         grpc.StatusCode.PERMISSION_DENIED, "It concerns all tenants.", "Call with an operator's credentials."
     ),
+    Reason.SHARED_PREFIX_FORBIDDEN: Row(
+        grpc.StatusCode.PERMISSION_DENIED,
+        "The prefix is not shared with the tenant.",
+        "Leave `cache.shared_prefix_name` empty, or have the server's operator share it.",
+    ),
     Reason.BLOCK_NOT_FOUND: Row(
         grpc.StatusCode.NOT_FOUND,
         "No block of the prompt is cached.",

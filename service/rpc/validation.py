@@ -6,7 +6,7 @@ Pure functions; tokenization and the checks that need its result are in `prompts
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from google.protobuf.duration_pb2 import Duration
@@ -158,6 +158,31 @@ def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
         field="cache.tenant",
         metadata={"tenant": caller.tenant, "named_tenant": shown(proto.tenant)},
     )
+
+
+def shared_tenant_of(
+    proto: cache_policy_pb2.CachePolicy, caller: Caller, grants: Mapping[str, frozenset[str] | None]
+) -> Tenant | None:
+    """Return the tenant whose prompts it may start from too; raises Forbidden where that is not granted."""
+    name = proto.shared_prefix_name
+    size_bytes = len(name.encode("utf-8"))
+    if size_bytes > TENANT_BYTE_LIMIT:
+        refuse_value(
+            "cache.shared_prefix_name", f"{size_bytes} bytes", f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8"
+        )
+    if not name:
+        return None
+    if caller.role is not Role.OPERATOR:
+        granted = grants.get(name, frozenset())
+        if granted is not None and caller.tenant not in granted:
+            raise Forbidden(
+                Reason.SHARED_PREFIX_FORBIDDEN,
+                f"cache.shared_prefix_name is {shown(name)}, which is not shared with {caller.tenant!r}; "
+                "leave it empty, or have an operator share it",
+                field="cache.shared_prefix_name",
+                metadata={"tenant": caller.tenant, "shared_prefix_name": shown(name)},
+            )
+    return Tenant(name)
 
 
 def priority_of(value: int) -> int:

@@ -201,6 +201,7 @@ class StepHouse:
         *,
         max_output_tokens: int = 2,
         tenant: Tenant = DEFAULT_TENANT,
+        shared_tenant: Tenant | None = None,
         cache_use: CacheUse = CacheUse.READ_WRITE,
     ) -> None:
         """Put a request into the mailbox. A name may be used again when its last request has ended."""
@@ -213,6 +214,7 @@ class StepHouse:
             stop=(),
             arrival_time=self.clock.now,
             tenant=tenant,
+            shared_tenant=shared_tenant,
             cache_use=cache_use,
         )
         assert self.mailbox.offer(Submit(request))

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2, inference_service_pb2, model_service_pb2
 
-from service.config import SecurityConfig
+from service.config import SecurityConfig, TenantConfig
 from service.domain.cache_orders import EvictReport, VerifyReport
 from service.errors import Reason, StartError
 from service.rpc.caller import Role
@@ -42,11 +42,14 @@ def line(token: str, tenant: str, role: Role = Role.TENANT, *, last_day: str | N
 
 
 @contextlib.asynccontextmanager
-async def guarded_house(tmp_path: Path, **settings: Any) -> AsyncIterator[House]:
+async def guarded_house(
+    tmp_path: Path, *, tenants: TenantConfig | None = None, **settings: Any
+) -> AsyncIterator[House]:
     """Start a server with three tokens: two tenants and an operator."""
     file = tmp_path / "tokens"
     write(file, "# ours", line(SEARCH, "search"), "", line(ADS, "ads"), line(BOSS, "boss", Role.OPERATOR))
-    async with running_house(security=SecurityConfig(token_file=str(file), **settings)) as house:
+    security = SecurityConfig(token_file=str(file), **settings)
+    async with running_house(security=security, tenants=tenants or TenantConfig()) as house:
         yield house
 
 

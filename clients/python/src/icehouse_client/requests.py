@@ -46,6 +46,7 @@ class Options(SamplingOptions, total=False):
     request_id: str
     cache_use: CacheUse
     tenant: str
+    shared_prefix_name: str
     priority: int
     tools: Sequence[Tool]
     tool_choice: ToolChoice
@@ -78,6 +79,8 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.logprobs.prompt = options.get("prompt_logprobs", False)
         # Without a field set the message would be absent.
         request.logprobs.SetInParent()
+    if "shared_prefix_name" in options:
+        request.cache.shared_prefix_name = options["shared_prefix_name"]
     if "response_format" in options:
         request.response_format.CopyFrom(options["response_format"])
     if "speculation" in options:

@@ -93,9 +93,17 @@ type CachePolicy struct {
 	// it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
 	// are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
 	// with TENANT_FORBIDDEN unless an operator says it.
-	Tenant        string `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Tenant string `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
+	// that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
+	// so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
+	// there with Warm, as that tenant. Where callers prove who they are, the server's setting
+	// `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
+	// otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
+	// Absent: its own tenant's prompts alone.
+	SharedPrefixName string `protobuf:"bytes,3,opt,name=shared_prefix_name,json=sharedPrefixName,proto3" json:"shared_prefix_name,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *CachePolicy) Reset() {
@@ -142,14 +150,22 @@ func (x *CachePolicy) GetTenant() string {
 	return ""
 }
 
+func (x *CachePolicy) GetSharedPrefixName() string {
+	if x != nil {
+		return x.SharedPrefixName
+	}
+	return ""
+}
+
 var File_icehouse_v1_cache_policy_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_policy_proto_rawDesc = "" +
 	"\n" +
-	"\x1eicehouse/v1/cache_policy.proto\x12\vicehouse.v1\"N\n" +
+	"\x1eicehouse/v1/cache_policy.proto\x12\vicehouse.v1\"|\n" +
 	"\vCachePolicy\x12'\n" +
 	"\x03use\x18\x01 \x01(\x0e2\x15.icehouse.v1.CacheUseR\x03use\x12\x16\n" +
-	"\x06tenant\x18\x02 \x01(\tR\x06tenant*\x85\x01\n" +
+	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12,\n" +
+	"\x12shared_prefix_name\x18\x03 \x01(\tR\x10sharedPrefixName*\x85\x01\n" +
 	"\bCacheUse\x12\x19\n" +
 	"\x15CACHE_USE_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14CACHE_USE_READ_WRITE\x10\x01\x12\x17\n" +

@@ -57,6 +57,7 @@ class CachePolicy(_message.Message):
 
     USE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SHARED_PREFIX_NAME_FIELD_NUMBER: _builtins.int
     use: Global___CacheUse.ValueType
     """Absent: read and write."""
     tenant: _builtins.str
@@ -65,15 +66,25 @@ class CachePolicy(_message.Message):
     are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
     with TENANT_FORBIDDEN unless an operator says it.
     """
+    shared_prefix_name: _builtins.str
+    """A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
+    that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
+    so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
+    there with Warm, as that tenant. Where callers prove who they are, the server's setting
+    `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
+    otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
+    Absent: its own tenant's prompts alone.
+    """
     def __init__(
         self,
         *,
         use: Global___CacheUse.ValueType = ...,
         tenant: _builtins.str = ...,
+        shared_prefix_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared_prefix_name", b"shared_prefix_name", "tenant", b"tenant", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_policy.proto.
  */
 export const file_icehouse_v1_cache_policy: GenFile = /*@__PURE__*/
-  fileDesc("Ch5pY2Vob3VzZS92MS9jYWNoZV9wb2xpY3kucHJvdG8SC2ljZWhvdXNlLnYxIkEKC0NhY2hlUG9saWN5EiIKA3VzZRgBIAEoDjIVLmljZWhvdXNlLnYxLkNhY2hlVXNlEg4KBnRlbmFudBgCIAEoCSqFAQoIQ2FjaGVVc2USGQoVQ0FDSEVfVVNFX1VOU1BFQ0lGSUVEEAASGAoUQ0FDSEVfVVNFX1JFQURfV1JJVEUQARIXChNDQUNIRV9VU0VfUkVBRF9PTkxZEAISGAoUQ0FDSEVfVVNFX1dSSVRFX09OTFkQAxIRCg1DQUNIRV9VU0VfT0ZGEARiBnByb3RvMw");
+  fileDesc("Ch5pY2Vob3VzZS92MS9jYWNoZV9wb2xpY3kucHJvdG8SC2ljZWhvdXNlLnYxIl0KC0NhY2hlUG9saWN5EiIKA3VzZRgBIAEoDjIVLmljZWhvdXNlLnYxLkNhY2hlVXNlEg4KBnRlbmFudBgCIAEoCRIaChJzaGFyZWRfcHJlZml4X25hbWUYAyABKAkqhQEKCENhY2hlVXNlEhkKFUNBQ0hFX1VTRV9VTlNQRUNJRklFRBAAEhgKFENBQ0hFX1VTRV9SRUFEX1dSSVRFEAESFwoTQ0FDSEVfVVNFX1JFQURfT05MWRACEhgKFENBQ0hFX1VTRV9XUklURV9PTkxZEAMSEQoNQ0FDSEVfVVNFX09GRhAEYgZwcm90bzM");
 
 /**
  * What a request may do with the prefix cache, and whom it shares it with.
@@ -36,6 +36,19 @@ export type CachePolicy = Message<"icehouse.v1.CachePolicy"> & {
    * @generated from field: string tenant = 2;
    */
   tenant: string;
+
+  /**
+   * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
+   * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
+   * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
+   * there with Warm, as that tenant. Where callers prove who they are, the server's setting
+   * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
+   * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
+   * Absent: its own tenant's prompts alone.
+   *
+   * @generated from field: string shared_prefix_name = 3;
+   */
+  sharedPrefixName: string;
 };
 
 /**

@@ -1,0 +1,121 @@
+"""A prefix shared by name: others start from it, and nothing of theirs becomes anybody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.domain.cache_orders import Evict, Explain
+from service.domain.cache_scope import CacheScope
+from service.domain.cache_stats import TenantShare
+from service.domain.ids import Tenant
+from service.domain.request import CacheUse
+from tests.cache.step_house import BLOCK, HYBRID, KV, STATE_ONLY, WINDOWS, StepHouse, prompt
+from tests.cache.test_shares import A, B, share_of
+
+HANDBOOK = Tenant("handbook")
+
+SHARED = prompt(4 * BLOCK)
+ALL = [KV, WINDOWS, HYBRID, STATE_ONLY]
+
+
+def warm(house: StepHouse) -> None:
+    # A prompt's last token is left to whoever runs it.
+    house.ask("warm", [*SHARED, 1], max_output_tokens=0, tenant=HANDBOOK)
+
+
+def question(salt: int) -> list[int]:
+    return [*SHARED, *prompt(3 * BLOCK + 1, salt=salt)]
+
+
+@pytest.mark.parametrize("facts", ALL)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_others_start_from_it_and_keep_the_rest_to_themselves(tmp_path: Path, facts, restarted: bool) -> None:
+    with StepHouse(tmp_path, facts=facts) as house:
+        warm(house)
+        if not restarted:
+            check_use(house)
+    if restarted:
+        with StepHouse(tmp_path, facts=facts) as house:
+            check_use(house)
+
+
+def check_use(house: StepHouse) -> None:
+    reused = house.ask("a", question(1), tenant=A, shared_tenant=HANDBOOK).cache.cached_token_count
+    assert reused == 4 * BLOCK
+    again = house.ask("a again", question(1), tenant=A, shared_tenant=HANDBOOK).cache.cached_token_count
+    assert again == 7 * BLOCK
+    other = house.ask("b", question(1), tenant=B, shared_tenant=HANDBOOK).cache.cached_token_count
+    assert other == reused, "what A asked was A's own"
+    assert house.ask("c", question(1), tenant=Tenant("c")).cache.cached_token_count == 0
+    house.check()
+
+
+@pytest.mark.parametrize("facts", ALL)
+def test_nobody_writes_to_it_but_its_own_tenant(facts) -> None:
+    with StepHouse(facts=facts) as house:
+        warm(house)
+        before = share_of(house, HANDBOOK)
+        for salt in range(1, 4):
+            house.ask(f"a{salt}", question(salt), tenant=A, shared_tenant=HANDBOOK)
+        assert share_of(house, HANDBOOK) == before
+        assert share_of(house, A).ram_bytes > 0
+        house.check()
+
+
+@pytest.mark.parametrize("facts", ALL)
+def test_its_blocks_count_for_nobody_else_after_a_restart(tmp_path: Path, facts) -> None:
+    with StepHouse(tmp_path, facts=facts) as house:
+        warm(house)
+    with StepHouse(tmp_path, facts=facts) as house:
+        how = {"tenant": A, "shared_tenant": HANDBOOK, "cache_use": CacheUse.READ_ONLY}
+        assert house.ask("a", [*SHARED, 1], **how).cache.cached_token_count == 4 * BLOCK
+        assert share_of(house, A) == TenantShare(A, ram_bytes=0, ssd_bytes=0)
+        house.check()
+
+
+@pytest.mark.parametrize("facts", ALL)
+def test_without_it_the_same_text_is_computed_again_and_then_found(facts) -> None:
+    with StepHouse(facts=facts) as house:
+        warm(house)
+        house.ask("a", question(1), tenant=A, shared_tenant=HANDBOOK)
+        house.order(Evict((*SHARED, 1), CacheScope(HANDBOOK)))
+        house.check()
+        house.ask("a alone", question(1), tenant=A, shared_tenant=HANDBOOK)
+        assert house.ask("a at last", question(1), tenant=A).cache.cached_token_count == 7 * BLOCK
+        house.check()
+
+
+def test_what_follows_it_is_not_written_to_ssd_early(tmp_path: Path) -> None:
+    with StepHouse(tmp_path) as house:
+        warm(house)
+        house.ask("a", question(1), tenant=A, shared_tenant=HANDBOOK)
+        assert house.stats().spill.accepted_block_total == 0
+
+
+def test_a_match_ends_inside_one_of_its_blocks(tmp_path: Path) -> None:
+    fork = [*SHARED[: 3 * BLOCK + 2], *prompt(BLOCK, salt=9)]
+    with StepHouse(tmp_path) as house:
+        warm(house)
+        how = {"tenant": A, "shared_tenant": HANDBOOK}
+        assert house.ask("a", fork, **how).cache.cached_token_count == 3 * BLOCK + 2
+    with StepHouse(tmp_path) as house:
+        how = {"tenant": B, "shared_tenant": HANDBOOK}
+        assert house.ask("b", fork, **how).cache.cached_token_count == 3 * BLOCK + 2
+
+
+def test_explain_tells_of_it_and_a_tenant_evicts_its_own_only() -> None:
+    with StepHouse() as house:
+        warm(house)
+        asked = tuple(question(1))
+        assert house.order(Explain(asked, CacheScope(A))).cache.cached_token_count == 0
+        assert (
+            house.order(Explain(asked, CacheScope(A), CacheScope(HANDBOOK))).cache.cached_token_count
+            == 4 * BLOCK
+        )
+        house.order(Evict(asked, CacheScope(A)))
+        assert (
+            house.order(Explain(asked, CacheScope(A), CacheScope(HANDBOOK))).cache.cached_token_count
+            == 4 * BLOCK
+        )

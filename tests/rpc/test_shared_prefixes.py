@@ -1,0 +1,79 @@
+"""Who may start from a tenant's prompts that are shared by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2
+from icehouse.v1 import inference_service_pb2 as messages
+
+from service.config import TenantConfig
+from service.domain.cache_scope import CacheScope
+from service.domain.ids import Tenant
+from tests.rpc.conftest import House
+from tests.rpc.details import refused
+from tests.rpc.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_house
+
+GRANTS = TenantConfig(shared_prefixes=" handbook , legal = ads+finance,closed=")
+
+
+def request_of(name: str) -> messages.GenerateRequest:
+    policy = cache_policy_pb2.CachePolicy(shared_prefix_name=name)
+    return messages.GenerateRequest(text="Hi", max_output_tokens=1, cache=policy)
+
+
+def test_grants_are_read() -> None:
+    assert GRANTS.shared_prefix_grants == {
+        "handbook": None,
+        "legal": frozenset({"ads", "finance"}),
+        "closed": frozenset(),
+    }
+    assert TenantConfig().shared_prefix_grants == {}
+
+
+@pytest.mark.parametrize(
+    ("token", "name"),
+    [(SEARCH, "handbook"), (ADS, "handbook"), (ADS, "legal"), (BOSS, "closed"), (BOSS, "never heard of")],
+)
+async def test_who_may_reads_it_and_writes_as_itself(tmp_path: Path, token: str, name: str) -> None:
+    async with guarded_house(tmp_path, tenants=GRANTS) as house:
+        await house.inference.Generate(request_of(name), metadata=bearer(token))
+        [request] = house.engine.submitted
+        assert request.shared_tenant == name
+        assert request.tenant == {SEARCH: "search", ADS: "ads", BOSS: "boss"}[token]
+
+
+@pytest.mark.parametrize(
+    ("token", "name"), [(SEARCH, "legal"), (SEARCH, "closed"), (SEARCH, "ads"), (ADS, "boss")]
+)
+async def test_who_may_not_is_refused(tmp_path: Path, token: str, name: str) -> None:
+    async with guarded_house(tmp_path, tenants=GRANTS) as house:
+        warm = cache_service_pb2.WarmRequest(text="Hi", cache=request_of(name).cache)
+        explain = cache_service_pb2.ExplainRequest(text="Hi", cache=request_of(name).cache)
+        for call in (
+            house.inference.Generate(request_of(name), metadata=bearer(token)),
+            house.cache.Warm(warm, metadata=bearer(token)),
+            house.cache.Explain(explain, metadata=bearer(token)),
+        ):
+            refusal = await refused(call)
+            assert refusal.code is grpc.StatusCode.PERMISSION_DENIED
+            assert refusal.reason == "SHARED_PREFIX_FORBIDDEN"
+            assert refusal.info.metadata["shared_prefix_name"] == repr(name)
+        assert not house.engine.submitted
+
+
+async def test_without_credentials_any_name_will_do(house: House) -> None:
+    await house.inference.Generate(request_of("handbook"))
+    assert house.engine.submitted[0].shared_tenant == "handbook"
+    await house.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+    assert house.engine.submitted[1].shared_tenant is None
+    refusal = await refused(house.inference.Generate(request_of("x" * 129)))
+    assert refusal.reason == "PARAMETER_OUT_OF_RANGE"
+
+
+async def test_explain_asks_with_it(house: House) -> None:
+    request = cache_service_pb2.ExplainRequest(text="Hi", cache=request_of("handbook").cache)
+    assert (await refused(house.cache.Explain(request))).reason == "CACHE_UNSUPPORTED"
+    assert house.engine.orders[-1].shared_scope == CacheScope(Tenant("handbook"))
