@@ -234,7 +234,7 @@ class BlockIndex:
         for start in range(0, len(tokens) - size + 1, size):
             wanted = tokens[start : start + size]
             names = tuple(self.name_of(parent=parent, token_ids=wanted) for parent in levels[-1].parents)
-            entry = self._best(names, wanted)
+            entry = self._best(names, wanted, chain)
             if entry is not None:
                 chain = (*chain, entry)
             elif self.rules.has_kv:
@@ -242,11 +242,15 @@ class BlockIndex:
             levels.append(_Level(names, start + size, chain))
         return levels
 
-    def _best(self, names: tuple[BlockHash, ...], wanted: tuple[int, ...]) -> Entry | None:
-        """Return the block with these tokens that holds most, in RAM rather; the first of equal ones."""
+    def _best(
+        self, names: tuple[BlockHash, ...], wanted: tuple[int, ...], chain: tuple[Entry, ...]
+    ) -> Entry | None:
+        """Return the block with these tokens that holds most; of equal ones the first that goes on where
+        the chain is, in RAM or, behind the first gap there, on SSD."""
         found = [entry for name in names if (entry := self._entries.get(name)) is not None]
         same = [entry for entry in found if entry.token_ids in (None, wanted)]
-        return max(same, key=lambda e: (len({*e.ram, *e.ssd}), len(e.ram)), default=None)
+        in_ram = len(same) > 1 and all(RegionKind.KV in entry.ram for entry in chain)
+        return max(same, key=lambda e: (len({*e.ram, *e.ssd}), len(e.ram if in_ram else e.ssd)), default=None)
 
     def _inside(self, parents: tuple[BlockHash, ...], rest: tuple[int, ...]) -> list[tuple[Entry, int]]:
         """Return children that begin like `rest`, with how many of their tokens are wanted, longest first."""

@@ -88,9 +88,22 @@ class Shelf:
         kinds += [RegionKind.WINDOW] if self.rules.window_token_count else []
         return kinds + ([RegionKind.CHECKPOINT] if self.rules.needs_checkpoint else [])
 
-    def matched(self, tokens: list[int], *, with_ssd: bool = True, root: BlockHash = ROOT) -> int:
+    def matched(
+        self,
+        tokens: list[int],
+        *,
+        with_ssd: bool = True,
+        root: BlockHash = ROOT,
+        shared_root: BlockHash | None = None,
+    ) -> int:
         """Return how much of a prompt matches when all of it but the last token may."""
-        match = self.index.match(root=root, token_ids=tokens, token_limit=len(tokens) - 1, with_ssd=with_ssd)
+        match = self.index.match(
+            root=root,
+            token_ids=tokens,
+            token_limit=len(tokens) - 1,
+            with_ssd=with_ssd,
+            shared_root=shared_root,
+        )
         assert match.known_token_count >= match.token_count
         return match.token_count
 

@@ -237,3 +237,41 @@ def longest_whole(known, wanted) -> int:
             count += 1
         best = max(best, count)
     return best
+
+
+def test_a_shared_chain_stands_for_blocks_that_are_missing() -> None:
+    shelf, shared = Shelf(), root_of("shared")
+    shelf.chain(LONG[: 3 * SIZE], ram=True, root=shared)
+    assert shelf.matched([*LONG, 1]) == 0
+    assert shelf.matched([*LONG, 1], shared_root=shared) == 3 * SIZE
+    # Its own blocks go on where the shared ones end, by the names that they have without them.
+    own = shelf.chain(LONG, ram=True)
+    for entry in own[:3]:
+        entry.ram.clear()
+        shelf.index.discard_if_empty(entry)
+    assert shelf.matched([*LONG, 1]) == 0
+    assert shelf.matched([*LONG, 1], shared_root=shared) == len(LONG)
+    assert shelf.matched([*LONG, 1], root=root_of("other"), shared_root=shared) == 3 * SIZE
+
+
+@pytest.mark.parametrize("own_tiers", [{"ram": True}, {"ssd": True}])
+@pytest.mark.parametrize("gap", [0, 1, 2, 5])
+def test_of_two_blocks_the_one_that_the_chain_can_go_on_with_is_taken(
+    own_tiers: dict[str, bool], gap: int
+) -> None:
+    """One chain is in RAM but for one block, the other is on SSD: RAM before the gap, SSD from there on."""
+    shelf, shared = Shelf(), root_of("shared")
+    shared_tiers = {"ssd": True} if "ram" in own_tiers else {"ram": True}
+    chains = shelf.chain(LONG, **own_tiers), shelf.chain(LONG, **shared_tiers, root=shared)
+    for entry in (entry for chain in chains for entry in chain[gap : gap + 1] if entry.ram):
+        entry.ram.clear()
+        shelf.index.discard_if_empty(entry)
+    assert shelf.matched([*LONG, 1], shared_root=shared) == len(LONG)
+    assert shelf.matched([*LONG, 1], shared_root=shared, with_ssd=False) == gap * SIZE
+
+
+def test_a_shared_chain_of_ones_own_changes_nothing() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG, ram=True)
+    match = shelf.index.match(root=ROOT, token_ids=LONG, token_limit=len(LONG), shared_root=ROOT)
+    assert match == shelf.index.match(root=ROOT, token_ids=LONG, token_limit=len(LONG))

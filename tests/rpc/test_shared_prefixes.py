@@ -16,6 +16,8 @@ from tests.rpc.conftest import House
 from tests.rpc.details import refused
 from tests.rpc.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_house
 
+TOKENS = {"search": SEARCH, "ads": ADS, "boss": BOSS}
+
 GRANTS = TenantConfig(shared_prefixes=" handbook , legal = ads+finance,closed=")
 
 
@@ -34,28 +36,34 @@ def test_grants_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "name"),
-    [(SEARCH, "handbook"), (ADS, "handbook"), (ADS, "legal"), (BOSS, "closed"), (BOSS, "never heard of")],
+    ("caller", "name"),
+    [
+        ("search", "handbook"),
+        ("ads", "handbook"),
+        ("ads", "legal"),
+        ("boss", "closed"),
+        ("boss", "never heard of"),
+    ],
 )
-async def test_who_may_reads_it_and_writes_as_itself(tmp_path: Path, token: str, name: str) -> None:
+async def test_who_may_reads_it_and_writes_as_itself(tmp_path: Path, caller: str, name: str) -> None:
     async with guarded_house(tmp_path, tenants=GRANTS) as house:
-        await house.inference.Generate(request_of(name), metadata=bearer(token))
+        await house.inference.Generate(request_of(name), metadata=bearer(TOKENS[caller]))
         [request] = house.engine.submitted
         assert request.shared_tenant == name
-        assert request.tenant == {SEARCH: "search", ADS: "ads", BOSS: "boss"}[token]
+        assert request.tenant == caller
 
 
 @pytest.mark.parametrize(
-    ("token", "name"), [(SEARCH, "legal"), (SEARCH, "closed"), (SEARCH, "ads"), (ADS, "boss")]
+    ("caller", "name"), [("search", "legal"), ("search", "closed"), ("search", "ads"), ("ads", "boss")]
 )
-async def test_who_may_not_is_refused(tmp_path: Path, token: str, name: str) -> None:
+async def test_who_may_not_is_refused(tmp_path: Path, caller: str, name: str) -> None:
     async with guarded_house(tmp_path, tenants=GRANTS) as house:
         warm = cache_service_pb2.WarmRequest(text="Hi", cache=request_of(name).cache)
         explain = cache_service_pb2.ExplainRequest(text="Hi", cache=request_of(name).cache)
         for call in (
-            house.inference.Generate(request_of(name), metadata=bearer(token)),
-            house.cache.Warm(warm, metadata=bearer(token)),
-            house.cache.Explain(explain, metadata=bearer(token)),
+            house.inference.Generate(request_of(name), metadata=bearer(TOKENS[caller])),
+            house.cache.Warm(warm, metadata=bearer(TOKENS[caller])),
+            house.cache.Explain(explain, metadata=bearer(TOKENS[caller])),
         ):
             refusal = await refused(call)
             assert refusal.code is grpc.StatusCode.PERMISSION_DENIED
