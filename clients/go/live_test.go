@@ -95,6 +95,33 @@ func TestStreamGivesWhatGenerateGives(t *testing.T) {
 	}
 }
 
+func TestOfSeveralCompletionsTheFirstIsTheReply(t *testing.T) {
+	client := dial(t, liveServers(t).Address)
+	request := &icehousev1.GenerateRequest{
+		Prompt: Text("Once"), MaxOutputTokens: 8, Completions: 2,
+		Sampling: &icehousev1.SamplingParams{Temperature: new(1.0), Seed: new(uint64(7))},
+	}
+	whole, err := client.Generate(t.Context(), request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	first, second := whole.GetCompletions()[0], whole.GetCompletions()[1]
+	if first.GetText() == second.GetText() {
+		t.Fatal("two completions of one text tell nothing")
+	}
+	stream, text := client.Stream(t.Context(), request), ""
+	for piece, err := range stream.Texts() {
+		if err != nil {
+			t.Fatal(err)
+		}
+		text += piece
+	}
+	reply, err := stream.Reply()
+	if err != nil || text != first.GetText() || reply.Text != text || len(reply.TokenIDs) != len(first.GetTokenIds()) {
+		t.Errorf("%q, %v, %v is not %q", text, reply, err, first.GetText())
+	}
+}
+
 func TestPromptsOfEveryKind(t *testing.T) {
 	client := dial(t, liveServers(t).Address)
 	for _, request := range []*icehousev1.GenerateRequest{

@@ -40,6 +40,12 @@ func WithTimeout(timeout time.Duration) Option {
 	return func(s *settings) { s.timeout = timeout }
 }
 
+// WithoutHealthChecks uses servers whatever their health says: for those that answer health checks only to
+// callers with credentials, which gRPC does not send with them.
+func WithoutHealthChecks() Option {
+	return WithDialOptions(grpc.WithDisableHealthCheck())
+}
+
 // WithDialOptions adds gRPC's own options, such as interceptors for tracing. They are applied last.
 func WithDialOptions(options ...grpc.DialOption) Option {
 	return func(s *settings) { s.dial = append(s.dial, options...) }

@@ -149,6 +149,14 @@ func TestAServerThatDoesNotServeIsNotCalled(t *testing.T) {
 	}
 }
 
+func TestHealthCanBeLeftAlone(t *testing.T) {
+	script := &scripted{}
+	client := serveAs(t, script, grpc_health_v1.HealthCheckResponse_NOT_SERVING, WithoutHealthChecks())
+	if _, err := client.Generate(t.Context(), &icehousev1.GenerateRequest{}); err != nil || script.generations != 1 {
+		t.Errorf("called %d times: %v", script.generations, err)
+	}
+}
+
 func TestARetryDelayIsToldInTheError(t *testing.T) {
 	full, err := status.New(codes.ResourceExhausted, "full").WithDetails(
 		&errdetails.ErrorInfo{Reason: "QUEUE_FULL", Metadata: map[string]string{"waiting": "8"}},

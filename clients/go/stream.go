@@ -24,7 +24,8 @@ type Stream struct {
 	reply  Reply
 }
 
-// Reply is a complete output and the server's first and last word on it.
+// Reply is a complete output and the server's first and last word on it. Where several completions were
+// asked for it is the first of them; Events has them all.
 type Reply struct {
 	Text     string
 	TokenIDs []int32
@@ -34,12 +35,15 @@ type Reply struct {
 	Finished *icehousev1.Finished
 }
 
-// Texts yields the output's pieces of text. An error is the last thing that comes, with an empty piece.
+// Texts yields the output's pieces of text, of several completions the first one's. An error is the last thing that comes, with an empty piece.
 // Leaving the loop early ends the output on the server.
 func (s *Stream) Texts() iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
 		for event, err := range s.Events() {
-			text := event.GetDelta().GetText()
+			text := ""
+			if delta := event.GetDelta(); delta.GetCompletionIndex() == 0 {
+				text = delta.GetText()
+			}
 			if (err != nil || text != "") && !yield(text, err) {
 				return
 			}
@@ -95,10 +99,14 @@ func (s *Stream) receive() (*icehousev1.StreamResponse, error) {
 	case *icehousev1.StreamResponse_Started:
 		s.reply.Started = event.Started
 	case *icehousev1.StreamResponse_Delta:
-		s.text.WriteString(event.Delta.GetText())
-		s.reply.TokenIDs = append(s.reply.TokenIDs, event.Delta.GetTokenIds()...)
+		if event.Delta.GetCompletionIndex() == 0 {
+			s.text.WriteString(event.Delta.GetText())
+			s.reply.TokenIDs = append(s.reply.TokenIDs, event.Delta.GetTokenIds()...)
+		}
 	case *icehousev1.StreamResponse_Finished:
-		s.reply.Finished = event.Finished
+		if event.Finished.GetCompletionIndex() == 0 {
+			s.reply.Finished = event.Finished
+		}
 	}
 	return response, nil
 }

@@ -47,7 +47,11 @@ LANGUAGES = (
     Language(
         folder="go",
         tools=("go",),
-        steps=(("go", "vet", "./..."), ("go", "test", "-count=1", "./...")),
+        steps=(
+            ("sh", "-c", 'gofmt -d . && test -z "$(gofmt -l .)"'),
+            ("go", "vet", "./..."),
+            ("go", "test", "-count=1", "./..."),
+        ),
         fence="go",
         example="readme_example/main.go",
         run=("go", "run", "./readme_example"),

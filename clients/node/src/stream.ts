@@ -1,6 +1,9 @@
 import type { Finished, Started, StreamResponse } from "./gen/icehouse/v1/inference_service_pb.js";
 
-/** A complete output and the server's first and last word on it. */
+/**
+ * A complete output and the server's first and last word on it. Where several completions were asked for it
+ * is the first of them; `events()` has them all.
+ */
 export interface Reply {
   readonly text: string;
   readonly tokenIds: readonly number[];
@@ -11,8 +14,8 @@ export interface Reply {
 }
 
 /**
- * A running output: iterate over its pieces of text, or over `events()`, once. Leaving the loop early ends
- * the output on the server.
+ * A running output: iterate over its pieces of text (of several completions the first one's), or over
+ * `events()`, once. Leaving the loop early ends the output on the server.
  */
 export class Stream implements AsyncIterable<string> {
   readonly #begin: () => AsyncGenerator<StreamResponse, void, undefined>;
@@ -27,7 +30,7 @@ export class Stream implements AsyncIterable<string> {
 
   async *[Symbol.asyncIterator](): AsyncGenerator<string, void, undefined> {
     for await (const { event } of this.events()) {
-      if (event.case === "delta" && event.value.text) yield event.value.text;
+      if (event.case === "delta" && isFirst(event.value) && event.value.text) yield event.value.text;
     }
   }
 
@@ -36,8 +39,8 @@ export class Stream implements AsyncIterable<string> {
     for await (const response of this.#begin()) {
       const { event } = response;
       if (event.case === "started") this.#started = event.value;
-      else if (event.case === "finished") this.#finished = event.value;
-      else if (event.case === "delta") {
+      else if (event.case === "finished" && isFirst(event.value)) this.#finished = event.value;
+      else if (event.case === "delta" && isFirst(event.value)) {
         this.#text += event.value.text;
         this.#tokenIds.push(...event.value.tokenIds);
       }
@@ -50,4 +53,8 @@ export class Stream implements AsyncIterable<string> {
     if (!this.#started || !this.#finished) throw new Error("the stream has not ended; iterate over it first");
     return { text: this.#text, tokenIds: this.#tokenIds, started: this.#started, finished: this.#finished };
   }
+}
+
+function isFirst({ completionIndex }: { readonly completionIndex: number }): boolean {
+  return completionIndex === 0;
 }

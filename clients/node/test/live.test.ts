@@ -63,6 +63,18 @@ test("stream gives what generate gives", live, async (t) => {
   assert.equal(finished.finishReason, FinishReason.LENGTH);
 });
 
+test("of several completions the first is the reply", live, async (t) => {
+  const client = dial(t, servers.address);
+  const sampling = { temperature: 1, seed: 7n };
+  const request = { prompt: { case: "text", value: "Once" }, maxOutputTokens: 8, completions: 2, sampling } as const;
+  const [first, second] = (await client.generate(request)).completions;
+  assert(first && second);
+  assert.notEqual(first.text, second.text);
+  const stream = client.stream(request);
+  assert.equal((await collect(stream)).join(""), first.text);
+  assert.deepEqual([stream.reply.text, stream.reply.tokenIds], [first.text, first.tokenIds]);
+});
+
 test("prompts of every kind", live, async (t) => {
   const client = dial(t, servers.address);
   const messages = [{ role: "system", content: "Be kind." }, { role: "user", content: "Hi" }];

@@ -16,6 +16,7 @@ import io.grpc.Metadata;
 import io.grpc.StatusRuntimeException;
 import io.grpc.stub.MetadataUtils;
 import java.time.Duration;
+import java.util.Map;
 import java.util.Optional;
 import java.util.concurrent.TimeUnit;
 
@@ -112,6 +113,7 @@ public final class IcehouseClient implements AutoCloseable {
     private Optional<String> serverName = Optional.empty();
     private Optional<String> token = Optional.empty();
     private Optional<Duration> timeout = Optional.of(DEFAULT_TIMEOUT);
+    private final Map<String, Object> serviceConfig = ServiceConfig.published();
 
     private Builder(String address) {
       this.address = address;
@@ -147,11 +149,20 @@ public final class IcehouseClient implements AutoCloseable {
       return this;
     }
 
+    /**
+     * Uses servers whatever their health says: for those that answer health checks only to callers with
+     * credentials, which gRPC does not send with them.
+     */
+    public Builder withoutHealthChecks() {
+      serviceConfig.remove("healthCheckConfig");
+      return this;
+    }
+
     /** Returns the client. */
     public IcehouseClient build() {
       ManagedChannelBuilder<?> channel =
           Grpc.newChannelBuilder(address, credentials)
-              .defaultServiceConfig(ServiceConfig.published())
+              .defaultServiceConfig(serviceConfig)
               // A prompt's tokens or a long output may pass gRPC's 4 MB.
               .maxInboundMessageSize(Integer.MAX_VALUE);
       serverName.ifPresent(channel::overrideAuthority);

@@ -5,7 +5,8 @@ import dev.icehouse.v1.Started;
 import java.util.List;
 
 /**
- * A complete output and the server's first and last word on it.
+ * A complete output and the server's first and last word on it. Where several completions were asked for it
+ * is the first of them; {@link TextStream#events} has them all.
  *
  * @param text the output's text
  * @param tokenIds the tokens that were generated

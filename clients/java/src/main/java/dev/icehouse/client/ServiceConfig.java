@@ -17,7 +17,7 @@ final class ServiceConfig {
   private ServiceConfig() {}
 
   /** Returns it in the form that gRPC's channels take. */
-  static Map<String, ?> published() {
+  static Map<String, Object> published() {
     try (InputStream content = ServiceConfig.class.getResourceAsStream("service_config.json")) {
       var reader = new InputStreamReader(content, StandardCharsets.UTF_8);
       return new Gson().fromJson(reader, new TypeToken<Map<String, Object>>() {}.getType());

@@ -14,7 +14,8 @@ import java.util.List;
 import java.util.NoSuchElementException;
 
 /**
- * A running output: iterate over its pieces of text, or over {@link #events}, once and in one thread. Closing
+ * A running output: iterate over its pieces of text (of several completions the first one's), or over
+ * {@link #events}, once and in one thread. Closing
  * it, from any thread, ends the output on the server too; to leave a loop early is not enough.
  */
 public final class TextStream implements Iterable<String>, AutoCloseable {
@@ -61,11 +62,17 @@ public final class TextStream implements Iterable<String>, AutoCloseable {
   private void add(StreamResponse response) {
     switch (response.getEventCase()) {
       case STARTED -> started = response.getStarted();
-      case FINISHED -> finished = response.getFinished();
+      case FINISHED -> {
+        if (response.getFinished().getCompletionIndex() == 0) {
+          finished = response.getFinished();
+        }
+      }
       case DELTA -> {
         Delta delta = response.getDelta();
-        text.append(delta.getText());
-        tokenIds.addAll(delta.getTokenIdsList());
+        if (delta.getCompletionIndex() == 0) {
+          text.append(delta.getText());
+          tokenIds.addAll(delta.getTokenIdsList());
+        }
       }
       default -> {
         // Progress, and what is newer than this client, is for those who ask for events.
@@ -109,7 +116,8 @@ public final class TextStream implements Iterable<String>, AutoCloseable {
     @Override
     public boolean hasNext() {
       while (ahead.isEmpty() && events.hasNext()) {
-        ahead = events.next().getDelta().getText();
+        Delta delta = events.next().getDelta();
+        ahead = delta.getCompletionIndex() == 0 ? delta.getText() : "";
       }
       return !ahead.isEmpty();
     }

@@ -2,6 +2,7 @@ package dev.icehouse.client;
 
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertFalse;
+import static org.junit.jupiter.api.Assertions.assertNotEquals;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
@@ -17,6 +18,7 @@ import dev.icehouse.v1.GetModelRequest;
 import dev.icehouse.v1.InferenceServiceGrpc;
 import dev.icehouse.v1.ListModelsRequest;
 import dev.icehouse.v1.ModelServiceGrpc;
+import dev.icehouse.v1.SamplingParams;
 import dev.icehouse.v1.TokenPrompt;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
@@ -63,6 +65,27 @@ class LiveTest {
       assertEquals(8, reply.tokenIds().size());
       assertEquals(servers.model, reply.started().getModel());
       assertEquals(FinishReason.FINISH_REASON_LENGTH, reply.finished().getFinishReason());
+    }
+  }
+
+  @Test
+  void ofSeveralCompletionsTheFirstIsTheReply() {
+    var sampling = SamplingParams.newBuilder().setTemperature(1).setSeed(7);
+    var request =
+        GenerateRequest.newBuilder()
+            .setText("Once")
+            .setMaxOutputTokens(8)
+            .setCompletions(2)
+            .setSampling(sampling)
+            .build();
+    try (var client = IcehouseClient.connect(servers.address); var stream = client.stream(request)) {
+      var both = client.generate(request).getCompletionsList();
+      assertNotEquals(both.get(0).getText(), both.get(1).getText());
+      var text = new StringBuilder();
+      stream.forEach(text::append);
+      assertEquals(both.get(0).getText(), text.toString());
+      assertEquals(both.get(0).getText(), stream.reply().text());
+      assertEquals(both.get(0).getTokenIdsList(), stream.reply().tokenIds());
     }
   }
 

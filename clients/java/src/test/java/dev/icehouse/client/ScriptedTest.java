@@ -69,6 +69,14 @@ class ScriptedTest {
   }
 
   @Test
+  void healthCanBeLeftAlone() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.NOT_SERVING);
+        var client = server.client().withoutHealthChecks().build()) {
+      assertEquals("done", client.generate(REQUEST).getText());
+    }
+  }
+
+  @Test
   void aRetryDelayIsToldInTheError() throws Exception {
     var info = ErrorInfo.newBuilder().setReason("QUEUE_FULL").putMetadata("waiting", "8").build();
     var delay = Duration.newBuilder().setSeconds(1).setNanos(500_000_000).build();
