@@ -8,12 +8,14 @@ draw costs one number a row instead of one a vocabulary entry.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from service.engine.logit_shaping import shape_logits
+from service.engine.nucleus import CANDIDATE_COUNT, lowest_kept, rank
 from service.engine.sampling_row import SamplingRow
 
 _MASK64 = (1 << 64) - 1
@@ -21,8 +23,9 @@ _XTC_SEED = 0x5851F42D4C957F2D
 """Sets the numbers that decide on XTC apart from those that pick the token."""
 
 
-def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Draw one token a row. `logits` is [rows, vocabulary], any float dtype; returns [rows] uint32, lazily.
+def sample(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = False) -> mx.array:
+    """Draw one token a row. `logits` is [rows, vocabulary], any float dtype; returns [rows] uint32, lazily
+    unless it `may_wait` for the logits, which makes top_p cheaper.
 
     Advances each row's `drawn_count`.
     """
@@ -34,7 +37,7 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         drawn_rows = [rows[i] for i in random_indices]
         everyone = len(random_indices) == len(rows)
         chosen = logits if everyone else logits[mx.array(random_indices)]
-        drawn = _draw(chosen.astype(mx.float32), drawn_rows)
+        drawn = _draw(chosen.astype(mx.float32), drawn_rows, may_wait=may_wait)
         if everyone:
             tokens = drawn
         else:
@@ -53,20 +56,22 @@ def row_key(*, seed: int, drawn_count: int) -> tuple[int, int]:
     return z >> 32, z & 0xFFFFFFFF
 
 
-def filter_logits(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def filter_logits(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = False) -> mx.array:
     """Set to -inf what each row's filters exclude, judged on the distribution at temperature 1.
 
     The order is mlx-lm's: top_p, min_p, XTC, top_k. Without XTC the three others commute, each keeping
-    the beginning of the same ranking, and share one sort.
+    the beginning of the same ranking, and share it.
     """
-    logits = _on_rows(logits, rows, lambda row: row.is_filtered, _keep_likely)
+    logits = _on_rows(
+        logits, rows, lambda row: row.is_filtered, functools.partial(_keep_likely, may_wait=may_wait)
+    )
     logits = _on_rows(logits, rows, lambda row: row.params.xtc_probability > 0.0, _exclude_top)
     return _on_rows(logits, rows, lambda row: row.has_late_top_k, _keep_top_k)
 
 
-def _draw(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def _draw(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
     """Invert each row's cumulative distribution at its own uniform number."""
-    logits = filter_logits(logits, rows)
+    logits = filter_logits(logits, rows, may_wait=may_wait)
     temperatures = mx.array([[row.params.temperature] for row in rows], dtype=mx.float32)
     peak = mx.max(logits, axis=-1, keepdims=True)
     weights = mx.exp((logits - peak) / temperatures)
@@ -102,23 +107,14 @@ def _on_rows(
     return logits
 
 
-def _keep_likely(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def _keep_likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
     """Apply top_p, min_p, and top_k where XTC does not come before it."""
     params = [row.params for row in rows]
-    top_ks = [0 if row.has_late_top_k else row.params.top_k for row in rows]
-    vocabulary_size = logits.shape[-1]
+    top_ps = [p.top_p for p in params]
+    top_ks = [0 if row.has_late_top_k else min(row.params.top_k, logits.shape[-1]) for row in rows]
     lowest = mx.full((len(params), 1), -math.inf)
-    if any(p.top_p < 1.0 for p in params) or any(top_ks):
-        falling = -mx.sort(-logits, axis=-1)
-        weights = mx.exp(falling - falling[:, :1])
-        total = mx.sum(weights, axis=-1, keepdims=True)
-        mass_above = mx.cumsum(weights, axis=-1) - weights
-        top_p = mx.array([[p.top_p] for p in params], dtype=mx.float32)
-        top_k = mx.array([[top_k or vocabulary_size] for top_k in top_ks])
-        in_nucleus = (mass_above < top_p * total) | (top_p >= 1.0)
-        kept = in_nucleus & (mx.arange(vocabulary_size)[None] < top_k)
-        kept_count = mx.maximum(mx.sum(kept, axis=-1, keepdims=True), 1)
-        lowest = mx.take_along_axis(falling, kept_count - 1, axis=-1)
+    if any(top_p < 1.0 for top_p in top_ps) or any(top_ks):
+        lowest = lowest_kept(logits, top_ps=top_ps, top_ks=top_ks, may_wait=may_wait)
     if any(p.min_p > 0.0 for p in params):
         floor = mx.array([[math.log(p.min_p) if p.min_p > 0 else -math.inf] for p in params])
         lowest = mx.maximum(lowest, mx.max(logits, axis=-1, keepdims=True) + floor)
@@ -143,6 +139,8 @@ def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
 
 def _keep_top_k(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Apply top_k to what XTC left."""
-    falling = -mx.sort(-logits, axis=-1)
-    last = mx.array([[min(row.params.top_k, logits.shape[-1]) - 1] for row in rows])
+    top_ks = [min(row.params.top_k, logits.shape[-1]) for row in rows]
+    most = max(top_ks)
+    falling = rank(logits, most if most <= CANDIDATE_COUNT else logits.shape[-1])
+    last = mx.array([[top_k - 1] for top_k in top_ks])
     return mx.where(logits < mx.take_along_axis(falling, last, axis=-1), -math.inf, logits)

@@ -22,6 +22,7 @@ OWNERS = {
         "service.engine.upstream",
         "service.engine.sampler",
         "service.engine.logit_shaping",  # what rows ask of their logits, as arrays
+        "service.engine.nucleus",  # what top_p and top_k keep of them
         "service.engine.token_logprobs",
         "service.engine.decode_batch",
         "service.engine.speculative_lane",
