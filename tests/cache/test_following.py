@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from service.domain.events import Finished
 from service.domain.ids import RequestId
 from service.domain.request import CacheUse
 from tests.cache.house import BLOCK, House
@@ -42,6 +43,16 @@ def test_equal_prompts_share_all_but_the_last_token(tmp_path: Path, architecture
     assert follower.tokens == leader.tokens
     assert (leader.cache.cached_token_count, follower.cache.cached_token_count) == (0, count - 1)
     assert engine.prefilled_token_total == count - 1
+
+
+def test_a_follower_waits_for_the_prompt_and_not_for_the_output(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    with House(folder, None) as house:
+        house.submit("leader", range(3, 40), max_output_tokens=3000)
+        house.submit("follower", range(3, 40), max_output_tokens=1)
+        assert house.answer("follower").cache.cached_token_count == 36
+        assert not isinstance(house.recorder.events["leader"][-1], Finished)
+        house.engine.cancel(RequestId("leader"))
 
 
 def test_a_cancelled_leader_leaves_its_followers_running(tmp_path: Path) -> None:

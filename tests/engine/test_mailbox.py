@@ -17,6 +17,14 @@ def test_work_is_bounded_and_control_is_not() -> None:
     assert mailbox.offer("c"), "taking makes room"
 
 
+def test_work_of_several_parts_fits_as_a_whole_or_not_at_all() -> None:
+    mailbox: Mailbox[str] = Mailbox(limit=3)
+    assert mailbox.offer("two", work_count=2)
+    assert not mailbox.offer("two more", work_count=2)
+    assert mailbox.offer("one")
+    assert mailbox.take_all(timeout_s=0) == ["two", "one"]
+
+
 def test_take_all_waits_for_another_thread() -> None:
     mailbox: Mailbox[str] = Mailbox(limit=1)
     taken: list[str] = []

@@ -34,6 +34,14 @@ def test_bounds_by_requests_and_by_tokens() -> None:
     assert room.token_count == 10
 
 
+def test_several_fit_as_a_whole_or_not_at_all() -> None:
+    room = WaitingRoom(WaitingLimits(request_limit=4, token_limit=40))
+    assert room.has_room_for(10_000, request_count=4) and not room.has_room_for(1, request_count=5)
+    room.add(sequence(0, tokens=10))
+    assert room.has_room_for(10, request_count=3) and not room.has_room_for(11, request_count=3)
+    assert not room.has_room_for(1, request_count=4)
+
+
 def test_age_raises_rank_until_nobody_can_pass() -> None:
     room = WaitingRoom(WaitingLimits(request_limit=9, aging_s=5.0))
     old = sequence(0, priority=0, arrival=0.0)
