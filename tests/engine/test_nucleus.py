@@ -53,12 +53,12 @@ def test_company_changes_nothing() -> None:
     ]
     table = logits(SHARP, FLAT, SHARP, FLAT, SHARP)
     together = kept(table, *params, may_wait=True)
-    drawn = sample(table, [row_of(p) for p in params], may_wait=True).tolist()
+    drawn = np.array(sample(table, [row_of(p) for p in params], may_wait=True))
     for index, one in enumerate(params):
         row = table[index : index + 1]
         for may_wait in (True, False):
             assert (kept(row, one, may_wait=may_wait) == together[index]).all(), (index, may_wait)
-        assert sample(row, [row_of(one)], may_wait=True).tolist() == [drawn[index]]
+        assert sample(row, [row_of(one)], may_wait=True).item() == drawn[index]
 
 
 def test_a_vocabulary_that_is_mostly_masked_loses_nothing() -> None:
