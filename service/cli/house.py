@@ -76,7 +76,9 @@ class House:
     telemetry: TelemetryRoom
 
 
-def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clock) -> House:
+def build_house(
+    config: Config, *, model: LocalModel, router: Router, clock: Clock, draft: LocalModel | None = None
+) -> House:
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
     source = model_source(config, model)
     tokenizer = load_tokenizer(source)
@@ -95,6 +97,7 @@ def build_house(config: Config, *, model: LocalModel, router: Router, clock: Clo
         ),
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
+        draft_source=draft_source(config.model, draft),
     )
     telemetry = TelemetryRoom(config)
     room = build_cache_room(
@@ -159,6 +162,18 @@ def build_edge(
         grammars=grammars,
         heartbeat_timeout_s=config.server.stuck_timeout_s,
         telemetry=telemetry.watchers,
+    )
+
+
+def draft_source(config: ModelConfig, draft: LocalModel | None) -> ModelSource | None:
+    """Return where the draft model is; its weights have the type that the model's would have."""
+    if draft is None:
+        return None
+    return ModelSource(
+        path=draft.path,
+        model_id=draft.model_id,
+        dtype=weights_dtype(config),
+        trust_remote_code=config.trust_remote_code,
     )
 
 

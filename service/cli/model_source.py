@@ -44,6 +44,14 @@ def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel:
     )
 
 
+def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel | None:
+    """Return the folder of `config.draft_model`, as `locate_model` does; None without one."""
+    if config.draft_model is None:
+        return None
+    asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
+    return locate_model(asked, on_progress=on_progress)
+
+
 def _download(hub_id: str) -> Path:
     # Imported here: it takes a while, and most servers serve a folder.
     from huggingface_hub import snapshot_download

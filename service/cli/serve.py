@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from service.cli.console import build_progress
 from service.cli.house import House, build_house
 from service.cli.logs import setup_logging
-from service.cli.model_source import locate_model
+from service.cli.model_source import locate_draft_model, locate_model
 from service.cli.preload import restart_with_openblas
 from service.clock import Clock, SystemClock
 from service.config import Config, LoadedConfig
@@ -49,9 +49,12 @@ async def _serve(config: Config, clock: Clock) -> None:
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
         model = locate_model(config.model, on_progress=on_progress)
         fields.update(model=model.model_id, path=model.path)
+        draft = locate_draft_model(config.model, on_progress=on_progress)
+        if draft is not None:
+            fields.update(draft_model=draft.model_id, draft_path=draft.path)
     router = Router(asyncio.get_running_loop())
     with narrator.phase("tokenizer_read"):
-        house = build_house(config, model=model, router=router, clock=clock)
+        house = build_house(config, model=model, draft=draft, router=router, clock=clock)
     stop_signal = _listen_for_signals()
     address = await house.server.start()
     try:

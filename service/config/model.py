@@ -30,6 +30,9 @@ class ModelConfig:
     adapters: tuple[NamedPath, ...] = setting(
         (), Kind.NAMED_PATHS, "LoRA adapters that requests may choose: name=folder,name=folder; or a table."
     )
+    draft_model: str | None = setting(
+        None, Kind.TEXT, "A smaller model of the same vocabulary that guesses for requests that speculate."
+    )
     context_token_limit: int | None = setting(
         None, Kind.COUNT, "Longest prompt plus output; by default what the model was made for.", minimum=2
     )

@@ -6,14 +6,24 @@ import dataclasses
 import enum
 
 
+class Drafting(enum.Enum):
+    """How draft tokens are found."""
+
+    PROMPT_LOOKUP = enum.auto()
+    """What followed the last tokens where they stood before (Saxena 2023)."""
+    DRAFT_MODEL = enum.auto()
+    """The likeliest tokens of the server's draft model."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Speculation:
-    """Draft tokens by prompt lookup (Saxena 2023): what followed the last tokens where they stood before."""
+    """How a request wants to speculate."""
 
     draft_token_limit: int
     """Draft tokens a step, >= 1."""
-    ngram_token_limit: int
-    """Last tokens that are looked for, >= 1; fewer where so many are nowhere found."""
+    ngram_token_limit: int = 1
+    """Prompt lookup: last tokens that are looked for, >= 1; fewer where so many are nowhere found."""
+    drafting: Drafting = Drafting.PROMPT_LOOKUP
 
 
 class SpeculationLimit(enum.Enum):
@@ -24,6 +34,8 @@ class SpeculationLimit(enum.Enum):
     """The model has caches that cannot take rejected tokens back."""
     SAMPLING = enum.auto()
     """Each token's draw depends on the token before it: penalties, bad words or a response format."""
+    NO_DRAFT_MODEL = enum.auto()
+    """The server has no draft model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from service.domain.speculation import Drafting
 from service.engine.sequence import Sequence
 from service.errors import CannotFit, Overloaded, Reason
 
@@ -67,6 +68,14 @@ class ModelShape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DraftFootprint:
+    """What a draft model takes: once, and for each token of a sequence that uses it."""
+
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MemoryModel:
     """Predicts KV and transients of one model."""
 
@@ -79,6 +88,7 @@ class MemoryModel:
     """Caches grow by so many tokens at a time, and are copied then; 1 grows in place."""
     lane_row_limit: int = 1
     """So many sequences decode as rows of one array, padded to the longest of them; 1: each alone."""
+    draft: DraftFootprint = DraftFootprint()
 
     def kv_bytes(self, token_count: int) -> int:
         """Return what one sequence of this length holds."""
@@ -178,7 +188,7 @@ class MemoryGuard:
     def never_fits(self, token_count: int) -> CannotFit | None:
         """Return the refusal of a request that could not run even alone."""
         needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
-        needed += self._weight_bytes
+        needed += self._weight_bytes + self._model.draft.weight_bytes
         if not self.limit_bytes or needed <= self.limit_bytes:
             return None
         return CannotFit(
@@ -194,9 +204,11 @@ class MemoryGuard:
 
     def start_bytes(self, sequence: Sequence) -> int:
         """Return what must be free before a sequence may start: its input, a little output, one chunk."""
-        needed = self._model.request_bytes(
-            token_count=_let_in_token_count(sequence), chunk_token_count=self._chunk_token_count
-        )
+        token_count = _let_in_token_count(sequence)
+        needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
+        speculation = sequence.request.speculation
+        if speculation is not None and speculation.drafting is Drafting.DRAFT_MODEL:
+            needed += token_count * self._model.draft.kv_bytes_per_token
         if sequence.measures_prompt:
             needed += self._model.logits_bytes(self._measured_chunk_token_count)
         return needed

@@ -17,8 +17,9 @@ from service.engine import model_loader, upstream
 from service.engine.adapters import attach
 from service.engine.decode_batch import JoiningRow
 from service.engine.decode_row import DecodeRow
+from service.engine.draft_model import DraftModel
 from service.engine.ids import SequenceId
-from service.engine.memory_guard import MemoryModel
+from service.engine.memory_guard import DraftFootprint, MemoryModel
 from service.engine.one_thread import OneThread
 from service.engine.ports import Drawn, MemoryUse
 from service.engine.runner_blocks import RunnerBlocks
@@ -62,11 +63,13 @@ class MlxRunner:
         settings: RunnerSettings,
         clock: Clock,
         fingerprint_hex: str = "",
+        draft_source: model_loader.ModelSource | None = None,
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
         self._fingerprint_hex = fingerprint_hex
+        self._draft_source = draft_source
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
         self._models: dict[AdapterName, Any] = {}
@@ -91,20 +94,28 @@ class MlxRunner:
             self._warm_up(adapter.name)
         freed_bytes = _FREED_TOKENS * kv_bytes_per_token
         mx.set_cache_limit(min(_MAX_FREED_BYTES, max(_MIN_FREED_BYTES, freed_bytes)))
+        info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._memory_model = MemoryModel(
             model_loader.shape_of(loaded),
             kv_bytes_per_token,
             fixed_bytes,
             kv_step_token_count=upstream.CACHE_STEP_TOKEN_COUNT,
             lane_row_limit=self._settings.lane_row_limit if upstream.can_batch(self.fresh_caches()) else 1,
+            draft=self._load_draft(info),
         )
-        info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(
             info,
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
         )
+
+    def _load_draft(self, info: ModelInfo) -> DraftFootprint:
+        if self._draft_source is None:
+            return DraftFootprint()
+        draft = DraftModel.load(self._draft_source, info=info, tokenizer=self._tokenizer)
+        self._lanes.draft_model = draft
+        return draft.footprint
 
     def open(self, sequence_id: SequenceId) -> None:
         self._thread.check()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from service.domain.speculation import DraftCounts, SpeculationLimit
+from service.domain.speculation import DraftCounts, Drafting, Speculation, SpeculationLimit
 from service.engine import upstream
 from service.engine.decode_batch import DecodeBatch, JoiningRow
+from service.engine.draft_model import DraftModel
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn
-from service.engine.speculative_lane import SpeculativeLane, speculation_limit
+from service.engine.prompt_lookup import PromptLookup
+from service.engine.speculative_lane import Drafter, SpeculativeLane, speculation_limit
 
 
 class Lanes:
@@ -24,6 +26,8 @@ class Lanes:
         self._is_pipelined = is_pipelined
         self._joining: list[JoiningRow] = []
         self._lanes: list[DecodeBatch | SpeculativeLane] = []
+        self.draft_model: DraftModel | None = None
+        """Set once it is loaded, where the server has one."""
 
     def join(self, row: JoiningRow) -> None:
         """Let a prefilled sequence draw from the next step on."""
@@ -96,5 +100,16 @@ class Lanes:
         if limit is not SpeculationLimit.NONE:
             row.sampling.drafts = DraftCounts(limit=limit)
             return False
-        self._lanes.append(SpeculativeLane(row, row.speculation))
+        drafter = self._drafter(row, row.speculation)
+        if drafter is None:
+            row.sampling.drafts = DraftCounts(limit=SpeculationLimit.NO_DRAFT_MODEL)
+            return False
+        limit_count = row.speculation.draft_token_limit
+        self._lanes.append(SpeculativeLane(row, drafter=drafter, draft_token_limit=limit_count))
         return True
+
+    def _drafter(self, row: JoiningRow, speculation: Speculation) -> Drafter | None:
+        if speculation.drafting is Drafting.PROMPT_LOOKUP:
+            return PromptLookup(row.token_ids, ngram_token_limit=speculation.ngram_token_limit)
+        # The last token is fed by the lane; what the draft model is to continue ends with it.
+        return self.draft_model.open(row.token_ids) if self.draft_model is not None else None

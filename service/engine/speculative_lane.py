@@ -12,18 +12,29 @@ batch caches cannot take back a different number in each row.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import mlx.core as mx
 
-from service.domain.speculation import DraftCounts, Speculation, SpeculationLimit
+from service.domain.speculation import DraftCounts, SpeculationLimit
 from service.engine import upstream
 from service.engine.decode_batch import JoiningRow
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn
-from service.engine.prompt_lookup import PromptLookup
 from service.engine.sampler import sample
 from service.engine.token_logprobs import LogprobArrays, measure
+
+
+class Drafter(Protocol):
+    """Guesses how one sequence goes on."""
+
+    def propose(self, count: int) -> list[int] | mx.array:
+        """Return at most `count` tokens that may come next; an array need not be evaluated."""
+        ...
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add what was generated."""
+        ...
 
 
 class SpeculativeLane:
@@ -35,15 +46,15 @@ class SpeculativeLane:
 
     is_solitary = True
 
-    def __init__(self, joining: JoiningRow, speculation: Speculation) -> None:
+    def __init__(self, joining: JoiningRow, *, drafter: Drafter, draft_token_limit: int) -> None:
         self.model = joining.model
-        self._speculation = speculation
+        self._drafter = drafter
+        self._draft_token_limit = draft_token_limit
         self._ids = [joining.sequence_id]
         self._row = joining.sampling
         self._caches = joining.caches
         self._last_token_id = joining.last_token_id
-        self._lookup = PromptLookup(joining.token_ids, ngram_token_limit=speculation.ngram_token_limit)
-        self._drafts: list[int] = []
+        self._drafts: mx.array | None = None
         self._tokens: mx.array | None = None
         self._measured: LogprobArrays | None = None
 
@@ -61,12 +72,14 @@ class SpeculativeLane:
     def dispatch(self) -> None:
         """Start the pass over the last token and the drafts behind it."""
         assert self._tokens is None, "dispatch and collect take turns"
-        self._drafts = self._lookup.propose(self._speculation.draft_token_limit)
-        fed = mx.array([[self._last_token_id, *self._drafts]])
-        logits = self.model(fed, cache=self._caches)[0]
-        rows = [self._row.ahead(step) for step in range(len(self._drafts) + 1)]
+        proposed = self._drafter.propose(self._draft_token_limit)
+        drafts = proposed if isinstance(proposed, mx.array) else mx.array(proposed, dtype=mx.int32)
+        fed = mx.concatenate([mx.array([self._last_token_id], dtype=mx.int32), drafts])
+        logits = self.model(fed[None], cache=self._caches)[0]
+        rows = [self._row.ahead(step) for step in range(len(fed))]
         self._tokens = sample(logits, rows)
-        arrays = [self._tokens]
+        self._drafts = drafts
+        arrays = [self._tokens, drafts]
         if self._row.logprob_top_count is not None:
             top_counts = [self._row.logprob_top_count] * len(rows)
             self._measured = measure(logits, self._tokens, top_counts=top_counts)
@@ -78,19 +91,20 @@ class SpeculativeLane:
 
     def collect(self) -> list[Drawn]:
         """Wait for the pass; return the tokens that plain decoding would have drawn, one step each."""
-        assert self._tokens is not None, "collect follows dispatch"
+        assert self._tokens is not None and self._drafts is not None, "collect follows dispatch"
         token_ids = cast("list[int]", self._tokens.tolist())
+        drafts = cast("list[int]", self._drafts.tolist())
         accepted = 0
-        while accepted < len(self._drafts) and token_ids[accepted] == self._drafts[accepted]:
+        while accepted < len(drafts) and token_ids[accepted] == drafts[accepted]:
             accepted += 1
-        upstream.rewind(self._caches, len(self._drafts) - accepted)
+        upstream.rewind(self._caches, len(drafts) - accepted)
         logprobs = self._measured.read() if self._measured is not None else [None] * len(token_ids)
-        self._tokens, self._measured = None, None
+        self._tokens, self._drafts, self._measured = None, None, None
         kept = token_ids[: accepted + 1]
         self._row.drawn_count += len(kept)
-        self._lookup.extend(kept)
+        self._drafter.extend(kept)
         self._last_token_id = kept[-1]
-        counts = DraftCounts(len(self._drafts), accepted)
+        counts = DraftCounts(len(drafts), accepted)
         (sequence_id,) = self._ids
         return [
             Drawn(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import _extend_cache, _merge_caches
@@ -104,6 +104,41 @@ def rewind(caches: Sequence[Cache], count: int) -> None:
         else:
             taken = cache.trim(count)
             assert taken == count, f"{type(cache).__name__} took back {taken} of {count} tokens"
+
+
+class CacheMark(NamedTuple):
+    """Where one cache stood: its arrays, which later updates leave alone, and its numbers."""
+
+    cache: Cache
+    arrays: tuple[Any, Any] | None
+    offset: int
+    place: int
+
+
+def mark(caches: Sequence[Cache]) -> list[CacheMark]:
+    """Remember where caches that `can_rewind` stand. Windows are kept as they are; KV is only cut back."""
+    marks: list[CacheMark] = []
+    for cache in caches:
+        if type(cache) is CacheList:
+            marks += mark(cache.caches)
+        elif type(cache) is RotatingKVCache:
+            # New array objects: an update writes into the ones that the cache has.
+            window: Any = cache
+            arrays = (window.keys[...], window.values[...])
+            marks.append(CacheMark(cache, arrays, cache.offset, cache._idx))
+        else:
+            marks.append(CacheMark(cache, None, cache.offset, 0))
+    return marks
+
+
+def return_to(marks: Sequence[CacheMark]) -> None:
+    """Undo every update since the marks were made."""
+    for cache, arrays, offset, place in marks:
+        if arrays is None:
+            cache.trim(cache.offset - offset)
+        else:
+            cache.keys, cache.values = arrays
+            cache.offset, cache._idx = offset, place
 
 
 def merge_caches(sequences: Sequence[Sequence[Cache]]) -> list[Cache]:

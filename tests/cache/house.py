@@ -91,6 +91,7 @@ class House:
         is_pipelined: bool = False,
         files: Files | None = None,
         adapters: Sequence[model_loader.AdapterSource] = (),
+        draft: Path | None = None,
         **storage_changes,
     ) -> None:
         clock = SystemClock()
@@ -105,6 +106,7 @@ class House:
             tokenizer=tokenizer,
             settings=RunnerSettings(8, BLOCK, kv_bits, kv_group_size, is_pipelined),
             clock=clock,
+            draft_source=None if draft is None else model_loader.ModelSource(path=draft, model_id="draft"),
         )
         self.recorder = WatchingRecorder()
         self.storage: Storage | None = None

@@ -9,7 +9,7 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import speculation_pb2
 
-from service.domain.speculation import Speculation, SpeculationLimit
+from service.domain.speculation import Drafting, Speculation, SpeculationLimit
 from service.rpc.speculation_fields import LIMITS
 from tests.rpc.conftest import House
 from tests.rpc.details import refused
@@ -28,10 +28,12 @@ async def test_it_reaches_the_engine_and_is_off_unless_asked_for(house: House) -
     await house.inference.Generate(request(prompt_lookup=LOOKUP))
     asked = speculation_pb2.PromptLookup(max_ngram_tokens=8)
     assert [event async for event in house.inference.Stream(request(prompt_lookup=asked, max_draft_tokens=1))]
+    await house.inference.Generate(request(draft_model=speculation_pb2.DraftModel()))
     assert [submitted.speculation for submitted in house.engine.submitted] == [
         None,
         Speculation(draft_token_limit=8, ngram_token_limit=3),
         Speculation(draft_token_limit=1, ngram_token_limit=8),
+        Speculation(draft_token_limit=4, drafting=Drafting.DRAFT_MODEL),
     ]
 
 
@@ -40,6 +42,10 @@ async def test_it_reaches_the_engine_and_is_off_unless_asked_for(house: House) -
     [
         ({}, "speculation"),
         ({"max_draft_tokens": 4}, "speculation"),
+        (
+            {"draft_model": speculation_pb2.DraftModel(), "max_draft_tokens": 17},
+            "speculation.max_draft_tokens",
+        ),
         ({"prompt_lookup": LOOKUP, "max_draft_tokens": -1}, "speculation.max_draft_tokens"),
         ({"prompt_lookup": LOOKUP, "max_draft_tokens": 17}, "speculation.max_draft_tokens"),
         (

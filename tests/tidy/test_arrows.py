@@ -26,6 +26,7 @@ OWNERS = {
         "service.engine.token_logprobs",
         "service.engine.decode_batch",
         "service.engine.speculative_lane",
+        "service.engine.draft_model",
         "service.engine.memory",
         "service.kv.layout",
         "service.kv.layout_",

@@ -13,3 +13,8 @@ def prompt_lookup(*, draft_tokens: int = 0, ngram_tokens: int = 0) -> Speculatio
         prompt_lookup=speculation_pb2.PromptLookup(max_ngram_tokens=ngram_tokens),
         max_draft_tokens=draft_tokens,
     )
+
+
+def draft_model(*, draft_tokens: int = 0) -> Speculation:
+    """Guess with the server's draft model; without one the request decodes plainly and its usage says so."""
+    return Speculation(draft_model=speculation_pb2.DraftModel(), max_draft_tokens=draft_tokens)

@@ -33,6 +33,8 @@ const (
 	SpeculationLimit_SPECULATION_LIMIT_CACHE SpeculationLimit = 1
 	// Each draw depends on the token before it: penalties, bad words or a response format.
 	SpeculationLimit_SPECULATION_LIMIT_SAMPLING SpeculationLimit = 2
+	// The server has no draft model.
+	SpeculationLimit_SPECULATION_LIMIT_NO_DRAFT_MODEL SpeculationLimit = 3
 )
 
 // Enum value maps for SpeculationLimit.
@@ -41,11 +43,13 @@ var (
 		0: "SPECULATION_LIMIT_UNSPECIFIED",
 		1: "SPECULATION_LIMIT_CACHE",
 		2: "SPECULATION_LIMIT_SAMPLING",
+		3: "SPECULATION_LIMIT_NO_DRAFT_MODEL",
 	}
 	SpeculationLimit_value = map[string]int32{
-		"SPECULATION_LIMIT_UNSPECIFIED": 0,
-		"SPECULATION_LIMIT_CACHE":       1,
-		"SPECULATION_LIMIT_SAMPLING":    2,
+		"SPECULATION_LIMIT_UNSPECIFIED":    0,
+		"SPECULATION_LIMIT_CACHE":          1,
+		"SPECULATION_LIMIT_SAMPLING":       2,
+		"SPECULATION_LIMIT_NO_DRAFT_MODEL": 3,
 	}
 )
 
@@ -90,8 +94,9 @@ type Speculation struct {
 	// Types that are valid to be assigned to Drafter:
 	//
 	//	*Speculation_PromptLookup
+	//	*Speculation_DraftModel
 	Drafter isSpeculation_Drafter `protobuf_oneof:"drafter"`
-	// Guesses a step, 1 to 16. Absent or 0: 8.
+	// Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
 	MaxDraftTokens int32 `protobuf:"varint,2,opt,name=max_draft_tokens,json=maxDraftTokens,proto3" json:"max_draft_tokens,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -143,6 +148,15 @@ func (x *Speculation) GetPromptLookup() *PromptLookup {
 	return nil
 }
 
+func (x *Speculation) GetDraftModel() *DraftModel {
+	if x != nil {
+		if x, ok := x.Drafter.(*Speculation_DraftModel); ok {
+			return x.DraftModel
+		}
+	}
+	return nil
+}
+
 func (x *Speculation) GetMaxDraftTokens() int32 {
 	if x != nil {
 		return x.MaxDraftTokens
@@ -159,7 +173,14 @@ type Speculation_PromptLookup struct {
 	PromptLookup *PromptLookup `protobuf:"bytes,1,opt,name=prompt_lookup,json=promptLookup,proto3,oneof"`
 }
 
+type Speculation_DraftModel struct {
+	// From the server's draft model (`--draft-model`), a small one of the same vocabulary.
+	DraftModel *DraftModel `protobuf:"bytes,3,opt,name=draft_model,json=draftModel,proto3,oneof"`
+}
+
 func (*Speculation_PromptLookup) isSpeculation_Drafter() {}
+
+func (*Speculation_DraftModel) isSpeculation_Drafter() {}
 
 // Looks for the last tokens in what came before and guesses what followed them there (Saxena 2023).
 type PromptLookup struct {
@@ -208,21 +229,64 @@ func (x *PromptLookup) GetMaxNgramTokens() int32 {
 	return 0
 }
 
+// Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
+// request decodes, 128 tokens a step, and begins to help when it is complete.
+type DraftModel struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DraftModel) Reset() {
+	*x = DraftModel{}
+	mi := &file_icehouse_v1_speculation_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DraftModel) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DraftModel) ProtoMessage() {}
+
+func (x *DraftModel) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_speculation_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DraftModel.ProtoReflect.Descriptor instead.
+func (*DraftModel) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_speculation_proto_rawDescGZIP(), []int{2}
+}
+
 var File_icehouse_v1_speculation_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_speculation_proto_rawDesc = "" +
 	"\n" +
-	"\x1dicehouse/v1/speculation.proto\x12\vicehouse.v1\"\x84\x01\n" +
+	"\x1dicehouse/v1/speculation.proto\x12\vicehouse.v1\"\xc0\x01\n" +
 	"\vSpeculation\x12@\n" +
-	"\rprompt_lookup\x18\x01 \x01(\v2\x19.icehouse.v1.PromptLookupH\x00R\fpromptLookup\x12(\n" +
+	"\rprompt_lookup\x18\x01 \x01(\v2\x19.icehouse.v1.PromptLookupH\x00R\fpromptLookup\x12:\n" +
+	"\vdraft_model\x18\x03 \x01(\v2\x17.icehouse.v1.DraftModelH\x00R\n" +
+	"draftModel\x12(\n" +
 	"\x10max_draft_tokens\x18\x02 \x01(\x05R\x0emaxDraftTokensB\t\n" +
 	"\adrafter\"8\n" +
 	"\fPromptLookup\x12(\n" +
-	"\x10max_ngram_tokens\x18\x01 \x01(\x05R\x0emaxNgramTokens*r\n" +
+	"\x10max_ngram_tokens\x18\x01 \x01(\x05R\x0emaxNgramTokens\"\f\n" +
+	"\n" +
+	"DraftModel*\x98\x01\n" +
 	"\x10SpeculationLimit\x12!\n" +
 	"\x1dSPECULATION_LIMIT_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17SPECULATION_LIMIT_CACHE\x10\x01\x12\x1e\n" +
-	"\x1aSPECULATION_LIMIT_SAMPLING\x10\x02b\x06proto3"
+	"\x1aSPECULATION_LIMIT_SAMPLING\x10\x02\x12$\n" +
+	" SPECULATION_LIMIT_NO_DRAFT_MODEL\x10\x03b\x06proto3"
 
 var (
 	file_icehouse_v1_speculation_proto_rawDescOnce sync.Once
@@ -237,19 +301,21 @@ func file_icehouse_v1_speculation_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_speculation_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_speculation_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
+var file_icehouse_v1_speculation_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
 var file_icehouse_v1_speculation_proto_goTypes = []any{
 	(SpeculationLimit)(0), // 0: icehouse.v1.SpeculationLimit
 	(*Speculation)(nil),   // 1: icehouse.v1.Speculation
 	(*PromptLookup)(nil),  // 2: icehouse.v1.PromptLookup
+	(*DraftModel)(nil),    // 3: icehouse.v1.DraftModel
 }
 var file_icehouse_v1_speculation_proto_depIdxs = []int32{
 	2, // 0: icehouse.v1.Speculation.prompt_lookup:type_name -> icehouse.v1.PromptLookup
-	1, // [1:1] is the sub-list for method output_type
-	1, // [1:1] is the sub-list for method input_type
-	1, // [1:1] is the sub-list for extension type_name
-	1, // [1:1] is the sub-list for extension extendee
-	0, // [0:1] is the sub-list for field type_name
+	3, // 1: icehouse.v1.Speculation.draft_model:type_name -> icehouse.v1.DraftModel
+	2, // [2:2] is the sub-list for method output_type
+	2, // [2:2] is the sub-list for method input_type
+	2, // [2:2] is the sub-list for extension type_name
+	2, // [2:2] is the sub-list for extension extendee
+	0, // [0:2] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_speculation_proto_init() }
@@ -259,6 +325,7 @@ func file_icehouse_v1_speculation_proto_init() {
 	}
 	file_icehouse_v1_speculation_proto_msgTypes[0].OneofWrappers = []any{
 		(*Speculation_PromptLookup)(nil),
+		(*Speculation_DraftModel)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -266,7 +333,7 @@ func file_icehouse_v1_speculation_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_speculation_proto_rawDesc), len(file_icehouse_v1_speculation_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   2,
+			NumMessages:   3,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

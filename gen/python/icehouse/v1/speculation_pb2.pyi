@@ -29,6 +29,8 @@ class _SpeculationLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spec
     """The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
     SPECULATION_LIMIT_SAMPLING: _SpeculationLimit.ValueType  # 2
     """Each draw depends on the token before it: penalties, bad words or a response format."""
+    SPECULATION_LIMIT_NO_DRAFT_MODEL: _SpeculationLimit.ValueType  # 3
+    """The server has no draft model."""
 
 class SpeculationLimit(_SpeculationLimit, metaclass=_SpeculationLimitEnumTypeWrapper):
     """Why a request that asked for speculation decoded plainly."""
@@ -39,6 +41,8 @@ SPECULATION_LIMIT_CACHE: SpeculationLimit.ValueType  # 1
 """The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
 SPECULATION_LIMIT_SAMPLING: SpeculationLimit.ValueType  # 2
 """Each draw depends on the token before it: penalties, bad words or a response format."""
+SPECULATION_LIMIT_NO_DRAFT_MODEL: SpeculationLimit.ValueType  # 3
+"""The server has no draft model."""
 Global___SpeculationLimit: _TypeAlias = SpeculationLimit  # noqa: Y015
 
 @_typing.final
@@ -55,24 +59,30 @@ class Speculation(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
+    DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     max_draft_tokens: _builtins.int
-    """Guesses a step, 1 to 16. Absent or 0: 8."""
+    """Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`."""
     @_builtins.property
     def prompt_lookup(self) -> Global___PromptLookup:
         """From the request's own tokens."""
+
+    @_builtins.property
+    def draft_model(self) -> Global___DraftModel:
+        """From the server's draft model (`--draft-model`), a small one of the same vocabulary."""
 
     def __init__(
         self,
         *,
         prompt_lookup: Global___PromptLookup | None = ...,
+        draft_model: Global___DraftModel | None = ...,
         max_draft_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "prompt_lookup", b"prompt_lookup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "drafter", b"drafter", "prompt_lookup", b"prompt_lookup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "max_draft_tokens", b"max_draft_tokens", "prompt_lookup", b"prompt_lookup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_model", b"draft_model", "drafter", b"drafter", "max_draft_tokens", b"max_draft_tokens", "prompt_lookup", b"prompt_lookup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_drafter: _TypeAlias = _typing.Literal["prompt_lookup"]  # noqa: Y015
+    _WhichOneofReturnType_drafter: _TypeAlias = _typing.Literal["prompt_lookup", "draft_model"]  # noqa: Y015
     _WhichOneofArgType_drafter: _TypeAlias = _typing.Literal["drafter", b"drafter"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_drafter) -> _WhichOneofReturnType_drafter | None: ...
 
@@ -101,3 +111,22 @@ class PromptLookup(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptLookup: _TypeAlias = PromptLookup  # noqa: Y015
+
+@_typing.final
+class DraftModel(_message.Message):
+    """Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
+    request decodes, 128 tokens a step, and begins to help when it is complete.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftModel: _TypeAlias = DraftModel  # noqa: Y015

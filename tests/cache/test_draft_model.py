@@ -1,0 +1,106 @@
+"""A draft model in the whole engine: the tokens of plain decoding, and many at once where it guesses well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.clock import SystemClock
+from service.domain.speculation import DraftCounts, Drafting, Speculation, SpeculationLimit
+from service.engine.draft_model import ModelDrafter
+from service.engine.mlx_runner import MlxRunner, RunnerSettings
+from service.engine.model_loader import ModelSource, load_tokenizer
+from service.errors import ModelError
+from tests.cache.house import BLOCK, House
+from tests.cache.test_reuse import prompt
+from tests.cache.test_speculation import SAMPLINGS, outcome, submit
+from tests.models import VOCABULARY_SIZE, build, tiny_model_dir
+
+DRAFT = Speculation(draft_token_limit=4, drafting=Drafting.DRAFT_MODEL)
+OUTPUT_TOKENS = 40
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_model_guesses_itself_nearly_always(tmp_path: Path, architecture: str) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    # Longer than the tiny windows, and longer than what the draft caches take in one step.
+    tokens = prompt(160)
+    with House(folder, tmp_path / "blocks", draft=folder) as house:
+        submit(house, "plain", tokens, speculation=None, max_output_tokens=OUTPUT_TOKENS)
+        submit(house, "fast", tokens, speculation=DRAFT, max_output_tokens=OUTPUT_TOKENS)
+        plain, _ = outcome(house, "plain")
+        fast, drafts = outcome(house, "fast")
+    assert fast == plain
+    # One step catches up and guesses nothing; the last run may be cut by the limit.
+    assert drafts.accepted_count == drafts.proposed_count == 4 * ((OUTPUT_TOKENS - 1 + 4) // 5)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_bad_draft_model_costs_work_and_no_token(tmp_path: Path, is_pipelined: bool) -> None:
+    folder = tiny_model_dir(tmp_path, "qwen3")
+    other = tiny_model_dir(tmp_path, "gemma3_text", seed=9)
+    prompts = [prompt(2 * BLOCK + 3), prompt(60)]
+    with House(folder, tmp_path / "blocks", draft=other, is_pipelined=is_pipelined) as house:
+        for index, sampling in enumerate(SAMPLINGS):
+            for place, tokens in enumerate(prompts):
+                for kind, speculation in (("plain", None), ("fast", DRAFT)):
+                    name = f"{kind} {index}.{place}"
+                    submit(house, name, tokens, speculation=speculation, sampling=sampling)
+        for index in range(len(SAMPLINGS)):
+            for place in range(len(prompts)):
+                tokens, drafts = outcome(house, f"fast {index}.{place}")
+                assert tokens == outcome(house, f"plain {index}.{place}")[0]
+                assert drafts.proposed_count > drafts.accepted_count
+
+
+def test_without_a_draft_model_the_request_decodes_plainly_and_says_why(tmp_path: Path) -> None:
+    with House(tiny_model_dir(tmp_path, "llama"), None, is_enabled=False) as house:
+        submit(house, "plain", prompt(20), speculation=None)
+        submit(house, "asked", prompt(20), speculation=DRAFT)
+        tokens, drafts = outcome(house, "asked")
+        assert tokens == outcome(house, "plain")[0]
+        assert drafts == DraftCounts(0, 0, SpeculationLimit.NO_DRAFT_MODEL)
+
+
+def load_error(folder: Path, draft: Path) -> ModelError:
+    source = ModelSource(path=folder, model_id="tiny")
+    runner = MlxRunner(
+        source=source,
+        tokenizer=load_tokenizer(source),
+        settings=RunnerSettings(lane_row_limit=8),
+        clock=SystemClock(),
+        draft_source=ModelSource(path=draft, model_id="draft"),
+    )
+    with pytest.raises(ModelError) as refused:
+        runner.load()
+    return refused.value
+
+
+@pytest.mark.parametrize("room", [1, 2, 7])
+def test_a_drafter_forgets_what_was_not_kept(room: int) -> None:
+    model = build("gemma3_text")
+    tokens = prompt(30)
+    told = ModelDrafter(model, tokens, vocabulary_size=VOCABULARY_SIZE)
+    for step in range(6):
+        told.propose(5)
+        # Nothing of the guesses is right: other tokens came.
+        more = prompt(40 + room * step)[-room:]
+        tokens = [*tokens, *more]
+        told.extend(more)
+    fresh = ModelDrafter(model, tokens, vocabulary_size=VOCABULARY_SIZE)
+    assert told.propose(5).tolist() == fresh.propose(5).tolist()
+
+
+def test_a_model_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    other = tiny_model_dir(tmp_path, "qwen3", name="other")
+    table = other / "tokenizer.json"
+    table.write_text(table.read_text().replace('"a"', '"ä"', 1))
+    refusal = load_error(folder, other)
+    assert "vocabulary" in str(refusal)
+
+
+def test_a_model_whose_caches_cannot_go_back_is_refused_at_the_start(tmp_path: Path) -> None:
+    refusal = load_error(tiny_model_dir(tmp_path, "llama"), tiny_model_dir(tmp_path, "mamba2"))
+    assert "ArraysCache" in str(refusal)
