@@ -40,8 +40,8 @@ class DraftModel:
         if own.vocabulary_json() != tokenizer.vocabulary_json() or not _spells_alike(own, tokenizer):
             raise ModelError(
                 Reason.MODEL_INVALID,
-                f"the draft model {source.model_id} has another vocabulary than {info.model_id}, so its guesses "
-                "mean nothing there; choose a smaller model of the same family",
+                f"the draft model {source.model_id} has another vocabulary than {info.model_id}, so its "
+                "guesses mean nothing there; choose a smaller model of the same family",
             )
         loaded = model_loader.load(source)
         caches = upstream.make_caches(loaded.model)
