@@ -21,6 +21,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-telemetry bench-tenants soak smoke audit clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation soak smoke audit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -91,6 +92,8 @@ bench-telemetry: $(STAMP) ## Access log, metrics, traces and load reports: all o
 
 bench-tenants: $(STAMP) ## Can one tenant tell from the time that another one has a prompt cached?
 	@$(BIN)/python -m bench.tenants $(ARGS)
+bench-speculation: $(STAMP) ## Decode with speculation against without, as ratios; outputs compared.
+	@$(BIN)/python -m bench.speculation $(ARGS)
 
 soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat (ARGS="--seconds 600").
 	@$(BIN)/python -m bench.soak $(ARGS)
