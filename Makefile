@@ -20,8 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-telemetry bench-tenants soak smoke audit clean
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation soak smoke audit clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants soak smoke audit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile

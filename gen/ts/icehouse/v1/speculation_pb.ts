@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/speculation.proto.
  */
 export const file_icehouse_v1_speculation: GenFile = /*@__PURE__*/
-  fileDesc("Ch1pY2Vob3VzZS92MS9zcGVjdWxhdGlvbi5wcm90bxILaWNlaG91c2UudjEiZgoLU3BlY3VsYXRpb24SMgoNcHJvbXB0X2xvb2t1cBgBIAEoCzIZLmljZWhvdXNlLnYxLlByb21wdExvb2t1cEgAEhgKEG1heF9kcmFmdF90b2tlbnMYAiABKAVCCQoHZHJhZnRlciIoCgxQcm9tcHRMb29rdXASGAoQbWF4X25ncmFtX3Rva2VucxgBIAEoBSpyChBTcGVjdWxhdGlvbkxpbWl0EiEKHVNQRUNVTEFUSU9OX0xJTUlUX1VOU1BFQ0lGSUVEEAASGwoXU1BFQ1VMQVRJT05fTElNSVRfQ0FDSEUQARIeChpTUEVDVUxBVElPTl9MSU1JVF9TQU1QTElORxACYgZwcm90bzM");
+  fileDesc("Ch1pY2Vob3VzZS92MS9zcGVjdWxhdGlvbi5wcm90bxILaWNlaG91c2UudjEilgEKC1NwZWN1bGF0aW9uEjIKDXByb21wdF9sb29rdXAYASABKAsyGS5pY2Vob3VzZS52MS5Qcm9tcHRMb29rdXBIABIuCgtkcmFmdF9tb2RlbBgDIAEoCzIXLmljZWhvdXNlLnYxLkRyYWZ0TW9kZWxIABIYChBtYXhfZHJhZnRfdG9rZW5zGAIgASgFQgkKB2RyYWZ0ZXIiKAoMUHJvbXB0TG9va3VwEhgKEG1heF9uZ3JhbV90b2tlbnMYASABKAUiDAoKRHJhZnRNb2RlbCqYAQoQU3BlY3VsYXRpb25MaW1pdBIhCh1TUEVDVUxBVElPTl9MSU1JVF9VTlNQRUNJRklFRBAAEhsKF1NQRUNVTEFUSU9OX0xJTUlUX0NBQ0hFEAESHgoaU1BFQ1VMQVRJT05fTElNSVRfU0FNUExJTkcQAhIkCiBTUEVDVUxBVElPTl9MSU1JVF9OT19EUkFGVF9NT0RFTBADYgZwcm90bzM");
 
 /**
  * Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
@@ -39,10 +39,18 @@ export type Speculation = Message<"icehouse.v1.Speculation"> & {
      */
     value: PromptLookup;
     case: "promptLookup";
+  } | {
+    /**
+     * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
+     *
+     * @generated from field: icehouse.v1.DraftModel draft_model = 3;
+     */
+    value: DraftModel;
+    case: "draftModel";
   } | { case: undefined; value?: undefined };
 
   /**
-   * Guesses a step, 1 to 16. Absent or 0: 8.
+   * Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
    *
    * @generated from field: int32 max_draft_tokens = 2;
    */
@@ -79,6 +87,22 @@ export const PromptLookupSchema: GenMessage<PromptLookup> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_speculation, 1);
 
 /**
+ * Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
+ * request decodes, 128 tokens a step, and begins to help when it is complete.
+ *
+ * @generated from message icehouse.v1.DraftModel
+ */
+export type DraftModel = Message<"icehouse.v1.DraftModel"> & {
+};
+
+/**
+ * Describes the message icehouse.v1.DraftModel.
+ * Use `create(DraftModelSchema)` to create a new message.
+ */
+export const DraftModelSchema: GenMessage<DraftModel> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_speculation, 2);
+
+/**
  * Why a request that asked for speculation decoded plainly.
  *
  * @generated from enum icehouse.v1.SpeculationLimit
@@ -104,6 +128,13 @@ export enum SpeculationLimit {
    * @generated from enum value: SPECULATION_LIMIT_SAMPLING = 2;
    */
   SAMPLING = 2,
+
+  /**
+   * The server has no draft model.
+   *
+   * @generated from enum value: SPECULATION_LIMIT_NO_DRAFT_MODEL = 3;
+   */
+  NO_DRAFT_MODEL = 3,
 }
 
 /**
