@@ -130,6 +130,13 @@ class Smoke:
             good = done.returncode != 0 and f"Code: {code}" in done.stderr and reason in done.stderr
             self._check(f"refused: {name} -> {code} {reason}", good, (done.stdout + done.stderr)[-800:])
 
+    def top(self) -> None:
+        """Look at the server as an operator would."""
+        command = [sys.executable, "-m", "service.cli.main", "top", "--once", "--address", self._address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
+        good = done.returncode == 0 and "decoding" in done.stdout and "slowest" in done.stdout
+        self._check("icehouse top shows it", good, (done.stdout + done.stderr)[-800:])
+
     def still_alive(self) -> None:
         """After all of it the server answers."""
         done = self._call({"text": "The capital of France is", "max_output_tokens": 4})
@@ -219,6 +226,7 @@ def main() -> int:
             return 1
         smoke.readme()
         smoke.wrong_inputs()
+        smoke.top()
         smoke.still_alive()
     print(f"  server stopped with exit code {server.returncode}; {smoke.failure_count} failures")
     return 1 if smoke.failure_count else 0
