@@ -15,7 +15,7 @@ from service.config.setting import size_text
 from service.rpc.watch import CacheGlance, EngineGlance, Glance, SlowGlance, TierGlance
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_BAR_WIDTH = 14
+_BAR_WIDTH = 10
 _ID_WIDTH = 16
 _ALARM = "bold red"
 
@@ -109,7 +109,7 @@ def _now(engine: EngineGlance, rates: Rates, history: Sequence[float]) -> Table:
 
 
 def _tiers(tiers: Sequence[TierGlance]) -> Table:
-    table = _table("tier", "blocks", "size", "", "evicted", "median age", "tokens reused")
+    table = _table("tier", "blocks", "size", "", "evicted", "age", "reused")
     for tier in tiers:
         table.add_row(
             tier.name,
@@ -118,7 +118,7 @@ def _tiers(tiers: Sequence[TierGlance]) -> Table:
             ProgressBar(max(1, tier.limit_bytes), tier.size_bytes, width=_BAR_WIDTH),
             f"{tier.evicted_block_total:,}",
             age_text(0.0, now_time_s=tier.median_age_s),
-            f"{tier.reused_token_total:,}",
+            f"{tier.reused_token_total:,} tokens",
         )
     return table
 
@@ -155,7 +155,7 @@ def _slowest(slowest: Sequence[SlowGlance]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)

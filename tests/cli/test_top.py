@@ -60,8 +60,8 @@ SLOW = SlowGlance("r1", "OK", 12.0, 4.0, 0.5, 0.25, 1.25, 2.0, 1000, 768, 21)
 GLANCE = Glance(collect_time=1000.0, engine=ENGINE, cache=CACHE, slowest=(SLOW,))
 
 
-def shown(glance: Glance = GLANCE, rates: Rates | None = None, **given: Any) -> str:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+def shown(glance: Glance = GLANCE, rates: Rates | None = None, *, width: int = 120, **given: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     settings = {"address": "host:1", "history": (1.0, 2.0), **given}
     console.print(screen(glance, rates or rates_between(None, glance), **settings))
     assert isinstance(console.file, io.StringIO)
@@ -106,11 +106,31 @@ def test_the_screen_shows_queue_tiers_traffic_and_the_slowest() -> None:
     text = shown()
     for wanted in (
         *("4 of 16 decoding", "3 in prefill", "2 of 256 waiting", "20 written", "(80%)", "▄█", "34 ms"),
-        *("1 MiB of 4 MiB", "2 h", "spill 1 MiB/s", "restore 2 MiB/s", "25% full", "7 blocks not written"),
+        *(
+            "1 MiB of 4 MiB",
+            "2 h",
+            "1,000 tokens",
+            "spill 1 MiB/s",
+            "restore 2 MiB/s",
+            "25% full",
+            "7 blocks not written",
+        ),
         *("r1", "4.00 s", "768/1,000 → 21"),
     ):
         assert wanted in text, wanted
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_tables_fit_a_terminal_of_80_columns() -> None:
+    large = 100 << 40
+    tiers = tuple(
+        dataclasses.replace(t, size_bytes=1023 << 30, limit_bytes=large, block_count=123_456)
+        for t in CACHE.tiers
+    )
+    glance = dataclasses.replace(GLANCE, cache=dataclasses.replace(CACHE, tiers=tiers), slowest=(SLOW,) * 3)
+    lines = shown(glance, width=80).splitlines()
+    tables = [line for line in lines if line.startswith(("tier", "RAM", "SSD", "slowest", "r1"))]
+    assert len(tables) == 7 and "…" not in "".join(tables)
 
 
 def test_trouble_is_said() -> None:
