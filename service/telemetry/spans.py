@@ -112,6 +112,7 @@ class Spans:
 class _Joins:
     """Brings calls and spills together, whichever ends first. Any thread; bounded.
 
+    A request id that is used again while blocks of its first use are still being written is taken for one.
     The lock is held for a few operations on dicts; nobody waits for anything under it.
     """
 

@@ -63,6 +63,7 @@ async def test_a_request_is_one_trace_down_to_the_blocks_it_drove_out(
     restore = children(collector.spans, "again")["restore"]
     assert restore.attributes["icehouse.ssd.tokens"] > 0
     assert trailers["traceresponse"].startswith(f"00-{TRACE_ID}-")
+    assert "once upon" not in str(collector.spans), "a span tells a prompt"
     assert {fields_of(record)["trace_id"] for record in caplog.records} == {TRACE_ID}
 
 
@@ -77,6 +78,7 @@ async def test_metrics_follow_the_engine(tmp_path: Path, caplog: pytest.LogCaptu
             text = await asyncio.to_thread(
                 lambda: urllib.request.urlopen(str(url), timeout=10).read().decode()
             )
+    assert "once upon" not in text, "a metric tells a prompt"
     families = {family.name: family for family in text_string_to_metric_families(text)}
     ended = {
         s.labels["icehouse_outcome"]: s.value for s in families["icehouse_engine_requests_ended"].samples
