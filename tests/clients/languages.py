@@ -1,8 +1,7 @@
 """Test the clients of other languages: their own suites, then the example of each README.
 
 Usage: python -m tests.clients.languages [LANGUAGE ...]. Real servers run beside them. A language whose
-tool chain is not here is passed over with a line that says so. Packages come from its own registry, in
-the versions of the lock file.
+tool chain or packages cannot be had is passed over with a line that says so; what can be tested must pass.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ class Language:
     folder: str
     tools: tuple[str, ...]
     """Programs that must be here."""
+    fetch: tuple[str, ...]
+    """Command that brings the packages."""
     steps: tuple[tuple[str, ...], ...]
     """Commands that build the client and run its tests."""
     fence: str
@@ -47,6 +48,7 @@ LANGUAGES = (
     Language(
         folder="go",
         tools=("go",),
+        fetch=("go", "mod", "download"),
         steps=(
             ("sh", "-c", 'gofmt -d . && test -z "$(gofmt -l .)"'),
             ("go", "vet", "./..."),
@@ -59,7 +61,8 @@ LANGUAGES = (
     Language(
         folder="node",
         tools=("node", "npm"),
-        steps=(("npm", "ci", "--no-audit", "--no-fund"), ("npm", "test")),
+        fetch=("npm", "ci", "--no-audit", "--no-fund"),
+        steps=(("npm", "test"),),
         fence="ts",
         example="readme_example/main.ts",
         run=("npm", "run", "example"),
@@ -67,6 +70,7 @@ LANGUAGES = (
     Language(
         folder="java",
         tools=("java", "mvn"),
+        fetch=(*MAVEN, "dependency:go-offline"),
         steps=(
             (*MAVEN, "verify"),
             (*MAVEN, "dependency:build-classpath", "-Dmdep.outputFile=target/classpath"),
@@ -76,6 +80,17 @@ LANGUAGES = (
         run=("sh", "-c", 'java -cp "target/classes:$(cat target/classpath)" readme_example/Example.java'),
     ),
 )
+
+
+def obstacle_of(language: Language) -> str | None:
+    """Return why a client cannot be tested on this machine; None where it can be."""
+    missing = [tool for tool in language.tools if shutil.which(tool) is None]
+    if missing:
+        return f"there is no {' and no '.join(missing)} here"
+    done = answer_of(language.fetch, folder=ROOT / "clients" / language.folder, environment=os.environ)
+    if done.returncode != 0:
+        return f"`{' '.join(language.fetch)}` brought no packages: {(done.stdout + done.stderr)[-600:]}"
+    return None
 
 
 def tested(language: Language, servers: Servers) -> bool:
@@ -106,7 +121,19 @@ def succeeded(
     command: Sequence[str], *, folder: Path, environment: Mapping[str, str], answer: str = ""
 ) -> bool:
     """Run a command and show what it says when it fails, or when it does not say `answer`."""
-    done = subprocess.run(
+    done = answer_of(command, folder=folder, environment=environment)
+    good = done.returncode == 0 and answer in done.stdout
+    print(f"  {'ok  ' if good else 'FAIL'} clients/{folder.name}: {' '.join(command)}", flush=True)
+    if not good:
+        print((done.stdout + done.stderr)[-6000:])
+    return good
+
+
+def answer_of(
+    command: Sequence[str], *, folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a client's folder."""
+    return subprocess.run(
         command,
         cwd=folder,
         env=environment,
@@ -115,11 +142,6 @@ def succeeded(
         timeout=STEP_TIMEOUT_S,
         check=False,
     )
-    good = done.returncode == 0 and answer in done.stdout
-    print(f"  {'ok  ' if good else 'FAIL'} clients/{folder.name}: {' '.join(command)}", flush=True)
-    if not good:
-        print((done.stdout + done.stderr)[-6000:])
-    return good
 
 
 def main() -> int:
@@ -134,11 +156,8 @@ def main() -> int:
         for language in LANGUAGES:
             if wanted and language.folder not in wanted:
                 continue
-            missing = [tool for tool in language.tools if shutil.which(tool) is None]
-            if missing:
-                print(
-                    f"clients/{language.folder} was not tested: there is no {' and no '.join(missing)} here"
-                )
+            if obstacle := obstacle_of(language):
+                print(f"clients/{language.folder} was not tested: {obstacle}", flush=True)
             elif not tested(language, servers):
                 failed.append(language.folder)
     return 1 if failed else 0
