@@ -119,6 +119,18 @@ async def test_metadata_beyond_the_limit_is_refused() -> None:
         assert await is_serving(house)
 
 
+async def test_a_message_beyond_the_limit_is_refused() -> None:
+    async with running_house(max_message_bytes=4096) as house:
+        request = inference_service_pb2.GenerateRequest(text="a" * 3000, max_output_tokens=1)
+        await house.inference.Generate(request)
+        request.text = "a" * 8000
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await house.inference.Generate(request)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [len(request.prompt_token_ids) for request in house.engine.submitted] == [3000]
+        assert await is_serving(house)
+
+
 async def test_a_connection_is_told_its_stream_limit() -> None:
     async with (
         running_house(connection=ConnectionConfig(stream_limit=7)) as house,

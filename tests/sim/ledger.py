@@ -173,6 +173,7 @@ class Ledger:
         self.seen["ram tokens"] += report.ram_token_count
         self.seen["ssd tokens"] += report.ssd_token_count
         self.seen[f"limit {report.limit.name}"] += 1
+        self.seen["shared tokens"] += count if request.shared_scope not in (None, request.scope) else 0
         assert count <= len(request.prompt_token_ids) - 1, f"{request.request_id}: the last token must run"
         if request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
             assert count == 0, f"{request.request_id} reused {count} tokens against its will"
@@ -180,7 +181,7 @@ class Ledger:
         known = any(
             other.writes
             and other.model == promise.model
-            and other.request.scope == request.scope
+            and other.request.scope in (request.scope, request.shared_scope)
             and other.history[:count] == prefix
             for other in self.promises
         )

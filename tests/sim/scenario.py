@@ -55,9 +55,14 @@ class Scenario:
         self.log: list[str] = []
         self.dice = random.Random(seed)
         setup = make_setup(self.dice)
-        self.setup = dataclasses.replace(setup, shares=draw_shares(setup, random.Random(-1 - seed)))
         # Dice of their own: a story of before there were adapters stays the same but for them.
         self._adapter_dice = random.Random(-(10**6) - seed)
+        self._sharing_dice = random.Random(-2 * 10**6 - seed)
+        self.setup = dataclasses.replace(
+            setup,
+            shares=draw_shares(setup, random.Random(-1 - seed)),
+            has_shared_prefixes=self._sharing_dice.random() < 0.4,
+        )
         self.ledger = Ledger()
         self.clock = SimClock()
         self._folder = folder
@@ -144,6 +149,7 @@ class Scenario:
             cache_use=self.dice.choice(_USES),
             tenant=self.dice.choice(_TENANTS),
             adapter=self._adapter_dice.choice(_ADAPTERS),
+            shared_tenant=self._shared_tenant(),
             priority=self.dice.choice((0, 0, 1)),
         )
         promise = Promise(
@@ -154,9 +160,14 @@ class Scenario:
         self._live[request.request_id] = promise
         self._say(
             f"submit {request.request_id} {bytes(prompt).decode()!r} +{request.max_output_tokens} "
-            f"{request.cache_use.name} {request.scope}"
+            f"{request.cache_use.name} {request.scope} {request.shared_scope}"
         )
         assert self._house.mailbox.offer(Submit(request))
+
+    def _shared_tenant(self) -> Tenant | None:
+        """Return whose prompts a request may start from beside its own, its own among them."""
+        named = self.setup.has_shared_prefixes and self._sharing_dice.random() < 0.6
+        return self._sharing_dice.choice(_TENANTS) if named else None
 
     def _prompt(self) -> tuple[int, ...]:
         """Begin like something known, go on by chance."""

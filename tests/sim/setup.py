@@ -46,6 +46,8 @@ class Setup:
     load_queue_count: int
     task_queue_count: int
     shares: ShareLimits
+    has_shared_prefixes: bool = False
+    """Whether requests may start from another tenant's prompts."""
 
     def prefix_settings(self, model: int) -> PrefixSettings:
         """Return the prefix cache's settings for one of the models."""

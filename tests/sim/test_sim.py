@@ -24,6 +24,7 @@ _REACHED = (
     "clean open",
     "adopted",
     "lost rows",
+    "shared tokens",
     "Cancelled",
     "DeadlineExceeded",
     "Overloaded",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from service.domain.cache_scope import CacheScope
+from service.domain.ids import Tenant
 from service.engine import live_requests, prefix_cache, prefix_desk, prefix_orders, scheduler
 from service.engine.delivery import Delivery
 from service.engine.sequence import Phase
@@ -81,6 +82,13 @@ def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
 def forget_the_adapter(patch: pytest.MonkeyPatch) -> None:
     real = prefix_cache.PrefixCache.root
     patch.setattr(prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
+
+
+def start_from_anybody(patch: pytest.MonkeyPatch) -> None:
+    def shared_root(self, scope):
+        return self.root(CacheScope(Tenant("other")))
+
+    patch.setattr(prefix_cache.PrefixCache, "shared_root", shared_root)
 
 
 def trust_every_region(patch: pytest.MonkeyPatch) -> None:
@@ -245,6 +253,7 @@ BREAKS: list[Break] = [
     restore_one_block_off,
     forget_the_tenant,
     forget_the_adapter,
+    start_from_anybody,
     trust_every_region,
     never_sync_the_file,
     never_sync_the_folder,
