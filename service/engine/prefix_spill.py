@@ -117,7 +117,7 @@ class Spills:
 
     def _make_share(self, entry: Entry, size_bytes: int, spared: Collection[BlockHash]) -> bool:
         """Remove older blocks of the same owner from SSD where its share asks for it."""
-        victims = self._shares.ssd_victims(entry, size_bytes, spared=spared)
+        victims = self._shares.ssd_victims(entry, size_bytes, spared={*spared, entry.hash})
         if not victims:
             return victims is not None
         assert self.storage is not None
@@ -130,7 +130,9 @@ class Spills:
 
     def _is_due(self, entry: Entry) -> bool:
         is_whole = not self._facts.has_kv or RegionKind.KV in entry.ram
-        return self.is_on and is_whole and bool(entry.ram) and not (entry.is_spilling or entry.ssd)
+        # A block on SSD goes again when RAM has all of it and more: a checkpoint that was taken later.
+        kept = {kind for kind, region in entry.ram.items() if region.size_bytes}
+        return self.is_on and is_whole and not entry.is_spilling and kept > entry.ssd.keys()
 
     def _is_short(self, entry: Entry) -> bool:
         """A prefix below the minimum stays out, unless a longer one needs it."""

@@ -67,25 +67,38 @@ def begin_commit(
 
 
 def finish_commit(
-    writing: Writing, *, files: Files, paths: StorePaths, manifest: Manifest, now_time: float, day: int
+    writing: Writing,
+    *,
+    files: Files,
+    paths: StorePaths,
+    manifest: Manifest,
+    now_time: float,
+    day: int,
+    replaced: BlockRecord | None = None,
 ) -> BlockRecord:
     """Wait until a block's file is durable, give it its name and insert its row; return the row.
 
+    A block of this name with fewer regions is `replaced`, file and row, and its history goes on.
     Raises `OSError` or `sqlite3.Error`; no row is there then, and neither is a file unless
     even removing it failed.
     """
+    leftover = writing.partial
     try:
         _sync_and_close(writing, files)
         files.rename(writing.partial, writing.path)
+        leftover = writing.path
         files.fsync_dir(paths.folder(writing.file.outline.fingerprint))
         info = files.stat(writing.path)
         record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
+        if replaced is not None:
+            record = record._replace(
+                created_time=replaced.created_time, hit_count=replaced.hit_count, pinned=replaced.pinned
+            )
         manifest.insert([(record, writing.file)], day=day, written_bytes=record.file_bytes)
     except (OSError, sqlite3.Error):
         # What cannot be removed now is removed or adopted by the next start.
-        for leftover in (writing.partial, writing.path):
-            with contextlib.suppress(OSError):
-                files.unlink(leftover)
+        with contextlib.suppress(OSError):
+            files.unlink(leftover)
         raise
     return record
 

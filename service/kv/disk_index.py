@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from service.domain.blocks import HostBlock
 from service.domain.ids import BlockHash, Fingerprint
 from service.kv.records import BlockRecord
 
@@ -74,6 +75,23 @@ class DiskIndex:
         self._child_counts[record.parent] = self._child_counts.get(record.parent, 0) + 1
         self.block_bytes += record.file_bytes
         self._offer(record.hash)
+
+    def put(self, record: BlockRecord) -> None:
+        """Add a block as the most recently used one, or put it in the place of the one of its name."""
+        stored = self._records.get(record.hash)
+        if stored is None:
+            self.add(record)
+            return
+        self.block_bytes += record.file_bytes - stored.file_bytes
+        self._records[record.hash] = record
+        self._uses[record.hash] = self._next_use()
+
+    def covers(self, block: HostBlock) -> bool:
+        """Say whether a block is stored with every region that it has here."""
+        record = self._records.get(block.header.hash)
+        if record is None:
+            return False
+        return all(record.region_bytes(region.kind) or not region.size_bytes for region in block.regions)
 
     def remove(self, block_hash: BlockHash) -> BlockRecord | None:
         """Forget a block and return its record, or None when it is not stored."""

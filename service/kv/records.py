@@ -50,6 +50,15 @@ class BlockRecord(NamedTuple):
         """Blocks of this chain before this one."""
         return self.start_token_index // self.block_token_limit
 
+    def region_bytes(self, kind: RegionKind) -> int:
+        """Return the bytes of the region of this kind; 0 when the block has none."""
+        sizes = {
+            RegionKind.KV: self.kv_bytes,
+            RegionKind.WINDOW: self.window_bytes,
+            RegionKind.CHECKPOINT: self.checkpoint_bytes,
+        }
+        return sizes[kind]
+
     def is_of(self, file: BlockFile) -> bool:
         """Say whether every fact is what this file says."""
         fresh = record_of(file, mtime_ns=self.mtime_ns, inode=self.inode, used_time=0.0)

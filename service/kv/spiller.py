@@ -100,7 +100,7 @@ class Spiller:
 
     def _begin_writing(self) -> None:
         block = self._spills[0].block
-        if block.header.hash in self._store.index:
+        if self._store.index.covers(block):
             self._drop(SpillDropCause.DUPLICATE)
         elif not (self._gate.is_open and self._store.is_open):
             self._drop(SpillDropCause.WRITES_OFF)
@@ -132,7 +132,7 @@ class Spiller:
         if len(self._spills) < 2:
             return
         block = self._spills[1].block
-        if block.header.hash in self._store.index or block.header.hash == self._spills[0].block.header.hash:
+        if self._store.index.covers(block) or block.header.hash == self._spills[0].block.header.hash:
             return
         prepared = prepare_block(block, vault=self._store.vault)
         space = self._store.space

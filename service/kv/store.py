@@ -137,9 +137,12 @@ class BlockStore:
         return self.finish(self.begin(prepared))
 
     def begin(self, prepared: PreparedBlock) -> Writing:
-        """Write the file of a block that is not stored yet; `finish` or `undo` follows. Raises `OSError`."""
+        """Write the file of a block that is not stored whole yet; `finish` or `undo` follows.
+
+        Raises `OSError`.
+        """
         header = prepared.block.header
-        assert header.hash not in self.index, f"Block {header.hash.hex()} is stored already"
+        assert not self.index.covers(prepared.block), f"Block {header.hash.hex()} is stored already"
         try:
             writing = begin_commit(prepared, files=self.files, paths=self.paths, syncs=self.syncs)
         except OSError:
@@ -153,6 +156,7 @@ class BlockStore:
         now_time = self.clock.wall()
         day = self.space.turn_day(now_time)
         self.space.partial_bytes -= writing.prepared.file_bytes
+        replaced = self.index.get(writing.file.outline.hash)
         try:
             record = finish_commit(
                 writing,
@@ -161,13 +165,15 @@ class BlockStore:
                 manifest=self.manifest,
                 now_time=now_time,
                 day=day,
+                replaced=replaced,
             )
         except OSError:
             self._leftovers.note(writing.partial)
-            self._leftovers.note(writing.path)
+            if replaced is None:
+                self._leftovers.note(writing.path)
             raise
         self._leftovers.forget(writing.path)
-        self.index.add(record)
+        self.index.put(record)
         self.space.written_today_bytes += record.file_bytes
         self.counters.written_bytes += record.file_bytes
         self._weigh()
