@@ -26,6 +26,7 @@ from service.kv.loads import Loaded, LoadId, LoadRequest, PlannedBlock
 from service.kv.messages import Inventory, Outcome, Persisted, StorageClosed
 from service.kv.storage import Storage
 from service.kv.storage_settings import StorageSettings
+from service.kv.vault import Vault
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)
 TOKEN_COUNT = 256
@@ -56,17 +57,18 @@ def settings(directory: Path) -> StorageSettings:
     )
 
 
-def make_chain(count: int, *, shape: Shape, seed: int) -> list[HostBlock]:
-    """Return blocks of one sequence with bf16 keys and values of this shape."""
+def make_chain(count: int, *, shape: Shape, seed: int, vault: Vault | None = None) -> list[HostBlock]:
+    """Return blocks of one sequence with bf16 keys and values of this shape, named as with `vault`."""
+    secret = vault.name_secret if vault else b""
     dimensions = (1, shape.head_count, TOKEN_COUNT, shape.width)
     size_bytes = 2 * int(np.prod(dimensions))
     noise = np.random.default_rng(seed)
-    parent = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT)
+    parent = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT, secret=secret)
     chain = []
     for index in range(count):
         token_ids = tuple(noise.integers(0, 100_000, TOKEN_COUNT).tolist())
         header = BlockHeader(
-            hash=block_hash(parent=parent, token_ids=token_ids),
+            hash=block_hash(parent=parent, token_ids=token_ids, secret=secret),
             parent=parent,
             fingerprint=FINGERPRINT,
             start_token_index=index * TOKEN_COUNT,
@@ -91,10 +93,14 @@ def make_chain(count: int, *, shape: Shape, seed: int) -> list[HostBlock]:
 class Tier:
     """A running tier and its outcomes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, vault: Vault | None = None) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.storage = Storage(
-            settings(directory), files=SystemFiles(), clock=SystemClock(), post=self.outcomes.put
+            settings(directory),
+            files=SystemFiles(),
+            clock=SystemClock(),
+            post=self.outcomes.put,
+            vault=vault,
         )
 
     def __enter__(self) -> Tier:

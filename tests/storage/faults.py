@@ -6,7 +6,6 @@ import os
 from collections import Counter
 
 from service.kv.files import SystemFiles
-from service.kv.store_paths import PARTIAL_SUFFIX
 
 VERBS = (
     "make_dir",
@@ -124,7 +123,7 @@ class CrashingFiles:
 
     def _lose_what_is_not_durable(self) -> None:
         for path in self._unsynced:
-            if os.path.exists(path) and path.endswith(PARTIAL_SUFFIX):
+            if os.path.exists(path):
                 os.truncate(path, os.path.getsize(path) // 2)
         for source, target in reversed(self._renames):
             if os.path.exists(target):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from service.kv.damage import Damage
 from service.kv.files import SystemFiles
 from service.kv.loads import Loaded, LoadFailed
+from service.kv.manifest import Manifest
 from service.kv.offline_store import OfflineStore
 from service.kv.vault import KEY_DETAIL, Vault, sealed_fingerprint
 from tests.storage.blocks import FINGERPRINT, make_block, make_chain
@@ -127,8 +129,6 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, vault: Vault | 
     elif loss == "rows":
         store = OfflineStore(str(directory), files=SystemFiles(), clock=ManualClock())
         records = store.rows().records
-        from service.kv.manifest import Manifest
-
         manifest = Manifest.open(paths.manifest)
         manifest.delete([record.hash for record in records])
         manifest.close()
@@ -140,6 +140,7 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, vault: Vault | 
         assert house.take_inventory() == ()
         stats = house.stats()
         assert (stats.foreign_block_count, stats.quarantined_count) == (3, 0)
+        assert stats.reconcile.unencrypted == 0, "they are taken for blocks in the clear"
         house.storage.verify()
         house.settle()
         assert house.stats().load_failed_totals == ()
@@ -191,3 +192,13 @@ def test_blocks_from_before_the_key_are_told_and_can_be_wiped(
     with caplog.at_level(logging.WARNING), house_of(tmp_path) as house:
         assert known(house) == [True] * 3
     assert caplog.records == []
+
+
+def test_a_purge_leaves_no_page_of_the_manifest_unwiped(tmp_path: Path) -> None:
+    with house_of(tmp_path, None) as house:
+        house.spill(*chain_of(None, 60))
+    offline = OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock())
+    offline.purge(lambda _: True, quarantine_too=True, progress=lambda done, total: None)
+    connection = sqlite3.connect(tmp_path / "manifest.sqlite3")
+    assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
+    connection.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import safetensors
+import xxhash
 
 from service.domain.blocks import HostBlock, RegionKind, pack_tokens
 from service.kv.block_file import prepare_block, write_block
@@ -14,7 +16,7 @@ from service.kv.block_reader import verify_block
 from service.kv.damage import BlockFileError, Damage
 from service.kv.file_facts import BlockFile, BlockOutline
 from service.kv.files import SystemFiles
-from service.kv.sealed_head import is_sealed_head
+from service.kv.sealed_head import Sealing, encode_sealed_head, is_sealed_head
 from service.kv.vault import Vault
 from tests.storage.blocks import make_block
 from tests.storage.test_block_file import head_of, write
@@ -167,6 +169,51 @@ def test_a_write_that_is_tried_again_takes_a_new_salt(tmp_path: Path) -> None:
         FILES.close(descriptor)
     assert files[0].regions[0].tag != files[1].regions[0].tag
     assert files[0].header == files[1].header
+
+
+def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
+    """xxh3 is no secret and can be met by design; here its part of the header is even encrypted anew."""
+    file = head_of(path, vault=VAULT)
+    text = bytearray(path.read_bytes())
+    region = file.regions[0]
+    text[region.offset] ^= 1
+    checksum = xxhash.xxh3_64_intdigest(text[region.offset : region.offset + region.size_bytes])
+    regions = (dataclasses.replace(region, checksum=checksum), *file.regions[1:])
+    head_bytes = 8 + int.from_bytes(text[:8], "little")
+    salt = bytes.fromhex(json.loads(text[8:head_bytes])["__metadata__"]["salt"])
+    assert file.vault is not None
+    head, _ = encode_sealed_head(
+        BLOCK.header,
+        regions,
+        sealing=Sealing(VAULT.key_id, salt),
+        file_vault=file.vault,
+        begin=head_bytes,
+    )
+    path.write_bytes(head + text[head_bytes:])
+    assert damage_of(path) is Damage.SEAL
+
+
+def test_every_part_is_bound_to_the_public_facts() -> None:
+    outline = BlockOutline.of(BLOCK.header)
+    sealing = Sealing(VAULT.key_id, bytes(32))
+    other = dataclasses.replace(outline, start_token_index=outline.start_token_index + 16)
+    mine, theirs = (VAULT.file(salt=sealing.salt, facts=sealing.facts(item)) for item in (outline, other))
+    sealed = mine.seal_head(b"text")
+    assert mine.open_head(sealed) == b"text" and theirs.open_head(sealed) is None
+    room = memoryview(bytearray(8))
+    sealer = mine.sealer(RegionKind.KV)
+    sealer.update(memoryview(b"8 bytes."), room)
+    tag = sealer.finish()
+    for vault, kind, is_right in (
+        (mine, RegionKind.KV, True),
+        (theirs, RegionKind.KV, False),
+        (mine, RegionKind.WINDOW, False),
+    ):
+        opener = vault.opener(kind, tag=tag)
+        copy = memoryview(bytearray(room))
+        opener.update(copy)
+        assert opener.finish() is is_right
+        assert (bytes(copy) == b"8 bytes.") is (kind is RegionKind.KV)
 
 
 def test_names_tell_nothing_to_those_who_guess() -> None:
