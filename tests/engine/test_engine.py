@@ -121,3 +121,12 @@ def test_a_full_mailbox_refuses_at_once_and_cancels_still_get_in() -> None:
         assert isinstance(recorder.wait_for_end(name), Finished)
     engine.drain(grace_s=1)
     assert engine.join(timeout_s=BOUND_S)
+
+
+def test_a_slow_step_is_allowed_for_and_forgotten() -> None:
+    engine, _ = make(FakeRunner())
+    engine._note_step(5.0)
+    assert engine.step_allowance_s == 20.0, "a step may take a few times the longest of late"
+    for _ in range(1000):
+        engine._note_step(0.01)
+    assert engine.step_allowance_s < 1.0, "one slow chunk long ago does not hide a stuck step"

@@ -84,6 +84,22 @@ def test_what_does_not_fit_now_waits_until_it_does() -> None:
     assert all(isinstance(house.recorder.end_of(n), Finished) for n in ("first", "second"))
 
 
+def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked() -> None:
+    house = House(memory_limit_bytes=400, context_token_limit=1000)
+    yielded: list[int] = []
+
+    def give(size_bytes: int) -> int:
+        yielded.append(size_bytes)
+        return size_bytes
+
+    house.runner.active_bytes = lambda: 390  # what was let go is still the allocator's
+    house.prefix.yield_ram = give
+    house.submit("a", [1] * 10, max_output_tokens=5)
+    house.run()
+    assert isinstance(house.recorder.end_of("a"), Finished)
+    assert yielded and house.loop.counters.parked_total == 0
+
+
 def test_memory_taken_by_others_refuses_with_numbers_instead_of_waiting_for_ever() -> None:
     house = House(memory_limit_bytes=400, context_token_limit=1000)
     house.runner.active_bytes = lambda: 390

@@ -114,6 +114,21 @@ async def test_reader_who_takes_nothing_in_time_is_cut_off() -> None:
         assert refusal_of(await read_to_error(stream)).reason == "READER_STALLED"
 
 
+async def test_a_call_whose_reader_left_too_much_unread_ends_without_being_read() -> None:
+    options = {"outbox_byte_limit": 100_000, "outbox_event_limit": 4, "stall_timeout_s": 600.0}
+    async with running_house(**options, max_concurrent_calls=1) as house:
+        house.engine.script = hanging
+        stream = house.inference.Stream(REQUEST)
+        assert (await stream.read()).WhichOneof("event") == "started"
+        house.engine.publish(house.engine.submitted[0], *FLOOD)
+        assert await house.cancelled() == "r"
+        # Nobody reads on, and nobody waits for the stall's own time: the call's place is free again.
+        await house.settle()
+        answer = await house.inference.Tokenize(messages.TokenizeRequest(text="Hi"))
+        assert answer.tokens
+        stream.cancel()
+
+
 async def test_one_stalled_reader_does_not_delay_another() -> None:
     async with running_house(outbox_byte_limit=1 << 30, stall_timeout_s=30.0) as house:
         house.engine.script = hanging

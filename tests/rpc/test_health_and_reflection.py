@@ -49,6 +49,14 @@ async def test_health_notices_a_stuck_loop_and_its_recovery(house: House) -> Non
     assert await health_of(house) == {SERVING}
 
 
+async def test_steps_that_are_always_long_are_not_stuck(house: House) -> None:
+    house.engine.step_allowance_s = 40.0
+    house.clock.now += 31
+    assert await health_of(house) == {SERVING}
+    house.clock.now += 10
+    assert await health_of(house) == {NOT_SERVING}
+
+
 async def test_watchers_hear_of_a_change_without_asking(house: House) -> None:
     await house.server.refresh_health()
     stub: Any = health_pb2_grpc.HealthStub(house.channel)
