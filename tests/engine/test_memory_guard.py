@@ -84,7 +84,7 @@ def test_what_does_not_fit_now_waits_until_it_does() -> None:
     assert all(isinstance(house.recorder.end_of(n), Finished) for n in ("first", "second"))
 
 
-def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked() -> None:
+def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(memory_limit_bytes=400, context_token_limit=1000)
     yielded: list[int] = []
 
@@ -93,7 +93,7 @@ def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked() -> None:
         return size_bytes
 
     house.runner.active_bytes = lambda: 390  # what was let go is still the allocator's
-    house.prefix.yield_ram = give
+    monkeypatch.setattr(house.prefix, "yield_ram", give)
     house.submit("a", [1] * 10, max_output_tokens=5)
     house.run()
     assert isinstance(house.recorder.end_of("a"), Finished)
