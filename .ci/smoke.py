@@ -41,6 +41,7 @@ EXPECTED = {
     "CacheService/Verify": '"duration"',
     "CacheService/WatchStats": '"stats"',
     "ModelService/ListModels": '"name": "poetry"',
+    "EmbeddingService/Embed": '"values"',
     "Health/Check": "SERVING",
     "list": "icehouse.v1.InferenceService",
 }

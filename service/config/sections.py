@@ -79,6 +79,7 @@ class ServerConfig:
         minimum=1024,
         maximum=256 * 1024,
     )
+    max_embedding_inputs: int = setting(64, Kind.COUNT, "Most inputs of one Embed request.", minimum=1)
     grammar_timeout_s: float = setting(
         10.0, Kind.SECONDS, "How long compiling a response format may take.", minimum=0.1
     )

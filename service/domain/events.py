@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from service.domain.embedding import Vector
 from service.domain.logprobs import TokenLogprobs
 from service.domain.speculation import NO_DRAFTS, DraftCounts
 from service.errors import IcehouseError
@@ -116,6 +117,8 @@ class Finished:
     reason: FinishReason
     stop_string: str | None
     usage: Usage
+    embedding: Vector | None = None
+    """The pooled hidden states of the prompt, of a request that asked for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class ModelInfo:
     has_chat_template: bool
     eos_token_ids: tuple[int, ...]
     device: str
+    embedding_size: int = 0
+    """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
     adapters: tuple[AdapterInfo, ...] = ()
     """What requests may name in `adapter`, in the config's order."""
 

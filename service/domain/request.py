@@ -7,6 +7,7 @@ import enum
 
 from service.domain.cache_scope import CacheScope
 from service.domain.constraint import Grammar
+from service.domain.embedding import Pooling
 from service.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, RequestId, Tenant
 from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SEED_RANGE, SamplingParams
@@ -54,6 +55,8 @@ class GenerationRequest:
     logprobs: LogprobsWanted | None = None
     """None tells no log probabilities."""
     speculation: Speculation | None = None
+    pooling: Pooling | None = None
+    """Asks for the prompt's pooled hidden states; every token of it then runs, and nothing is generated."""
 
     @property
     def scope(self) -> CacheScope:

@@ -52,7 +52,7 @@ class Delivery:
         if last.stop_string is not None:
             reason = FinishReason.STOP_STRING
         self._deliver(sequence, last.text, always=True)
-        return Finished(reason, last.stop_string, sequence.usage(now))
+        return Finished(reason, last.stop_string, sequence.usage(now), sequence.embedding)
 
     def publish(self) -> None:
         """Hand the step's events to the listener."""

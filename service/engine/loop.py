@@ -7,6 +7,7 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 from __future__ import annotations
 
 from service.clock import Clock
+from service.domain.embedding import Vector
 from service.domain.events import Failed, PrefillProgress
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
@@ -217,6 +218,8 @@ class EngineLoop:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.measures_prompt:
             logprobs = self._measure(chunk)
+        elif sequence.request.pooling is not None:
+            sequence.take_pooled(self._pool(chunk))
         else:
             self._runner.prefill(
                 sequence.sequence_id, tokens[chunk.start : chunk.stop], sequence.request.adapter
@@ -245,6 +248,14 @@ class EngineLoop:
             top_count=sequence.request.logprobs.top_count,
         )
         return sequence.take_prompt_logprobs(chunk.start, measured)
+
+    def _pool(self, chunk: PrefillChunk) -> Vector:
+        request = chunk.sequence.request
+        assert request.pooling is not None, "pooled without being asked"
+        tokens = chunk.sequence.input_token_ids[chunk.start : chunk.stop]
+        return self._runner.prefill_pooled(
+            chunk.sequence.sequence_id, tokens, request.adapter, pooling=request.pooling
+        )
 
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
         if sequence.is_prefilled and sequence.output_token_limit == 0:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from service.clock import Clock
+from service.domain.embedding import Pooling, Vector
 from service.domain.ids import NO_ADAPTER, AdapterName
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
@@ -28,6 +31,8 @@ from service.engine.sampling_row import SamplingRow
 from service.engine.token_logprobs import measure
 from service.engine.tokenizer import Tokenizer
 from service.errors import ConfigError, Reason
+
+_log = logging.getLogger("icehouse.engine")
 
 _FREED_TOKENS = 8192
 _MIN_FREED_BYTES = 128 << 20
@@ -108,6 +113,7 @@ class MlxRunner:
             info,
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
+            embedding_size=self._hidden_size(),
         )
 
     def _load_draft(self, info: ModelInfo) -> DraftFootprint:
@@ -145,6 +151,22 @@ class MlxRunner:
         measured = measure(logits, mx.array(list(next_token_ids)), top_counts=top_counts)
         mx.eval(upstream.cache_states(caches), measured.arrays)
         return measured.read()
+
+    def prefill_pooled(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        adapter: AdapterName,
+        *,
+        pooling: Pooling,
+    ) -> Vector:
+        self._thread.check()
+        caches = self._open[sequence_id]
+        hidden = upstream.hidden_states(self._models[adapter], mx.array(list(token_ids))[None], caches)[0]
+        pooled = hidden[-1] if pooling is Pooling.LAST_TOKEN else hidden.astype(mx.float32).sum(axis=0)
+        pooled = pooled.astype(mx.float32)
+        mx.eval(upstream.cache_states(caches), pooled)
+        return np.array(pooled)
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         self._thread.check()
@@ -202,6 +224,19 @@ class MlxRunner:
         return upstream.quantize_caches(
             caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size
         )
+
+    def _hidden_size(self) -> int:
+        """Return the width of the hidden states, 0 where the model shows none."""
+        sequence_id = SequenceId(-1)
+        self.open(sequence_id)
+        try:
+            pooled = self.prefill_pooled(sequence_id, [0, 0], NO_ADAPTER, pooling=Pooling.MEAN)
+        except Exception as error:  # whatever a body does that is not called as most are
+            _log.info("embeddings_unavailable", extra={"detail": f"{type(error).__name__}: {error}"})
+            return 0
+        finally:
+            self.release([sequence_id])
+        return len(pooled)
 
     def _warm_up(self, adapter: AdapterName) -> tuple[int, int]:
         """Run one prefill and one decode, so that kernels are compiled before anyone waits for them.

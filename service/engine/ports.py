@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from service.domain.embedding import Pooling, Vector
 from service.domain.events import Event
 from service.domain.ids import AdapterName, RequestId
 from service.domain.logprobs import TokenLogprobs
@@ -68,6 +69,17 @@ class Runner(Protocol):
     ) -> Sequence[TokenLogprobs]:
         """Run tokens like `prefill` and return what each says of the one that follows it, and of the
         `top_count` likeliest ones."""
+        ...
+
+    def prefill_pooled(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        adapter: AdapterName,
+        *,
+        pooling: Pooling,
+    ) -> Vector:
+        """Run tokens like `prefill` and return the sum of their hidden states, or the last token's."""
         ...
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:

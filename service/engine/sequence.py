@@ -7,7 +7,10 @@ import enum
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadSequence
 
+import numpy as np
+
 from service.domain.blocks import RegionKind
+from service.domain.embedding import Pooling, Vector
 from service.domain.events import CacheReport, FinishReason, Started, Usage
 from service.domain.ids import BlockHash
 from service.domain.logprobs import TokenLogprobs
@@ -74,6 +77,8 @@ class Sequence:
     """By the names of the tenant it shares with, the blocks it began with; they may stand for its own."""
     unkept: list[UnkeptBlock] = dataclasses.field(default_factory=list)
     """Blocks that came from SSD and are not in RAM yet."""
+    pooled: Vector | None = None
+    """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0
     first_token_time: float | None = None
 
@@ -106,8 +111,8 @@ class Sequence:
 
     @property
     def prefill_target(self) -> int:
-        """Input tokens to process before decoding; the last one runs with the first decode step."""
-        return len(self.input_token_ids) - 1
+        """Input tokens to process before decoding; the last one runs with the first decode step, if any."""
+        return len(self.input_token_ids) - (1 if self.request.pooling is None else 0)
 
     @property
     def is_prefilled(self) -> bool:
@@ -154,6 +159,20 @@ class Sequence:
         """Add what speculation did in a step."""
         self.drafts = self.drafts.plus(step)
 
+    def take_pooled(self, part: Vector) -> None:
+        """Take what the next tokens' hidden states came to."""
+        if self.pooled is None or self.request.pooling is Pooling.LAST_TOKEN:
+            self.pooled = part
+        else:
+            self.pooled = self.pooled + part
+
+    @property
+    def embedding(self) -> Vector | None:
+        """The pooled hidden states of all its tokens; None where nobody asked."""
+        if self.pooled is None or self.request.pooling is not Pooling.MEAN:
+            return self.pooled
+        return self.pooled / np.float32(len(self.input_token_ids))
+
     def note_cache(self, report: CacheReport) -> None:
         """Remember what was reused of the prompt; what a parked sequence resumes from is not that."""
         if not self.has_started:
@@ -166,6 +185,7 @@ class Sequence:
         self.chain.clear()
         self.shared_chain.clear()
         self.unkept.clear()
+        self.pooled = None
         self.fed_ahead_count = 0
         self.park_count += 1
 

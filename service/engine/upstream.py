@@ -32,6 +32,7 @@ from mlx_lm.utils import (
 )
 from transformers import AutoTokenizer
 
+_BODIES = ("model", "transformer", "backbone")
 _MIN_GROWTH = 32
 _MAX_GROWTH = 256
 
@@ -205,6 +206,23 @@ def tune_growth(caches: Sequence[Cache]) -> None:
 def cache_states(caches: Sequence[Cache]) -> list[Any]:
     """Return the arrays that hold the caches' contents, for one eval."""
     return [cache.state for cache in caches]
+
+
+def hidden_states(model: Any, token_ids: mx.array, caches: Sequence[Cache]) -> mx.array:
+    """Return what the model's head would read, [rows, tokens, width], filling the caches.
+
+    mlx-lm's models are a body that is called with tokens and caches, and a head behind it. The body's
+    attribute is one of a few; a model made of several (text and vision) has its own inside. Raises
+    LookupError or TypeError where a model is not built so.
+    """
+    whole = getattr(model, "language_model", model)
+    body = next((found for name in _BODIES if (found := getattr(whole, name, None)) is not None), None)
+    if body is None:
+        raise LookupError(f"{type(whole).__name__} has no {', '.join(_BODIES)}")
+    hidden = body(token_ids, list(caches))
+    if not isinstance(hidden, mx.array) or hidden.ndim != 3:
+        raise TypeError(f"{type(body).__name__} gives no hidden states")
+    return hidden
 
 
 def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:

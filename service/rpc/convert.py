@@ -161,6 +161,7 @@ def model_proto(info: ModelInfo) -> model_service_pb2.Model:
         has_chat_template=info.has_chat_template,
         eos_token_ids=info.eos_token_ids,
         device=info.device,
+        embedding_dimensions=info.embedding_size,
         adapters=[adapter_proto(adapter) for adapter in info.adapters],
     )
 

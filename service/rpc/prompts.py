@@ -105,6 +105,26 @@ def prompt_of(
     return prompt
 
 
+class InputMessage(Protocol):
+    """A message with a text or tokens and nothing around them."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def tokens(self) -> prompt_pb2.TokenPrompt: ...
+
+
+def input_of(message: InputMessage, kind: str | None, info: ModelInfo) -> Text | Tokens:
+    """Return the input that `kind` names, not empty; raises InvalidRequest."""
+    if kind is None:
+        raise _missing("`text` or `tokens`")
+    if kind == "tokens":
+        return _tokens_of(message.tokens, info)
+    if not message.text:
+        raise _empty("text")
+    return Text(message.text)
+
+
 class PromptReader:
     """Runs a tokenizer in `thread_count` threads. `close` ends them."""
 

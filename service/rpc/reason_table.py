@@ -154,6 +154,9 @@ TABLE: Mapping[Reason, Row] = {
         "Send the prompt through Warm first.",
         is_also_local=True,
     ),
+    Reason.EMBEDDING_UNSUPPORTED: Row(
+        _PRECONDITION, "The served model shows no hidden states.", "Use a server with another model."
+    ),
     Reason.CACHE_UNSUPPORTED: Row(
         _PRECONDITION,
         "The server, or the model, has no cache of this kind.",

@@ -10,7 +10,12 @@ from collections.abc import Callable
 import grpc
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2_grpc
-from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
+from icehouse.v1 import (
+    cache_service_pb2_grpc,
+    embedding_service_pb2_grpc,
+    inference_service_pb2_grpc,
+    model_service_pb2_grpc,
+)
 
 from service.clock import Clock
 from service.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
@@ -18,6 +23,7 @@ from service.rpc.address import bind, remove_uds
 from service.rpc.cache_service import CacheService
 from service.rpc.calls import CallDesk
 from service.rpc.door import Door
+from service.rpc.embedding_service import EmbeddingService
 from service.rpc.generation import Generation
 from service.rpc.grammar_desk import GrammarDesk
 from service.rpc.health import Health
@@ -35,7 +41,12 @@ from service.rpc.telemetry import Telemetry
 from service.rpc.tenants import Tenants
 from service.rpc.transport import server_options
 
-SERVICE_NAMES = ("icehouse.v1.InferenceService", "icehouse.v1.ModelService", "icehouse.v1.CacheService")
+SERVICE_NAMES = (
+    "icehouse.v1.InferenceService",
+    "icehouse.v1.ModelService",
+    "icehouse.v1.CacheService",
+    "icehouse.v1.EmbeddingService",
+)
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -192,6 +203,16 @@ class RpcServer:
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelService(desk=desk, router=router), self._server
+        )
+        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(
+            EmbeddingService(
+                config=self._config,
+                desk=desk,
+                generation=generation,
+                router=router,
+                prompts=self._prompts,
+            ),
+            self._server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         if self._config.reflection_enabled:

@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats
+from icehouse_client.embeddings import embed_request
 
 from service.domain.events import Delta, Finished
 from service.domain.events import FinishReason as EngineFinishReason
 from service.domain.request import CacheUse
 from service.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
-from tests.rpc.conftest import SEED, House
+from tests.rpc.conftest import SEED, House, running_house
 from tests.rpc.fake_engine import hanging, overloaded, started, usage_of
+from tests.rpc.test_embeddings import EMBEDDING, embedding, vector_of
 
 Result = TypeVar("Result")
 
@@ -221,3 +223,20 @@ async def test_response_formats_arrive_and_json_is_read_from_complete_outputs_on
         replies[0].json()
     complete = dataclasses.replace(replies[0], text='{"a":[1]}', finish_reason=FinishReason.STOP_TOKEN)
     assert complete.json() == {"a": [1]}
+
+
+async def test_embeddings_come_in_the_order_of_their_inputs() -> None:
+    async with running_house(info=EMBEDDING) as house:
+        house.engine.script = embedding
+
+        def use(client: Client) -> Any:
+            inputs = ["ab", [7, 8, 9, 10], "a"]
+            return client.embed(inputs, normalize=False), client.embed(["ab"], pooling="mean", dimensions=1)
+
+        several, one = await threaded(house, use)
+        async with AsyncClient(house.server.address) as client:
+            assert await client.embed(["ab"], normalize=False) == [vector_of(2).tolist()]
+    assert several == [vector_of(length).tolist() for length in (2, 4, 1)]
+    assert one == [[1.0]]
+    with pytest.raises(TypeError, match="list of texts"):
+        embed_request("one text", {})

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from service.domain.embedding import Pooling, Vector
 from service.domain.events import Delta, Event, Failed, Finished
 from service.domain.ids import AdapterName, Fingerprint, RequestId
 from service.domain.logprobs import LogprobsWanted, TokenLogprobs
@@ -112,6 +115,18 @@ class FakeRunner:
         start = len(self.history[sequence_id]) - len(token_ids)
         assert len(next_token_ids) == len(token_ids)
         return [TokenLogprobs(token_id, -(start + i), 1) for i, token_id in enumerate(next_token_ids)]
+
+    def prefill_pooled(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        adapter: AdapterName,
+        *,
+        pooling: Pooling,
+    ) -> Vector:
+        """Hidden states of one dimension: the tokens' own ids."""
+        self.prefill(sequence_id, token_ids, adapter)
+        return np.array([sum(token_ids) if pooling is Pooling.MEAN else token_ids[-1]], np.float32)
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         self.history[sequence_id].append(row.last_token_id)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, model_service_pb2_grpc
+from icehouse.v1 import (
+    cache_service_pb2_grpc,
+    embedding_service_pb2_grpc,
+    inference_service_pb2_grpc,
+    model_service_pb2_grpc,
+)
 
 
 class Stubs:
@@ -23,3 +28,7 @@ class Stubs:
     @property
     def cache(self) -> Any:
         return cache_service_pb2_grpc.CacheServiceStub(self.channel)
+
+    @property
+    def embeddings(self) -> Any:
+        return embedding_service_pb2_grpc.EmbeddingServiceStub(self.channel)

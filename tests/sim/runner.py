@@ -8,6 +8,7 @@ import struct
 from collections.abc import Collection, Sequence
 
 from service.domain.blocks import HostRegion, HostTensor, RegionKind
+from service.domain.embedding import Pooling, Vector
 from service.domain.ids import AdapterName
 from service.domain.logprobs import TokenLogprobs
 from service.domain.model import ModelInfo
@@ -117,6 +118,16 @@ class SimRunner:
         top_count: int,
     ) -> list[TokenLogprobs]:
         raise AssertionError("no story asks for log probabilities")
+
+    def prefill_pooled(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        adapter: AdapterName,
+        *,
+        pooling: Pooling,
+    ) -> Vector:
+        raise AssertionError("no story asks for embeddings")
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
         caches = self.open_caches.pop(sequence_id)

@@ -5,6 +5,7 @@ from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
 from icehouse_client.client import Client, Stream
+from icehouse_client.embeddings import EmbedOptions
 from icehouse_client.errors import IcehouseClientError
 from icehouse_client.logprobs import TokenLogprobs, TopLogprob
 from icehouse_client.requests import DEFAULT_TIMEOUT_S, CacheUse, Options, Prompt
@@ -18,6 +19,7 @@ __all__ = [
     "Client",
     "Completion",
     "DEFAULT_TIMEOUT_S",
+    "EmbedOptions",
     "FinishReason",
     "IcehouseClientError",
     "MalformedToolCall",

@@ -8,12 +8,18 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
+from icehouse.v1 import (
+    embedding_service_pb2_grpc,
+    inference_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+)
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import inference_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
 
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.client import metadata_of
+from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
 from icehouse_client.errors import error_from
 from icehouse_client.requests import (
     DEFAULT_TIMEOUT_S,
@@ -44,6 +50,7 @@ class AsyncClient:
         self._channel = _open_channel(address, security, watches_health=watches_health)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
+        self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,6 +82,17 @@ class AsyncClient:
         metadata = metadata_of(request, self._metadata)
         call = self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
         return AsyncStream(call, completion_count=request.completions)
+
+    async def embed(
+        self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
+    ) -> list[list[float]]:
+        """Return a vector for each input, a text or token ids."""
+        request = embed_request(inputs, options)
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        with _translated():
+            return vectors_from(
+                await self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata)
+            )
 
     async def tokenize(
         self,

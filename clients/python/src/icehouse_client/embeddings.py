@@ -1,0 +1,52 @@
+"""Embedding requests from plain arguments, and plain vectors from their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from icehouse.v1 import embedding_service_pb2 as messages
+
+Pooling = Literal["last_token", "mean"]
+
+_POOLINGS = {"last_token": messages.POOLING_LAST_TOKEN, "mean": messages.POOLING_MEAN}
+
+
+class EmbedOptions(TypedDict, total=False):
+    """What may be said beside the inputs. Left out: the server's default."""
+
+    pooling: Pooling
+    normalize: bool
+    dimensions: int
+    model: str
+    adapter: str
+    request_id: str
+    priority: int
+    timeout_s: float | None
+
+
+def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> messages.EmbedRequest:
+    """Return the message of Embed; each input is a text or token ids."""
+    if isinstance(inputs, str):
+        raise TypeError("inputs is a list of texts, not one text")
+    request = messages.EmbedRequest(
+        request_id=options.get("request_id", ""),
+        model=options.get("model", ""),
+        adapter=options.get("adapter", ""),
+        dimensions=options.get("dimensions", 0),
+        priority=options.get("priority", 0),
+        normalize=options.get("normalize"),
+    )
+    if "pooling" in options:
+        request.pooling = _POOLINGS[options["pooling"]]
+    for item in inputs:
+        if isinstance(item, str):
+            request.inputs.add(text=item)
+        else:
+            request.inputs.add().tokens.ids.extend(item)
+    return request
+
+
+def vectors_from(response: messages.EmbedResponse) -> list[list[float]]:
+    """Return one vector for each input, in their order."""
+    return [list(embedding.values) for embedding in response.embeddings]

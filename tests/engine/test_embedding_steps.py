@@ -1,0 +1,80 @@
+"""Embeddings in the step: every token runs, in slices between the decode steps of others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from service.domain.embedding import Pooling, Vector
+from service.domain.events import Finished
+from service.engine.messages import Submit
+from tests.engine.fakes import request
+from tests.engine.test_loop import House
+
+
+def submit(house: House, name: str, tokens: range, pooling: Pooling) -> None:
+    asked = dataclasses.replace(request(name, tokens, max_output_tokens=0), pooling=pooling)
+    assert house.mailbox.offer(Submit(asked))
+
+
+def vector_of(house: House, name: str) -> Vector:
+    end = house.recorder.end_of(name)
+    assert isinstance(end, Finished) and end.embedding is not None, end
+    return end.embedding
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 11])
+def test_every_token_counts_once_and_the_last_one_too(count: int) -> None:
+    house = House()
+    tokens = range(1, count + 1)
+    submit(house, "mean", tokens, Pooling.MEAN)
+    submit(house, "last", tokens, Pooling.LAST_TOKEN)
+    house.run()
+    np.testing.assert_allclose(vector_of(house, "mean"), [sum(tokens) / count])
+    np.testing.assert_allclose(vector_of(house, "last"), [count])
+    assert sum(length for _, length in house.runner.chunks) == 2 * count
+    assert house.runner.history == {}, "nothing is left behind"
+
+
+def test_a_text_has_no_vector() -> None:
+    house = House()
+    house.submit("a", max_output_tokens=2)
+    house.run()
+    end = house.recorder.end_of("a")
+    assert isinstance(end, Finished) and end.embedding is None
+
+
+def test_others_decode_between_the_slices_of_a_long_input() -> None:
+    house = House()
+    order: list[str] = []
+
+    def took(what: str, seconds: float) -> None:
+        order.append(what)
+        house.clock.now += seconds
+
+    house.runner.on_prefill = lambda: took("slice", 0.01)
+    house.runner.on_decode = lambda: took("step", 0.01)
+    house.submit("text", (1, 2), max_output_tokens=30)
+    for _ in range(4):
+        house.loop.step()
+    order.clear()
+    submit(house, "long", range(1, 33), Pooling.MEAN)
+    house.run()
+    np.testing.assert_allclose(vector_of(house, "long"), [16.5])
+    last_slice = len(order) - order[::-1].index("slice")
+    assert order[:last_slice].count("step") >= 5, order
+
+
+def test_a_parked_input_begins_again_and_counts_nothing_twice() -> None:
+    house = House()
+    submit(house, "mean", range(1, 12), Pooling.MEAN)
+    for _ in range(2):
+        house.loop.step()
+    [running] = house.scheduler.running
+    assert running.pooled is not None and running.processed_token_count < 11
+    house.loop._park(running)
+    assert running.pooled is None
+    house.run()
+    np.testing.assert_allclose(vector_of(house, "mean"), [6.0])
