@@ -73,6 +73,19 @@ async def test_a_stream_of_several_says_what_generate_says(tmp_path: Path) -> No
         assert len(completion.logprobs) == 12
 
 
+async def test_each_keeps_to_the_response_format(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    texts = ["red", "rust", "green", "grey"]
+    form = {"choice": {"texts": texts}}
+    async with whole_house(folder, tmp_path / "ssd", cache__block_token_count=BLOCK) as house:
+        sampling = {"temperature": 5.0, "seed": SEED}
+        response = await house.inference.Generate(
+            asked(completions=8, response_format=form, sampling=sampling)
+        )
+    told = [completion.text for completion in response.completions]
+    assert set(told) <= set(texts) and len(set(told)) > 1
+
+
 async def test_more_than_the_queue_holds_are_refused_together(tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, "llama")
     async with whole_house(folder, tmp_path / "ssd", engine__waiting_limit=2) as house:
