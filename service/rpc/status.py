@@ -18,6 +18,10 @@ from service.errors import IcehouseError, Reason
 ERROR_DOMAIN = "icehouse.dev"
 """`domain` of every ErrorInfo."""
 
+_FOR_THE_CALLER = frozenset({Reason.TOKEN_RATE_EXCEEDED, Reason.DEADLINE_UNREACHABLE})
+"""Refusals that a library should not try again on its own: a budget comes back in a minute, and the same
+deadline is missed again. Told of a delay, Java's library waits and tries again whatever the code is."""
+
 MESSAGE_LENGTH_LIMIT = 500
 VALUE_LENGTH_LIMIT = 200
 """Statuses travel as HTTP/2 trailers, of which clients accept 8 KiB by default."""
@@ -57,9 +61,7 @@ def status_of(error: IcehouseError) -> grpc.Status:
         packed.Pack(detail)
         proto.details.append(packed)
     status = rpc_status.to_status(proto)
-    # Told of a delay, some clients try again whatever the code is. Only UNAVAILABLE is for a library to
-    # retry on its own; of a full queue or a spent budget the caller hears, with RetryInfo.
-    if error.retry_after_s is None or code is not grpc.StatusCode.UNAVAILABLE:
+    if error.retry_after_s is None or error.reason in _FOR_THE_CALLER:
         return status
     pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
     metadata = (*status.trailing_metadata, pushback)

@@ -15,11 +15,11 @@ from tests.models import tiny_model_dir
 from tests.rpc.details import Refusal, refusal_of
 
 
-async def refused_stream(call: grpc.aio.UnaryStreamCall) -> Refusal:
+async def refused_stream(call: grpc.aio.UnaryStreamCall) -> tuple[grpc.aio.AioRpcError, Refusal]:
     """Read a stream that must be refused before its first message."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
-    return refusal_of(caught.value)
+    return caught.value, refusal_of(caught.value)
 
 
 async def test_a_full_queue_says_where_one_would_stand_and_when_to_come_back() -> None:
@@ -28,11 +28,12 @@ async def test_a_full_queue_says_where_one_would_stand_and_when_to_come_back() -
         running = await server.begin("running")
         waiting = server.inference.Stream(request("waiting"))
         await server.stats_when(lambda stats: stats.waiting_count == 1)
-        refusal = await refused_stream(server.inference.Stream(request("refused")))
+        error, refusal = await refused_stream(server.inference.Stream(request("refused")))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert refusal.info.metadata["queue_position"] == "1"
         assert refusal.info.metadata["waiting_limit"] == "1"
-        assert refusal.retry.retry_delay.ToMilliseconds() >= 100
+        pushback_ms = dict(error.trailing_metadata())["grpc-retry-pushback-ms"]
+        assert int(pushback_ms) == refusal.retry.retry_delay.ToMilliseconds() >= 100
         # The refusal cost those who were let in nothing.
         server.runner.is_paused = False
         for stream in (running, waiting):
@@ -48,7 +49,7 @@ async def test_a_deadline_the_queue_cannot_meet_is_refused_at_once() -> None:
         assert await is_finished(slow)
         server.runner.is_paused = True
         running = await server.begin("running")
-        refusal = await refused_stream(server.inference.Stream(request("late"), timeout=10))
+        _, refusal = await refused_stream(server.inference.Stream(request("late"), timeout=10))
         assert (refusal.code, refusal.reason) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "DEADLINE_UNREACHABLE",
@@ -69,7 +70,7 @@ async def test_a_request_id_in_use_is_refused_while_it_runs_and_free_afterwards(
     async with live_server() as server:
         server.runner.is_paused = True
         first = await server.begin("same", max_output_tokens=3)
-        refusal = await refused_stream(server.inference.Stream(request("same")))
+        _, refusal = await refused_stream(server.inference.Stream(request("same")))
         assert refusal.code is grpc.StatusCode.ALREADY_EXISTS
         server.runner.is_paused = False
         assert await is_finished(first)
@@ -87,7 +88,7 @@ async def test_a_prompt_that_can_never_fit_is_told_the_estimate_and_the_limit(tm
         await asyncio.to_thread(server.wait_until_serving)
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-            refusal = await refused_stream(stub.Stream(request("huge", token_count=3000)))
+            _, refusal = await refused_stream(stub.Stream(request("huge", token_count=3000)))
             assert (refusal.code, refusal.reason) == (
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "MEMORY_NEVER_FITS",

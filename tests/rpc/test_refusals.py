@@ -240,11 +240,19 @@ async def test_one_log_line_per_call_without_its_text(house: House, caplog: pyte
     assert not any("my prompt" in JsonFormatter().format(record) for record in caplog.records)
 
 
-@pytest.mark.parametrize(("kind", "pushback"), [(Unavailable, "1500"), (Overloaded, None)])
+@pytest.mark.parametrize(
+    ("kind", "reason", "pushback"),
+    [
+        (Unavailable, Reason.DRAINING, "1500"),
+        (Overloaded, Reason.QUEUE_FULL, "1500"),
+        (Overloaded, Reason.TOKEN_RATE_EXCEEDED, None),
+        (Overloaded, Reason.DEADLINE_UNREACHABLE, None),
+    ],
+)
 async def test_libraries_are_told_to_retry_only_what_is_theirs_to_retry(
-    house: House, kind: type[IcehouseError], pushback: str | None
+    house: House, kind: type[IcehouseError], reason: Reason, pushback: str | None
 ) -> None:
-    house.engine.refusal = kind(Reason.DRAINING, "not now", retry_after_s=1.5)
+    house.engine.refusal = kind(reason, "not now", retry_after_s=1.5)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await house.inference.Generate(request())
     assert dict(caught.value.trailing_metadata()).get("grpc-retry-pushback-ms") == pushback
