@@ -50,10 +50,10 @@ class PrefixDesk:
         self._runner = runner
         self._clock = clock
         self._adopt_budget_s = adopt_budget_s
-        self._orders = PrefixOrders(cache, clock)
         self._restores: dict[SequenceId, Restore] = {}
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = count(1)
+        self._orders = PrefixOrders(cache, clock, load_ids=self._load_ids)
         self._introductions = Introductions(cache, load_ids=self._load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._promises = Promises(
@@ -106,7 +106,9 @@ class PrefixDesk:
         if isinstance(outcome, Loaded):
             return self._loaded(outcome)
         if isinstance(outcome, HeadsRead):
-            return self._introductions.met(outcome)
+            ready = self._introductions.met(outcome)
+            self._orders.met(outcome)
+            return ready
         if isinstance(outcome, LoadFailed):
             restore = self._loads.pop(outcome.load_id, None)
             cache.forget_stored(outcome.failure.hash)

@@ -6,7 +6,7 @@ Inference thread only. What needs the storage thread is answered when its outcom
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from service.clock import Clock
 from service.domain.blocks import RegionKind
@@ -31,6 +31,7 @@ from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_stats import cache_stats
 from service.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from service.kv.entry import Entry
+from service.kv.loads import HeadRequest, HeadsRead, LoadId
 from service.kv.messages import (
     Outcome,
     Purged,
@@ -50,9 +51,11 @@ _BUSY_RETRY_S = 1.0
 class PrefixOrders:
     """Carries out orders on one prefix cache."""
 
-    def __init__(self, cache: PrefixCache, clock: Clock) -> None:
+    def __init__(self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int]) -> None:
         self._cache = cache
         self._clock = clock
+        self._load_ids = load_ids
+        self._explanations: dict[LoadId, tuple[Explain, _Reply]] = {}
         self._queries: dict[TaskId, Callable[[CacheStats], None]] = {}
         self._evictions: dict[TaskId, tuple[EvictReport, _Reply]] = {}
         self._verifications: dict[TaskId, tuple[float, _Reply]] = {}
@@ -81,6 +84,13 @@ class PrefixOrders:
     def stats(self, storage: StorageStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's when they are given."""
         return cache_stats(self._cache, storage, now=self._clock.monotonic())
+
+    def met(self, outcome: HeadsRead) -> None:
+        """Explain what waited for these headers; their tokens are known by now."""
+        waiting = self._explanations.pop(outcome.load_id, None)
+        if waiting is not None:
+            order, answer = waiting
+            answer(self._explained(order))
 
     def receive(self, outcome: Outcome) -> None:
         """Take an outcome that answers an order, or that says something of the tier as a whole."""
@@ -131,6 +141,9 @@ class PrefixOrders:
         error = StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
         for reply in self._queries.values():
             reply(self.stats(None))
+        for order, answer in self._explanations.values():
+            answer(self._explained(order))
+        self._explanations.clear()
         waiting = [answer for _, answer in self._evictions.values()]
         waiting += [answer for _, answer in self._verifications.values()]
         self._queries.clear()
@@ -141,7 +154,7 @@ class PrefixOrders:
 
     def _answer(self, order: CacheOrder, reply: _Reply) -> CacheAnswer | None:
         if isinstance(order, Explain):
-            return self._explain(order)
+            return self._explain(order, reply)
         if isinstance(order, Pin):
             return self._pin(order.prompt_token_ids, order.scope, pinned=True)
         if isinstance(order, Unpin):
@@ -158,7 +171,24 @@ class PrefixOrders:
         self._verifications[task_id] = (self._clock.monotonic(), reply)
         return None
 
-    def _explain(self, order: Explain) -> Explanation:
+    def _explain(self, order: Explain, reply: _Reply) -> Explanation | None:
+        """Answer now, or when the headers of blocks that this process never saw whole are read."""
+        cache, storage = self._cache, self._cache.storage
+        strangers = cache.index.strangers(
+            root=cache.root(order.scope),
+            token_ids=order.prompt_token_ids,
+            token_limit=len(order.prompt_token_ids) - 1,
+            shared_root=cache.shared_root(order.shared_scope),
+        )
+        if storage is None or not strangers:
+            return self._explained(order)
+        load_id = LoadId(next(self._load_ids))
+        if not storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in strangers))):
+            return self._explained(order)
+        self._explanations[load_id] = (order, reply)
+        return None
+
+    def _explained(self, order: Explain) -> Explanation:
         cache = self._cache
         plan = cache.planner.plan(
             root=cache.root(order.scope),

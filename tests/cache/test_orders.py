@@ -19,6 +19,7 @@ from service.domain.cache_orders import (
 from service.domain.events import ReuseLimit
 from service.domain.ids import Tenant
 from service.errors import IcehouseError, Reason
+from service.kv.messages import StorageFailed
 from tests.cache.step_house import BLOCK, StepHouse, prompt
 
 
@@ -65,6 +66,32 @@ def test_a_pin_set_in_ram_goes_with_the_block_to_ssd(tmp_path: Path) -> None:
         assert house.stats().ssd.pinned_block_count == 2
         told = house.order(Explain(tuple(tokens)))
         assert isinstance(told, Explanation) and all(block.pinned for block in told.blocks)
+
+
+def test_explain_knows_the_blocks_of_an_earlier_process(tmp_path: Path) -> None:
+    with StepHouse(tmp_path) as house:
+        house.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0)
+    # Parts from what is stored inside the second block, whose tokens stand only in its file.
+    asked = (*prompt(BLOCK + BLOCK // 2), *prompt(BLOCK, salt=7))
+    with StepHouse(tmp_path) as house:
+        told = house.order(Explain(asked))
+        assert isinstance(told, Explanation) and told.cache.ssd_token_count == BLOCK + BLOCK // 2
+        assert house.ask("b", asked).cache.ssd_token_count == told.cache.ssd_token_count
+
+
+def test_an_explanation_is_given_when_the_disk_is_lost_meanwhile(tmp_path: Path) -> None:
+    with StepHouse(tmp_path) as house:
+        house.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0)
+    with StepHouse(tmp_path) as house:
+        house.step_until_idle()
+        house.holds_storage = True
+        answers = house.give(Explain((*prompt(BLOCK + 1), *prompt(BLOCK, salt=7))))
+        house.loop.step()
+        assert not answers
+        house.mailbox.post(StorageFailed("pulled out"))
+        house.is_storage_alive = False
+        house.loop.step()
+        assert [type(answer) for answer in answers] == [Explanation]
 
 
 def test_a_pin_that_finds_nothing_says_so() -> None:
