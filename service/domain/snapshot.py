@@ -7,6 +7,7 @@ import dataclasses
 from service.domain.cache_stats import CacheStats
 from service.domain.model import EngineState, ModelInfo
 from service.domain.stats import EngineStats
+from service.domain.tenant_use import TenantUse
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,3 +31,5 @@ class Snapshot:
     engine: EngineStats | None = None
     cache: CacheStats | None = None
     rates: Rates = Rates()
+    tenants: tuple[TenantUse, ...] = ()
+    """As the edge counts them, in the order of their latest requests."""

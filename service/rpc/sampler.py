@@ -61,6 +61,7 @@ class Sampler:
             model=self._router.model.info if self._router.model is not None else None,
             engine=engine,
             cache=cache,
+            tenants=self._stats.tenant_uses(),
             rates=_rates(last, engine, now) if told is not None else last.rates,
         )
 

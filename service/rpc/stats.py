@@ -9,6 +9,7 @@ from icehouse.v1 import inference_service_pb2
 from service.clock import Clock
 from service.domain.cache_stats import CacheStats
 from service.domain.stats import EngineStats
+from service.domain.tenant_use import TenantUse
 from service.rpc.caller import Caller, Role
 from service.rpc.convert_stats import stats_response
 from service.rpc.convert_tenants import tenant_stats_protos
@@ -43,6 +44,10 @@ class StatsReader:
         response = stats_response(engine, cache, collect_time=self._clock.wall(), slowest=slowest)
         response.tenants.extend(tenant_stats_protos(self._tenants, cache))
         return response if is_operator else _part_of(response, caller)
+
+    def tenant_uses(self) -> tuple[TenantUse, ...]:
+        """Return what each tenant runs and has used."""
+        return tuple(account.use for account in self._tenants)
 
     async def ask(self) -> Counters:
         """Return the counters as the engine tells them; raises as `read` does."""

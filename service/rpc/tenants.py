@@ -16,6 +16,7 @@ from service.config import TenantConfig
 from service.domain.events import Delta, Event, Finished, Started
 from service.domain.ids import Tenant
 from service.domain.request import GenerationRequest
+from service.domain.tenant_use import TenantUse
 from service.engine.endings import too_many_completions
 from service.errors import InvalidRequest, Overloaded, Reason
 from service.rpc.token_budget import TokenBudget
@@ -39,6 +40,20 @@ class Account:
     prompt_token_total: int = 0
     cached_token_total: int = 0
     output_token_total: int = 0
+
+    @property
+    def use(self) -> TenantUse:
+        """The numbers, as they are now."""
+        return TenantUse(
+            self.tenant,
+            waiting_count=self.waiting_count,
+            running_count=self.running_count,
+            accepted_total=self.accepted_total,
+            refused_total=self.refused_total,
+            prompt_token_total=self.prompt_token_total,
+            cached_token_total=self.cached_token_total,
+            output_token_total=self.output_token_total,
+        )
 
     @property
     def is_idle(self) -> bool:

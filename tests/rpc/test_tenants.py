@@ -16,6 +16,7 @@ from service.domain.cache_stats import CacheStats, TenantShare
 from service.domain.events import Event
 from service.domain.ids import Tenant
 from service.domain.request import GenerationRequest
+from service.domain.tenant_use import TenantUse
 from service.rpc import tenants as tenants_module
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refused
@@ -133,6 +134,30 @@ async def test_the_numbers_of_a_tenant_add_up() -> None:
         assert (stats.ram_bytes, stats.ram_limit_bytes) == (5, 10)
         assert (stats.ssd_bytes, stats.ssd_limit_bytes) == (7, 20)
         assert (stats.waiting_count, stats.running_count) == (0, 0)
+
+
+async def test_a_sample_has_every_tenants_use() -> None:
+    async with running_house(tenants=TenantConfig(waiting_limit=1)) as house:
+        await house.inference.Generate(request_of("a", text="four"))
+        house.engine.script = silent
+        waiting = house.inference.Stream(request_of("b", text="abc"))
+        while len(house.engine.submitted) < 2:
+            await house.settle()
+        await refused(house.inference.Generate(request_of("b")))
+        await house.server.sampler.sample()
+        a, b = house.server.sampler.latest.tenants
+        assert a == TenantUse(
+            Tenant("a"),
+            accepted_total=1,
+            prompt_token_total=4,
+            cached_token_total=3,
+            output_token_total=4,
+        )
+        assert b == TenantUse(
+            Tenant("b"), waiting_count=1, accepted_total=1, refused_total=1, prompt_token_total=3
+        )
+        waiting.cancel()
+        await house.cancelled()
 
 
 async def test_a_tenant_is_told_of_itself_only_and_an_operator_of_all(tmp_path: Path) -> None:

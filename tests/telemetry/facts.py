@@ -17,13 +17,16 @@ from service.domain.cache_stats import (
     SpillDropCause,
     SpillDrops,
     SpillStats,
+    TenantShare,
     TierStats,
 )
 from service.domain.call import CallRecord, PeerKind
 from service.domain.events import CacheReport, ReuseLimit, Started, Usage
+from service.domain.ids import Tenant
 from service.domain.model import EngineState
 from service.domain.snapshot import Snapshot
 from service.domain.stats import EngineStats
+from service.domain.tenant_use import TenantUse
 from tests.rpc.fake_engine import MODEL_INFO
 
 _numbers = itertools.count(1)
@@ -55,7 +58,9 @@ SNAPSHOT = Snapshot(
         promote=filled(PromoteStats),
         integrity=filled(IntegrityStats),
         disk=filled(DiskStats),
+        tenants=(filled(TenantShare, tenant=Tenant("search")),),
     ),
+    tenants=(filled(TenantUse, tenant=Tenant("search")), filled(TenantUse, tenant=Tenant("ads"))),
 )
 
 EMPTY = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=0.0)

@@ -57,7 +57,7 @@ def test_every_counter_of_the_engine_and_the_cache_is_a_metric_or_left_out_for_a
     shown = {value for row in OBSERVED_METRICS for _, value in row.read(SNAPSHOT)}
     missing = [
         name
-        for part in (SNAPSHOT.engine, SNAPSHOT.cache)
+        for part in (SNAPSHOT.engine, SNAPSHOT.cache, *SNAPSHOT.tenants)
         for name, value in numbers_in(part)
         if value not in shown and name not in NOT_SHOWN
     ]
@@ -141,6 +141,22 @@ def test_a_scrape_has_the_whole_table(scrape: Any) -> None:
     assert samples(found["icehouse_cache_size_bytes"])[("ssd",)] == SNAPSHOT.cache.ssd.size_bytes
     assert samples(found["icehouse_cache_disk_writable"]) == {(): 1}
     assert samples(found["icehouse_engine_state"])[("ready",)] == 1
+
+
+def test_each_tenant_has_its_own_series(scrape: Any) -> None:
+    found = scrape(SNAPSHOT)
+    search, ads = SNAPSHOT.tenants
+    assert samples(found["icehouse_tenant_requests"])[("ads", "running")] == ads.running_count
+    assert samples(found["icehouse_tenant_tokens"])[("search", "cached")] == search.cached_token_total
+    assert samples(found["icehouse_tenant_refused"]) == {
+        ("search",): search.refused_total,
+        ("ads",): ads.refused_total,
+    }
+    [share] = SNAPSHOT.cache.tenants
+    assert samples(found["icehouse_tenant_stored_bytes"]) == {
+        ("search", "ram"): share.ram_bytes,
+        ("search", "ssd"): share.ssd_bytes,
+    }
 
 
 def test_requests_are_counted_by_stage(scrape: Any) -> None:
