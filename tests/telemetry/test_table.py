@@ -146,7 +146,7 @@ def test_a_scrape_has_the_whole_table(scrape: Any) -> None:
 def test_each_tenant_has_its_own_series(scrape: Any) -> None:
     found = scrape(SNAPSHOT)
     search, ads = SNAPSHOT.tenants
-    assert samples(found["icehouse_tenant_requests"])[("ads", "running")] == ads.running_count
+    assert samples(found["icehouse_tenant_requests"])[("running", "ads")] == ads.running_count
     assert samples(found["icehouse_tenant_tokens"])[("search", "cached")] == search.cached_token_total
     assert samples(found["icehouse_tenant_refused"]) == {
         ("search",): search.refused_total,
