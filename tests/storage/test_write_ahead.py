@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from service.domain.cache_stats import SpillDropCause
+from service.kv.manifest import GROWTH_ALLOWANCE_BYTES, LOG_ALLOWANCE_BYTES
 from service.kv.messages import Evicted, Persisted, SpillDropped
 from service.kv.store_paths import PARTIAL_SUFFIX
 from tests.storage.blocks import make_block, make_chain
@@ -57,9 +58,9 @@ def test_the_next_file_is_written_before_one_is_durable(tmp_path):
 
 
 def test_nothing_is_written_ahead_beyond_the_size_limit(tmp_path):
-    chain = make_chain(2, head_count=64)
-    room_bytes = (4 << 20) + 3 * chain[0].size_bytes
-    with StorageHouse(tmp_path, limit_bytes=room_bytes) as house:
+    chain = make_chain(2, head_count=2048)
+    beside_bytes = LOG_ALLOWANCE_BYTES + GROWTH_ALLOWANCE_BYTES
+    with StorageHouse(tmp_path, limit_bytes=beside_bytes + 7 * chain[0].size_bytes // 4) as house:
         disk = house.storage._store.syncs = SlowDisk(os.fspath(tmp_path))
         hand_over(house, *chain)
         house.take()
@@ -68,8 +69,8 @@ def test_nothing_is_written_ahead_beyond_the_size_limit(tmp_path):
 
 @pytest.mark.parametrize("verb", ["fsync", "write"])
 def test_a_broken_disk_leaves_no_file_of_either(tmp_path, verb):
-    # The third write is the head of the second block or later: the first one is written by then.
-    files = FaultyFiles(verb, 1 if verb == "fsync" else 3, errno.EIO)
+    # A block is written in three calls: the fourth is the second block's.
+    files = FaultyFiles(verb, 1 if verb == "fsync" else 4, errno.EIO)
     chain = make_chain(2)
     with StorageHouse(tmp_path, files=files) as house:
         house.take()
