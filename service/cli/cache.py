@@ -246,11 +246,12 @@ def _open_existing(directory: Path | None) -> OfflineStore:
 def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
     now_time_s = SystemClock().wall()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("block", "model"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens", "size", "last used", "hits"):
-        table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("", no_wrap=True)
+    # On a narrow terminal the model's name gives way, and none of the figures.
+    table.add_column("block", no_wrap=True, min_width=12)
+    table.add_column("model", no_wrap=True)
+    for name, width in (("tokens", 10), ("size", 10), ("last used", 10), ("hits", 4)):
+        table.add_column(name, no_wrap=True, justify="right", min_width=width)
+    table.add_column("", no_wrap=True, min_width=max((len(marks_text(r)) for r in shown), default=0))
     for record in shown:
         table.add_row(
             record.hash.hex()[:12],
