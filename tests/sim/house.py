@@ -102,6 +102,7 @@ class House:
                 files=self.disk,
                 clock=clock,
                 post=self._post,
+                vault=setup.vault,
             )
         self.is_storage_dead = False
         self.is_closed = False

@@ -35,6 +35,7 @@ from tests.sim.pins import PinWatch
 from tests.sim.setup import ADAPTER_DIGESTS, draw_shares, make_setup
 from tests.storage.faults import Crash
 from tests.storage.test_crash import check_is_clean
+from tests.storage.vaults import VAULT
 
 _USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
 _TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
@@ -62,6 +63,7 @@ class Scenario:
             setup,
             shares=draw_shares(setup, random.Random(-1 - seed)),
             has_shared_prefixes=self._sharing_dice.random() < 0.4,
+            vault=VAULT if seed % 4 == 3 else None,
         )
         self.ledger = Ledger()
         self.clock = SimClock()

@@ -12,6 +12,7 @@ from service.engine.scheduler import SchedulerLimits
 from service.engine.waiting import WaitingLimits
 from service.kv.manifest import LOG_ALLOWANCE_BYTES
 from service.kv.storage_settings import StorageSettings
+from service.kv.vault import Vault
 from tests.sim.model import ModelSpec
 
 BLOCK = 4
@@ -48,6 +49,8 @@ class Setup:
     shares: ShareLimits
     has_shared_prefixes: bool = False
     """Whether requests may start from another tenant's prompts."""
+    vault: Vault | None = None
+    """Encrypts the SSD tier; restores must not care."""
 
     def prefix_settings(self, model: int) -> PrefixSettings:
         """Return the prefix cache's settings for one of the models."""
@@ -62,6 +65,7 @@ class Setup:
             may_recompute=self.may_recompute,
             shares=self.shares,
             adapters=ADAPTER_DIGESTS,
+            name_secret=self.vault.name_secret if self.vault else b"",
         )
 
     def storage_settings(self, directory: str, model: int) -> StorageSettings:
