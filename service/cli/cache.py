@@ -245,23 +245,30 @@ def _open_existing(directory: Path | None) -> OfflineStore:
 
 def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
     now_time_s = SystemClock().wall()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    # On a narrow terminal the model's name gives way, and none of the figures.
-    table.add_column("block", no_wrap=True, min_width=12)
-    table.add_column("model", no_wrap=True)
-    for name, width in (("tokens", 10), ("size", 10), ("last used", 10), ("hits", 4)):
-        table.add_column(name, no_wrap=True, justify="right", min_width=width)
-    table.add_column("", no_wrap=True, min_width=max((len(marks_text(r)) for r in shown), default=0))
-    for record in shown:
-        table.add_row(
+    names = ("block", "model", "tokens", "size", "last used", "hits", "")
+    cells = [
+        (
             record.hash.hex()[:12],
-            Text(model_text(rows.fingerprints.get(record.fingerprint, {}), record.fingerprint)),
+            model_text(rows.fingerprints.get(record.fingerprint, {}), record.fingerprint),
             f"{record.start_token_index}..{record.start_token_index + record.token_count}",
             size_text(record.file_bytes),
             f"{age_text(record.last_used_time, now_time_s=now_time_s)} ago",
             str(record.hit_count),
             marks_text(record),
         )
+        for record in shown
+    ]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, column in zip(names, zip(names, *cells, strict=True), strict=True):
+        # On a narrow terminal the model's name gives way, and none of the figures.
+        table.add_column(
+            name,
+            no_wrap=True,
+            justify="right" if name in ("tokens", "size", "last used", "hits") else "left",
+            min_width=None if name == "model" else max(map(len, column)),
+        )
+    for row in cells:
+        table.add_row(*map(Text, row))
     return table
 
 
