@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from service.domain.cache_orders import CacheAnswer, CacheOrder
 from service.domain.cache_stats import CacheStats
 from service.domain.events import CacheReport, Failed, Finished, Started
-from service.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, RequestId, Tenant
+from service.domain.ids import (
+    DEFAULT_TENANT,
+    NO_ADAPTER,
+    AdapterDigest,
+    AdapterName,
+    BlockHash,
+    Fingerprint,
+    RequestId,
+    Tenant,
+)
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.sampling import SamplingParams
 from service.engine.endings import cancelled_by_client
@@ -75,6 +84,7 @@ class StepHouse:
         checkpoint_padding_bytes: int = 0,
         may_recompute: bool = False,
         shares: ShareLimits | None = None,
+        adapters: Mapping[AdapterName, AdapterDigest] | None = None,
         files=None,
         clock=None,
         **storage_changes,
@@ -118,6 +128,7 @@ class StepHouse:
                 min_prefix_token_count=min_prefix_token_count,
                 may_recompute=may_recompute,
                 shares=shares or ShareLimits(),
+                adapters=adapters or {},
             ),
             facts=facts,
             runner=self.runner,
@@ -201,6 +212,7 @@ class StepHouse:
         *,
         max_output_tokens: int = 2,
         tenant: Tenant = DEFAULT_TENANT,
+        adapter: AdapterName = NO_ADAPTER,
         shared_tenant: Tenant | None = None,
         cache_use: CacheUse = CacheUse.READ_WRITE,
     ) -> None:
@@ -214,6 +226,7 @@ class StepHouse:
             stop=(),
             arrival_time=self.clock.now,
             tenant=tenant,
+            adapter=adapter,
             shared_tenant=shared_tenant,
             cache_use=cache_use,
         )

@@ -10,7 +10,7 @@ from service.domain.cache_orders import Pin
 from service.domain.cache_scope import CacheScope
 from service.domain.cache_stats import SpillDropCause, TenantShare
 from service.domain.events import ReuseLimit
-from service.domain.ids import Tenant
+from service.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, Tenant
 from service.engine.prefix_shares import ShareLimits
 from tests.cache.step_house import BLOCK, BLOCK_BYTES, HYBRID, KV, STATE_ONLY, WINDOWS, StepHouse, prompt
 
@@ -80,6 +80,22 @@ def test_a_tenant_that_fills_its_share_of_ram_pushes_out_its_own_only(facts) -> 
         # Its latest is still there, its first is not.
         assert house.ask("a", prompt(3 * BLOCK + 1, salt=11), tenant=A).cache.cached_token_count > 0
         assert house.ask("a", prompt(3 * BLOCK + 1, salt=1), tenant=A).cache.cached_token_count == 0
+
+
+def test_a_tenant_has_one_share_for_all_its_adapters() -> None:
+    share_bytes = 8 * BLOCK_BYTES
+    adapters = {AdapterName("one"): AdapterDigest(b"1" * 32), AdapterName("two"): AdapterDigest(b"2" * 32)}
+    with StepHouse(shares=ShareLimits(ram_bytes=share_bytes), adapters=adapters) as house:
+        house.ask("b", prompt(2 * BLOCK + 1), tenant=B)
+        before = share_of(house, B)
+        for salt in range(1, 8):
+            for adapter in (NO_ADAPTER, *adapters):
+                house.ask("a", prompt(3 * BLOCK + 1, salt=salt), tenant=A, adapter=adapter)
+                house.check()
+                assert 0 < share_of(house, A).ram_bytes <= share_bytes
+        held = sum(entry.ram_bytes for entry in house.cache.ram)
+        assert held == share_of(house, A).ram_bytes + before.ram_bytes, "no root's bytes are left out"
+        assert share_of(house, B) == before
 
 
 def test_a_tenant_that_fills_its_share_of_the_ssd_loses_its_own_only(tmp_path: Path) -> None:
