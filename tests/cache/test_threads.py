@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 
 from service.domain.blocks import HostBlock, HostTensor
+from service.domain.ids import RequestId
 from service.kv.credit import Credit
 from service.kv.loads import Loaded
 from service.kv.messages import Evicted, Inventory, Outcome, Persisted
@@ -91,9 +92,9 @@ def test_nothing_that_crosses_holds_an_array(tmp_path: Path, monkeypatch: pytest
     crossed: list[object] = []
     spill, take = Storage.spill, House._take
 
-    def noted_spill(self: Storage, block: HostBlock, credit: Credit) -> None:
+    def noted_spill(self: Storage, block: HostBlock, credit: Credit, **told: RequestId | None) -> None:
         crossed.append(block)
-        spill(self, block, credit)
+        spill(self, block, credit, **told)
 
     def noted_take(self: House, outcome: Outcome) -> None:
         crossed.append(outcome)
