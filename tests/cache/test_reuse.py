@@ -30,7 +30,8 @@ def test_cold_ram_and_ssd_give_the_same_tokens(tmp_path: Path, architecture: str
     assert ram.tokens == cold.tokens and ssd.tokens == cold.tokens and again.tokens == cold.tokens
     assert ram.cache.ram_token_count == len(tokens) - 1 and ram.cache.ssd_token_count == 0
     assert ssd.cache.ssd_token_count == len(tokens) - 1 and ssd.cache.ram_token_count == 0
-    assert again.cache.ram_token_count >= 5 * BLOCK
+    # How many of its blocks are back in RAM depends on how long its few steps took.
+    assert again.cache.cached_token_count == len(tokens) - 1
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))

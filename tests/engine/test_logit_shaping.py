@@ -41,7 +41,7 @@ def table(rows: int = 1, seed: int = 5) -> mx.array:
 
 
 def row(params: SamplingParams, *, prompt=(0,), output=(), constraint=None) -> SamplingRow:
-    made = DecodeRow(params, tuple(prompt), tuple(output), constraint)
+    made = DecodeRow(params, tuple(prompt), tuple(output), constraint=constraint)
     return SamplingRow(made, end_token_ids=(END,))
 
 
