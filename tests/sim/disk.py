@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ class Rot:
     """What was done to block files from outside, by the names of the files."""
 
     what: str
-    names: tuple[str, ...]
+    before: Mapping[str, bytes]
+    after: Mapping[str, bytes]
+    """What is in them; empty for one that is gone."""
 
 
 def rot(disk: SimDisk, dice: random.Random) -> Rot | None:
@@ -165,7 +168,8 @@ def rot(disk: SimDisk, dice: random.Random) -> Rot | None:
         return None
     victim = dice.choice(found)
     kind = dice.choice(("flip", "flip", "truncate", "delete", "swap"))
-    names = [victim.stem]
+    touched = [victim]
+    before = {victim.stem: victim.read_bytes()}
     disk.mtime_ns += 1000
     if kind == "flip":
         _flip(victim, dice, mtime_ns=victim.stat().st_mtime_ns if dice.random() < 0.7 else disk.mtime_ns)
@@ -180,13 +184,15 @@ def rot(disk: SimDisk, dice: random.Random) -> Rot | None:
         aside = victim.with_suffix(".aside")
         victim.rename(aside)
         if other != victim:
+            before[other.stem] = other.read_bytes()
             other.rename(victim)
-            names.append(other.stem)
+            touched.append(other)
         aside.rename(other)
         os.utime(victim.parent, ns=(disk.mtime_ns, disk.mtime_ns))
         if other == victim:
             return None
-    return Rot(kind, tuple(names))
+    after = {path.stem: path.read_bytes() if path.exists() else b"" for path in touched}
+    return Rot(kind, before, after)
 
 
 def _flip(path: Path, dice: random.Random, *, mtime_ns: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from service.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
@@ -15,6 +14,7 @@ from service.kv.damage import Damage
 from service.kv.loads import BlockFailure, Loaded, LoadFailed
 from service.kv.messages import Evicted, Inventory, Outcome, Persisted, StatsAnswer, Verified
 from service.kv.storage_stats import StorageStats
+from tests.sim.disk import Rot
 from tests.sim.model import Reply
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class Ledger:
         self.spilled: set[BlockHash] = set()
         self.damaged: set[BlockHash] = set()
         """Blocks whose files were changed behind the server's back and not written anew since."""
+        self.rot_count = 0
+        self._sound: dict[BlockHash, bytes] = {}
+        """What was in the files of damaged blocks before they were damaged."""
+        self._mended: set[BlockHash] = set()
+        """Damaged and as they were again: who read them in between may say so later."""
         self.ever_damaged: set[BlockHash] = set()
         self.may_be_gone: set[BlockHash] = set()
         """Blocks that were being removed when the power went."""
@@ -69,11 +74,20 @@ class Ledger:
         self.spill_number += 1
         self.spill_numbers[block] = self.spill_number
 
-    def note_rot(self, names: Iterable[str]) -> None:
+    def note_rot(self, rot: Rot) -> None:
         """These files are not what they were; a file's name is its block's hash."""
-        hashes = {BlockHash(bytes.fromhex(name)) for name in names}
-        self.damaged |= hashes
-        self.ever_damaged |= hashes
+        self.rot_count += 1
+        for name in rot.before:
+            block = BlockHash(bytes.fromhex(name))
+            if block not in self.damaged:
+                self._sound[block] = rot.before[name]
+            self.ever_damaged.add(block)
+            # Two files that changed places may do so again.
+            if rot.after[name] == self._sound[block]:
+                self.damaged.discard(block)
+                self._mended.add(block)
+            else:
+                self.damaged.add(block)
 
     def note_outcome(self, outcome: Outcome, house: House) -> None:
         """Compare what the SSD tier says with what it must say."""
@@ -111,7 +125,7 @@ class Ledger:
     def _check_failure(self, failure: BlockFailure, house: House) -> None:
         """A block may be called damaged only when somebody damaged it."""
         self.seen[f"failure {failure.cause}"] += 1
-        if failure.hash in self.damaged or self.io_errors(house):
+        if failure.hash in self.damaged | self._mended or self.io_errors(house):
             return
         may_miss = failure.cause is Damage.MISSING and failure.hash in self.removed
         assert may_miss, f"a sound block was called damaged: {failure}"

@@ -264,10 +264,9 @@ class Scenario:
     def _rot(self) -> None:
         done = rot(self._house.disk, self.dice) if self._house.storage is not None else None
         if done is not None:
-            self._say(f"rot {done.what} {[name[:8] for name in done.names]}")
+            self._say(f"rot {done.what} {[name[:8] for name in done.before]}")
             self.ledger.seen[f"rot {done.what}"] += 1
-            self.ledger.note_rot(done.names)
-            self._clerk.has_rotted = True
+            self.ledger.note_rot(done)
 
     def _disturb_disk(self) -> None:
         disk = self._house.disk
