@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterator
 
 from service.cli.console import build_progress
+from service.cli.heap import give_back_large_arrays
 from service.cli.house import House, build_house
 from service.cli.logs import setup_logging
 from service.cli.model_source import locate_draft_model, locate_model
@@ -40,6 +41,7 @@ def serve(loaded: LoadedConfig) -> None:
     """Serve until a signal. Raises IcehouseError when the house cannot start or its engine dies."""
     if loaded.config.engine.preload_enabled:
         restart_with_openblas()
+    give_back_large_arrays()
     setup_logging(loaded.config.log)
     asyncio.run(_serve(loaded.config, SystemClock()))
 
