@@ -139,7 +139,8 @@ class EngineConfig:
     prefill_chunk_ms: float = setting(
         100.0,
         Kind.MILLISECONDS,
-        "Longest prefill chunk while nothing decodes, so that newcomers are seen soon; 0 is unlimited.",
+        "Longest prefill chunk while nothing decodes, so that newcomers are seen soon (up to four times that "
+        "where reading the weights would be most of it); 0 is unlimited.",
         minimum=0,
     )
     memory_limit_bytes: int = setting(

@@ -37,10 +37,9 @@ class ChunkCost:
             return float("inf")
         return max(0.0, budget_s - self.fixed_s) / self.token_s
 
-    @property
-    def even_tokens(self) -> float:
-        """Tokens of a chunk that spends half its time on them; a smaller one mostly pays the fixed part."""
-        return self.fixed_s / self.token_s if self.token_s > 0.0 else 0.0
+    def tokens_at_share(self, fixed_share: float) -> float:
+        """Return the tokens of a chunk of whose time the fixed part is this share; a smaller one wastes more."""
+        return self.fixed_s / self.token_s * (1.0 - fixed_share) / fixed_share if self.token_s > 0.0 else 0.0
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,7 +7,7 @@ the turns after it.
 
 from __future__ import annotations
 
-from service.engine.pace import PrefillPace
+from service.engine.pace import ChunkCost, PrefillPace
 
 _SMOOTHING = 0.2
 _STEP_SHARE = 0.75
@@ -15,6 +15,15 @@ _STEP_SHARE = 0.75
 what joining and leaving rows cost included (bench.load, 2-core x86)."""
 _LEAST_TURN_SHARE = 0.5
 """A turn that has used this share of its slice is over: what is left would be a chunk too small to pay."""
+_FIXED_SHARE_BESIDE_DECODE = 0.5
+_FIXED_SHARE_ALONE = 0.125
+"""Most of a chunk's time that goes into what does not depend on its tokens (reading the weights above all):
+cutting finer would starve the prompts. Alone, those who wait for prefill come before those who may arrive."""
+_ALONE_LIMIT = 4.0
+"""Most times its budget that a chunk may take for that, while nothing decodes."""
+_PROBE_SHARE = 2.0 / 3.0
+"""Every second chunk that its budget cuts is this much of the other, while nothing decodes: chunks of one size
+do not tell what is fixed in them."""
 _CROWD = 2.0
 """So many sequences that wait for their first token, for each one that draws its next, are a crowd."""
 _CROWD_LIMIT = 4.0
@@ -36,9 +45,11 @@ class Turns:
         self._spent_s = 0.0
         self._has_joined = False
         self._has_prefilled = False
+        self._probes = False
 
     def note_chunk(self, *, start: int, token_count: int, elapsed_s: float) -> None:
         """Learn from a chunk that began at `start`; its time is noted with `note_prefill` besides."""
+        self._probes = not self._probes
         self._pace.note(token_count=token_count, context_token_count=start, elapsed_s=elapsed_s)
 
     def note_prefill(self, elapsed_s: float, *, is_decoding: bool) -> None:
@@ -74,16 +85,29 @@ class Turns:
 
     def chunk_stop(self, start: int, *, is_decoding: bool, crowd: float) -> int:
         """Return the grid point at which a chunk from `start` has taken its time; never `start` itself."""
-        budget_s = self._left_s(crowd) if is_decoding else self._chunk_s or None
         cost = self._pace.cost(start)
         tokens: float = self._chunk_token_count
-        if budget_s is not None and cost is not None:
-            tokens = cost.tokens_within(budget_s)
-            if not (is_decoding and self._fixed_slice_s):
-                # Where reading the weights is most of a chunk, cutting it finer would starve the prompts.
-                tokens = max(tokens, cost.even_tokens)
+        if cost is not None:
+            tokens = min(tokens, self._beside(cost, crowd) if is_decoding else self._alone(cost))
         grid = self._grid_token_count
-        return max(start // grid + 1, (start + int(min(tokens, self._chunk_token_count))) // grid) * grid
+        return max(start // grid + 1, (start + int(tokens)) // grid) * grid
+
+    def _beside(self, cost: ChunkCost, crowd: float) -> float:
+        """Return the tokens of a chunk between two decode steps."""
+        left_s = self._left_s(crowd)
+        if left_s is None:
+            return self._chunk_token_count
+        least = 0.0 if self._fixed_slice_s else cost.tokens_at_share(_FIXED_SHARE_BESIDE_DECODE)
+        return max(least, cost.tokens_within(left_s))
+
+    def _alone(self, cost: ChunkCost) -> float:
+        """Return the tokens of a chunk while nothing decodes."""
+        if not self._chunk_s:
+            return self._chunk_token_count
+        least = min(
+            cost.tokens_at_share(_FIXED_SHARE_ALONE), cost.tokens_within(_ALONE_LIMIT * self._chunk_s)
+        )
+        return max(least, cost.tokens_within(self._chunk_s)) * (_PROBE_SHARE if self._probes else 1.0)
 
     def expected_s(self, start: int, token_count: int) -> float:
         """Return what a chunk from `start` is expected to take; 0 before any was measured."""

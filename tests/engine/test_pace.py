@@ -24,7 +24,8 @@ def test_chunks_of_two_sizes_tell_what_is_fixed_from_what_grows() -> None:
     assert cost is not None
     assert cost.fixed_s == pytest.approx(0.010) and cost.token_s == pytest.approx(0.001)
     assert cost.tokens_within(0.030) == pytest.approx(20)
-    assert cost.even_tokens == pytest.approx(10)
+    assert cost.tokens_at_share(0.5) == pytest.approx(10)
+    assert cost.tokens_at_share(0.125) == pytest.approx(70)
 
 
 def test_chunks_of_one_size_count_as_all_growing() -> None:

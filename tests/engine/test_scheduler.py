@@ -226,6 +226,21 @@ def test_a_chunk_of_a_long_context_is_cut_to_its_time_while_nothing_decodes() ->
     assert all(elapsed_s <= 0.2 for _, elapsed_s in slow)
 
 
+@pytest.mark.parametrize(
+    ("fixed_s", "most_s", "most_share"), [(0.03, 0.32, 0.2), (0.09, 0.41, 0.31), (0.0, 0.101, 0.01)]
+)
+def test_alone_a_prompt_is_not_cut_so_fine_that_the_fixed_part_of_its_chunks_is_what_it_waits_for(
+    fixed_s: float, most_s: float, most_share: float
+) -> None:
+    scheduler = House(dataclasses.replace(FINE, prefill_chunk_token_count=256, prefill_chunk_s=0.1))
+    scheduler.room.add(sequence(0, 20_000))
+    scheduler.admit_all()
+    device = Device(fixed_s=fixed_s, token_s=0.005, step_s=0.1)
+    chunks = [elapsed_s for _, elapsed_s in device.run(scheduler, 100)[-40:]]
+    assert fixed_s * len(chunks) / sum(chunks) < most_share, "two thirds of the budget went into it"
+    assert max(chunks) < most_s, "a newcomer is seen soon"
+
+
 @pytest.mark.parametrize("is_decoding", [True, False], ids=["beside a decode", "nothing decodes"])
 def test_a_short_prompt_overtakes_a_long_one_whatever_ran_before(is_decoding: bool) -> None:
     device = Device(fixed_s=0.001, token_s=0.001, step_s=0.020)
