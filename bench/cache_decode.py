@@ -29,9 +29,9 @@ from bench.replies import quantile
 from bench.report import console
 from bench.server_process import ServerProcess
 
-DECODED_TOKEN_COUNT = 96
+DECODED_TOKEN_COUNT = 256
 NEIGHBOUR_TOKEN_COUNT = 512
-NEW_PROMPT_COUNT = 2
+NEW_PROMPT_COUNT = 6
 """More than are prefilled beside one reply."""
 STORED_PROMPT_COUNT = 3
 

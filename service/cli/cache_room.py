@@ -8,6 +8,7 @@ from pathlib import Path
 
 from service.cli.cache_vault import open_vault
 from service.cli.machine import cache_limit
+from service.cli.preload import runs_on_cpu
 from service.clock import Clock
 from service.config import CacheConfig, ModelConfig, TenantConfig
 from service.engine.fingerprint import ModelFingerprint, model_fingerprint
@@ -26,6 +27,9 @@ from service.kv.vault import KEY_DETAIL, sealed_fingerprint
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
 _TASK_QUEUE_COUNT = 4096
+_READ_SHARE_ON_SHARED_CORES = 0.07
+"""Of one core, where decode runs on the CPU. Beside restores without a break p99 of decode was then 1.09 of
+idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench-cache`, 2 x86 cores)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ def build_cache_room(
                 load_queue_limit_count=_LOAD_QUEUE_COUNT,
                 task_queue_limit_count=_TASK_QUEUE_COUNT,
                 reader_thread_count=config.reader_thread_count,
+                share_beside_decode=_READ_SHARE_ON_SHARED_CORES if runs_on_cpu() else 1.0,
             ),
             files=files,
             clock=clock,

@@ -65,7 +65,7 @@ class CacheConfig:
         20.0, Kind.SECONDS, "How long the RAM tier may take to reach the SSD at shutdown.", minimum=0
     )
     adopt_budget_ms: float = setting(
-        5.0,
+        2.0,
         Kind.MILLISECONDS,
         "Time per step for taking loaded blocks into use while others decode.",
         minimum=0.1,

@@ -194,9 +194,11 @@ class EngineLoop:
 
     def _restore(self, sequence: Sequence) -> None:
         began = self._clock.monotonic()
-        phase = self._prefix.continue_restore(sequence)
-        self._scheduler.note_prefill(self._clock.monotonic() - began)
-        if phase is Phase.PREFILLING:
+        phase = self._prefix.continue_restore(sequence, beside_decode=self._scheduler.is_decoding)
+        self._scheduler.note_restore(self._clock.monotonic() - began)
+        if phase is Phase.LOADING:
+            self._scheduler.start_loading(sequence)
+        elif phase is Phase.PREFILLING:
             self._start_prefilling(sequence)
         elif phase is Phase.WAITING:
             self._begin(sequence)

@@ -38,7 +38,7 @@ class ChunkCost:
         return max(0.0, budget_s - self.fixed_s) / self.token_s
 
     def tokens_at_share(self, fixed_share: float) -> float:
-        """Return the tokens of a chunk of whose time the fixed part is this share; a smaller one wastes more."""
+        """Return the tokens of a chunk of whose time the fixed part is this share."""
         return self.fixed_s / self.token_s * (1.0 - fixed_share) / fixed_share if self.token_s > 0.0 else 0.0
 
 

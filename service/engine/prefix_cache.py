@@ -112,7 +112,7 @@ class PrefixCache:
         reads = sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
         return self.is_supported and reads and not sequence.measures_prompt
 
-    def plan(self, sequence: Sequence) -> PrefixPlan:
+    def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> PrefixPlan:
         """Say what of a prompt is reused and from where, and count the lookup."""
         request = sequence.request
         if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
@@ -125,7 +125,7 @@ class PrefixCache:
         plan = self.planner.plan(
             root=root,
             token_ids=sequence.input_token_ids,
-            with_ssd=self.storage is not None,
+            with_ssd=with_ssd and self.storage is not None,
             shared_root=self.shared_root(request.shared_scope),
         )
         own = plan.entries

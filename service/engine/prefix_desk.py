@@ -53,6 +53,7 @@ class PrefixDesk:
         self._restores: dict[SequenceId, Restore] = {}
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = count(1)
+        self._early_orders: list[Order] = []
         self._orders = PrefixOrders(cache, clock, load_ids=self._load_ids)
         self._introductions = Introductions(cache, load_ids=self._load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
@@ -71,15 +72,15 @@ class PrefixDesk:
         return cache.settings.block_token_count if needs_one else 0
 
     def begin(self, sequence: Sequence) -> Phase:
-        """Plan a prompt. FOLLOWING when another sequence computes what it shares, LOADING or RESTORING
-        when something is reused, PREFILLING when nothing is."""
+        """Plan a prompt. FOLLOWING when another sequence computes what it shares, LOADING when more must be
+        known first, RESTORING when something is reused, PREFILLING when nothing is."""
         self._cache.spills.request_id = sequence.request.request_id
         if self._follows(sequence):
             return Phase.FOLLOWING
         if sequence.sequence_id not in self._restores and self._introductions.ask(sequence):
             return Phase.LOADING
-        plan = self._cache.plan(sequence)
         restore = self._restores.get(sequence.sequence_id)
+        plan = self._cache.plan(sequence, with_ssd=restore is None or restore.with_ssd)
         if restore is None:
             restore = Restore(sequence, self._clock.monotonic(), plan)
         else:
@@ -95,9 +96,8 @@ class PrefixDesk:
             self._cache.start_chain(sequence, 0)
             return Phase.PREFILLING
         self._restores[sequence.sequence_id] = restore
-        if not plan.to_load:
-            return Phase.RESTORING
-        return self._load(restore)
+        restore.begin_target(self._runner)
+        return Phase.RESTORING
 
     def receive(self, outcome: Outcome) -> list[Sequence]:
         """Take an outcome of the SSD tier; return the sequences whose load has ended."""
@@ -115,7 +115,9 @@ class PrefixDesk:
             return self._give_up(restore)
         if isinstance(outcome, Inventory):
             cache.take_inventory(outcome.records)
-            return self._introductions.take_inventory()
+            ready = self._introductions.take_inventory()
+            self._carry_out_early_orders()
+            return ready
         if isinstance(outcome, Persisted):
             cache.note_persisted(outcome.record)
         elif isinstance(outcome, SpillDropped):
@@ -129,14 +131,15 @@ class PrefixDesk:
                 return self._abandon_loads()
         return []
 
-    def continue_restore(self, sequence: Sequence) -> Phase:
-        """Rebuild caches for a time slice: RESTORING when more is left, PREFILLING when they are open,
-        WAITING when the blocks turned out unusable and the prompt is to be planned again."""
+    def continue_restore(self, sequence: Sequence, *, beside_decode: bool) -> Phase:
+        """Rebuild caches for a time slice: RESTORING when more is left, LOADING when blocks must come from
+        SSD first, PREFILLING when the caches are open, WAITING when the blocks turned out unusable and
+        the prompt is to be planned again."""
         restore = self._restores.get(sequence.sequence_id)
-        if restore is None:
+        if restore is None or restore.is_to_plan:
             return Phase.WAITING
-        if restore.has_failed and restore.loaded is None and restore.plan.to_load:
-            return Phase.WAITING
+        if restore.plan.to_load and restore.loaded is None:
+            return self._load(restore, beside_decode=beside_decode)
         try:
             if not restore.is_begun:
                 restore.is_begun = True
@@ -213,13 +216,24 @@ class PrefixDesk:
     def order(self, message: Order) -> None:
         """Carry out an order to the cache."""
         self._cache.spills.request_id = None
-        self._orders.carry_out(message)
+        if self._introductions.is_inventory_due:
+            # To evict all, say, means what is on SSD too.
+            self._early_orders.append(message)
+        else:
+            self._orders.carry_out(message)
 
     def _abandon_loads(self) -> list[Sequence]:
         """Nothing more comes from SSD: whoever waits for it plans again without it."""
         waiting = [sequence for restore in self._loads.values() for sequence in self._give_up(restore)]
         self._loads.clear()
-        return waiting + self._introductions.abandon()
+        waiting += self._introductions.abandon()
+        self._carry_out_early_orders()
+        return waiting
+
+    def _carry_out_early_orders(self) -> None:
+        orders, self._early_orders = self._early_orders, []
+        for message in orders:
+            self._orders.carry_out(message)
 
     def _follows(self, sequence: Sequence) -> bool:
         cache = self._cache
@@ -227,31 +241,21 @@ class PrefixDesk:
             return False
         return self._promises.follow(sequence, cache.root(sequence.request.scope))
 
-    def _load(self, restore: Restore) -> Phase:
+    def _load(self, restore: Restore, *, beside_decode: bool) -> Phase:
         assert self._cache.storage is not None
+        if restore.awaits_target:
+            assert restore.target is not None
+            budget_s = self._adopt_budget_s
+            restore.is_target_made = self._runner.continue_target(restore.target, budget_s=budget_s)
+            if not restore.is_target_made:
+                return Phase.RESTORING
         load_id = LoadId(next(self._load_ids))
-        if not self._cache.storage.load(restore.make_request(load_id, self._runner)):
-            return self._without_ssd(restore)
+        if not self._cache.storage.load(restore.make_request(load_id, beside_decode=beside_decode)):
+            restore.with_ssd = False
+            return Phase.WAITING
         self._cache.counters.load_total += 1
         self._loads[load_id] = restore
         return Phase.LOADING
-
-    def _without_ssd(self, restore: Restore) -> Phase:
-        """The read queue is full: take what RAM has."""
-        restore.target = None
-        request = restore.sequence.request
-        restore.plan = self._cache.planner.plan(
-            root=self._cache.root(request.scope),
-            token_ids=restore.sequence.input_token_ids,
-            with_ssd=False,
-            shared_root=self._cache.shared_root(request.shared_scope),
-        )
-        if restore.plan.is_hit:
-            return Phase.RESTORING
-        self._restores.pop(restore.sequence.sequence_id)
-        restore.sequence.note_cache(restore.plan.report)
-        self._cache.start_chain(restore.sequence, 0)
-        return Phase.PREFILLING
 
     def _loaded(self, outcome: Loaded) -> list[Sequence]:
         restore = self._loads.pop(outcome.load_id, None)
@@ -268,7 +272,7 @@ class PrefixDesk:
         self._cache.counters.load_failed_total += 1
         if restore is None or restore.sequence.sequence_id not in self._restores:
             return []
-        restore.has_failed = True
+        restore.has_failed = restore.is_to_plan = True
         return [restore.sequence]
 
     def _adopted(self, restore: Restore) -> None:

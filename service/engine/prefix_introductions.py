@@ -55,6 +55,11 @@ class Introductions:
         self._waiting[load_id] = sequence
         return True
 
+    @property
+    def is_inventory_due(self) -> bool:
+        """Whether nobody knows yet what the SSD holds."""
+        return self._is_inventory_due
+
     def take_inventory(self) -> list[Sequence]:
         """Note that the blocks on SSD are known; return the sequences that waited for them."""
         early, self._early = self._early, []

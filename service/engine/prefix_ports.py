@@ -92,8 +92,12 @@ class CacheRunner(Protocol):
         """Copy for about `budget_s` from where the sequence is now; the region when all is copied."""
         ...
 
-    def make_target(self, *, capacity_token_count: int) -> KvTarget | None:
-        """Return kv arrays of so many tokens for readers to fill; None when they are to find memory."""
+    def begin_target(self, *, capacity_token_count: int) -> KvTarget | None:
+        """Prepare kv arrays of so many tokens for readers to fill; None when they are to find memory."""
+        ...
+
+    def continue_target(self, target: KvTarget, *, budget_s: float) -> bool:
+        """Make arrays for about `budget_s`; True when all are made."""
         ...
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:

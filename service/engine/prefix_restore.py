@@ -25,9 +25,14 @@ class Restore:
     plan: PrefixPlan
     attempt_count: int = 1
     has_failed: bool = False
+    is_to_plan: bool = False
+    """Its load has failed: the plan holds no more."""
+    with_ssd: bool = True
+    """False once the read queue was full: what RAM has is taken."""
     loaded: Loaded | None = None
     target: KvTarget | None = None
-    """Where the kv on SSD was read to, if it is a matter of kv."""
+    """Where the kv on SSD is to be read to, if it is a matter of kv."""
+    is_target_made: bool = False
     read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
     """Window and checkpoint regions that came from SSD and are on the device now."""
     is_begun: bool = False
@@ -40,20 +45,30 @@ class Restore:
         room = len(sequence.input_token_ids) + min(left, _GROWTH_TOKEN_COUNT)
         return -(-room // _GROWTH_TOKEN_COUNT) * _GROWTH_TOKEN_COUNT
 
-    def make_request(self, load_id: LoadId, runner: CacheRunner) -> LoadRequest:
-        """Ask for what RAM lacks, kv straight into the arrays that will be the sequence's where it can be."""
-        blocks, origin = self.plan.to_load, self.plan.origin_token_index
-        capacity = self.capacity_token_count
-        if any(RegionKind.KV in block.regions for block in blocks):
-            self.target = runner.make_target(capacity_token_count=capacity)
-        if self.target is not None:
-            return LoadRequest(load_id, blocks, 0, capacity, self.target.views())
-        return LoadRequest(load_id, blocks, origin, capacity - origin)
+    @property
+    def awaits_target(self) -> bool:
+        """Whether the arrays that the load is to fill are still being made."""
+        return self.target is not None and not self.is_target_made
+
+    def begin_target(self, runner: CacheRunner) -> None:
+        """Have kv read straight into the arrays that will be the sequence's, where it can be."""
+        if any(RegionKind.KV in block.regions for block in self.plan.to_load):
+            self.target = runner.begin_target(capacity_token_count=self.capacity_token_count)
+
+    def make_request(self, load_id: LoadId, *, beside_decode: bool) -> LoadRequest:
+        """Ask for what RAM lacks."""
+        assert not self.awaits_target
+        blocks, capacity = self.plan.to_load, self.capacity_token_count
+        # Arrays on the device have a row for every token; buffers of the readers begin with what they read.
+        origin = 0 if self.target is not None else self.plan.origin_token_index
+        targets = () if self.target is None else self.target.views()
+        return LoadRequest(load_id, blocks, origin, capacity - origin, beside_decode, targets)
 
     def plan_again(self, plan: PrefixPlan) -> None:
         """Begin anew with another plan; what was read for the last one is let go of."""
         self.attempt_count += 1
-        self.plan, self.loaded, self.target, self.is_begun = plan, None, None, False
+        self.plan, self.loaded, self.is_begun, self.is_to_plan = plan, None, False, False
+        self.target, self.is_target_made = None, False
 
     def make_input(self, runner: CacheRunner) -> RestoreInput:
         """Put together what RAM holds and what was read from SSD."""

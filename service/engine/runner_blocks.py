@@ -13,6 +13,7 @@ from service.engine.ids import SequenceId
 from service.engine.one_thread import OneThread
 from service.engine.prefix_ports import CacheFacts, RestoreInput
 from service.engine.prefix_ports import KvCutting as KvCuttingPort
+from service.engine.prefix_ports import KvTarget as KvTargetPort
 from service.kv.entry import Region
 from service.kv.layout import CacheLayout, CacheUnsupported
 from service.kv.layout_cutting import KvCutting
@@ -114,10 +115,20 @@ class RunnerBlocks:
                 break
         return cutting.region() if cutting.is_done else None
 
-    def make_target(self, *, capacity_token_count: int) -> KvTarget:
+    def begin_target(self, *, capacity_token_count: int) -> KvTarget:
         self._thread.check()
         assert self._kv_shapes, "kv is wanted of a model that was seen to have none"
-        return KvTarget.make(self._kv_shapes, capacity_token_count=capacity_token_count)
+        return KvTarget(self._kv_shapes, capacity_token_count=capacity_token_count)
+
+    def continue_target(self, target: KvTargetPort, *, budget_s: float) -> bool:
+        self._thread.check()
+        assert isinstance(target, KvTarget)
+        end_time = self._clock.monotonic() + budget_s
+        while not target.is_made:
+            target.step()
+            if self._clock.monotonic() >= end_time:
+                break
+        return target.is_made
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         self._thread.check()

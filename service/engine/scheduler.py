@@ -72,6 +72,10 @@ class Scheduler:
         return len(self._decoding)
 
     @property
+    def is_decoding(self) -> bool:
+        return bool(self._decoding)
+
+    @property
     def decoding(self) -> list[Sequence]:
         """Those who draw a token a step."""
         return list(self._decoding.values())
@@ -176,12 +180,12 @@ class Scheduler:
 
     def next_work(self) -> Work:
         """Pick the next unit of work."""
-        is_decoding = bool(self._decoding)
+        is_decoding = self.is_decoding
         joining = next((s for s in self._prefilling.values() if s.is_prefilled), None)
         if joining is not None and (not is_decoding or self._turns.may_join(crowd=self._crowd)):
             return Join(joining)
         if not is_decoding or not self._turns.is_over(crowd=self._crowd):
-            if self._restoring:
+            if self._restoring and (not is_decoding or self._turns.may_restore(crowd=self._crowd)):
                 return RestoreSlice(next(iter(self._restoring.values())))
             if chunk := self._next_chunk():
                 return chunk
@@ -195,8 +199,13 @@ class Scheduler:
         self.note_prefill(elapsed_s)
 
     def note_prefill(self, elapsed_s: float) -> None:
-        """Account for prefill time: of a chunk, or of a piece of a restore that just ran."""
-        self._turns.note_prefill(elapsed_s, is_decoding=bool(self._decoding))
+        """Account for prefill time that just went by."""
+        self._turns.note_prefill(elapsed_s, is_decoding=self.is_decoding)
+
+    def note_restore(self, elapsed_s: float) -> None:
+        """Account for a slice of a restore that just ran."""
+        self._turns.note_restore()
+        self.note_prefill(elapsed_s)
 
     def note_decode(self, elapsed_s: float) -> None:
         """Account for a decode step that just ran."""
@@ -227,7 +236,7 @@ class Scheduler:
     def _chunk_of(self, sequence: Sequence) -> PrefillChunk:
         start = sequence.processed_token_count
         chunk = self.limits.prefill_chunk_token_count
-        affordable = self._turns.chunk_stop(start, is_decoding=bool(self._decoding), crowd=self._crowd)
+        affordable = self._turns.chunk_stop(start, is_decoding=self.is_decoding, crowd=self._crowd)
         stop = min((start // chunk + 1) * chunk, sequence.prefill_target, affordable)
         if self.limits.chunk_ends_at_last_block:
             block = self.limits.chunk_ends_at_last_block

@@ -22,8 +22,8 @@ cutting finer would starve the prompts. Alone, those who wait for prefill come b
 _ALONE_LIMIT = 4.0
 """Most times its budget that a chunk may take for that, while nothing decodes."""
 _PROBE_SHARE = 2.0 / 3.0
-"""Every second chunk that its budget cuts is this much of the other, while nothing decodes: chunks of one size
-do not tell what is fixed in them."""
+"""Every second chunk is this much of the other while nothing decodes: chunks of one size do not tell what is
+fixed in them."""
 _CROWD = 2.0
 """So many sequences that wait for their first token, for each one that draws its next, are a crowd."""
 _CROWD_LIMIT = 4.0
@@ -45,6 +45,7 @@ class Turns:
         self._spent_s = 0.0
         self._has_joined = False
         self._has_prefilled = False
+        self._has_restored = False
         self._probes = False
 
     def note_chunk(self, *, start: int, token_count: int, elapsed_s: float) -> None:
@@ -61,6 +62,10 @@ class Turns:
             # No decode step waits for the turn's end; nobody is owed anything.
             self._spent_s = 0.0
 
+    def note_restore(self) -> None:
+        """Loaded blocks were taken into use for a slice of time."""
+        self._has_restored = True
+
     def note_join(self) -> None:
         """A row was added to those who decode."""
         self._has_joined = True
@@ -72,10 +77,15 @@ class Turns:
         self._decode_step_s = elapsed_s if old == 0.0 else old + _SMOOTHING * (elapsed_s - old)
         self._has_joined = False
         self._has_prefilled = False
+        self._has_restored = False
 
     def may_join(self, *, crowd: float) -> bool:
         """Whether a row may be added: that lengthens the next step, so not in a gap that had prefill."""
         return not self._has_prefilled or crowd > _CROWD
+
+    def may_restore(self, *, crowd: float) -> bool:
+        """Whether another slice may go into loaded blocks: one between two decode steps."""
+        return not self._has_restored or crowd > _CROWD
 
     def is_over(self, *, crowd: float) -> bool:
         """Whether the next decode step is due."""

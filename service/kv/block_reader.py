@@ -22,6 +22,7 @@ from service.kv.damage import BlockFileError, Damage
 from service.kv.file_facts import BlockFile, FileRegion, FileTensor
 from service.kv.files import Files
 from service.kv.loads import LoadedBlock, LoadRequest, PlannedBlock
+from service.kv.read_pace import ReadPace
 from service.kv.vault import FileVault, Vault
 
 _TOKEN_AXIS = -2
@@ -152,9 +153,15 @@ def read_header(files: Files, path: str, name: BlockHash, *, vault: Vault | None
 
 
 def read_block(
-    files: Files, descriptor: int, file: BlockFile, planned: PlannedBlock, buffers: KvBuffers | None
+    files: Files,
+    descriptor: int,
+    file: BlockFile,
+    planned: PlannedBlock,
+    buffers: KvBuffers | None,
+    *,
+    pace: ReadPace,
 ) -> LoadedBlock:
-    """Read and verify the wanted regions of an open block; kv goes to `buffers`.
+    """Read and verify the wanted regions of an open block at this pace; kv goes to `buffers`.
 
     Raises `BlockFileError`; buffers then hold bytes that must not be used.
     """
@@ -169,10 +176,10 @@ def read_block(
                 start_token_index=planned.header.start_token_index,
                 token_count=planned.header.token_count,
             )
-            _read_verified(files, descriptor, region, parts, vault=file.vault)
+            _read_verified(files, descriptor, region, parts, vault=file.vault, pace=pace)
         else:
             data = empty_bytes(region.size_bytes)
-            _read_verified(files, descriptor, region, slices(data), vault=file.vault)
+            _read_verified(files, descriptor, region, slices(data), vault=file.vault, pace=pace)
             loaded.append(_host_region(region, data))
     return LoadedBlock(planned.header, tuple(loaded))
 
@@ -219,6 +226,7 @@ def _read_verified(
     parts: Iterable[memoryview],
     *,
     vault: FileVault | None,
+    pace: ReadPace | None = None,
 ) -> None:
     """Fill `parts`, which cover the region in file order, decrypt them in place, and prove them."""
     opener = vault.opener(region.kind, tag=region.tag) if vault else None
@@ -237,6 +245,8 @@ def _read_verified(
             if opener is not None:
                 opener.update(part)
         offset += size_bytes
+        if pace is not None:
+            pace.keep()
     assert offset == region.offset + region.size_bytes, f"{region.kind} was not covered exactly"
     if digest.intdigest() != region.checksum:
         raise BlockFileError(

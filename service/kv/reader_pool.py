@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import queue
+import threading
 from collections.abc import Callable
 from math import exp
 
@@ -31,6 +32,7 @@ from service.kv.loads import (
     LoadFailed,
     LoadRequest,
 )
+from service.kv.read_pace import ReadPace
 from service.kv.store_paths import StorePaths
 from service.kv.vault import Vault
 
@@ -96,7 +98,16 @@ class ReaderPool:
         report: Callable[[LoadReport | HeadReport], None],
         fingerprint: Fingerprint,
         vault: Vault | None,
+        share_beside_decode: float = 1.0,
+        pause: Callable[[float], object] | None = None,
     ) -> None:
+        """Each reader works `share_beside_decode` of its time on loads that others decode beside.
+
+        `pause` waits for so many seconds; by default it ends early when the pool stops.
+        """
+        self._share_beside_decode = share_beside_decode
+        self._is_stopping = threading.Event()
+        self._pause = pause or self._is_stopping.wait
         self._files = files
         self._paths = paths
         self._clock = clock
@@ -125,7 +136,8 @@ class ReaderPool:
         self._work.put(None)
 
     def stop(self) -> None:
-        """Let the threads end after the reads queued before."""
+        """Let the threads end after the reads queued before, without a pause."""
+        self._is_stopping.set()
         self._work.put(None)
 
     def step(self) -> bool:
@@ -166,7 +178,9 @@ class ReaderPool:
                 try:
                     if index == 0:
                         self._begin(job, file)
-                    job.results[index] = read_block(self._files, descriptor, file, planned, job.buffers)
+                    job.results[index] = read_block(
+                        self._files, descriptor, file, planned, job.buffers, pace=self._pace(job.request)
+                    )
                 finally:
                     self._files.close(descriptor)
         except BlockFileError as error:
@@ -178,6 +192,10 @@ class ReaderPool:
             job.results[index] = BlockFailure(planned.header.hash, Damage.IO, f"{path}: {error}")
         if not job.is_shared or job.tickets.pop() == 0:
             self._deliver(job)
+
+    def _pace(self, request: LoadRequest) -> ReadPace:
+        share = self._share_beside_decode if request.beside_decode else 1.0
+        return ReadPace(self._clock, share=share, pause=self._pause)
 
     def _begin(self, job: LoadJob, file: BlockFile) -> None:
         """Make buffers like the first block if none came along, then let all readers at the others."""

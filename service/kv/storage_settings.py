@@ -22,3 +22,5 @@ class StorageSettings:
     load_queue_limit_count: int
     task_queue_limit_count: int
     reader_thread_count: int
+    share_beside_decode: float = 1.0
+    """Of one core's time, what all readers together take while sequences decode; 1 is unlimited."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.cache_orders import Evict, Verify
+from service.domain.cache_orders import Evict, EvictReport, Explain, Explanation, Verify
 from service.domain.events import Failed, ReuseLimit
 from service.domain.request import CacheUse
 from service.errors import IcehouseError, Reason
@@ -193,6 +193,35 @@ def test_a_prompt_that_comes_before_the_inventory_waits_for_it(tmp_path: Path) -
     assert house.answer("early").cache.ssd_token_count == 4 * BLOCK
     house.check()
     house.stop()
+
+
+def test_orders_that_come_before_the_inventory_wait_for_it(tmp_path: Path) -> None:
+    fill(tmp_path)
+    house = StepHouse(tmp_path)
+    assert house.storage is not None
+    house.storage.lock()
+    house.holds_storage = True
+    explained, evicted = house.give(Explain(tuple(TOKENS))), house.give(Evict(None))
+    house.step_until_idle()
+    assert not explained and not evicted
+    house.holds_storage = False
+    house.storage.open()
+    house.step_until_idle()
+    assert isinstance(explained[0], Explanation) and explained[0].cache.ssd_token_count == 4 * BLOCK
+    assert isinstance(evicted[0], EvictReport) and evicted[0].ssd_block_count == 5, "a tail too"
+    assert house.ask("later", TOKENS).cache.limit is ReuseLimit.NO_MATCH
+    house.check()
+    house.stop()
+
+
+def test_orders_that_wait_for_an_inventory_that_never_comes(tmp_path: Path) -> None:
+    house = StepHouse(tmp_path)
+    house.holds_storage = True
+    explained, verified = house.give(Explain(tuple(TOKENS))), house.give(Verify())
+    house.step_until_idle()
+    house.mailbox.post(StorageFailed("the test broke it"))
+    house.step_until_idle()
+    assert isinstance(explained[0], Explanation) and isinstance(verified[0], IcehouseError)
 
 
 def test_a_prompt_that_waits_for_an_inventory_that_never_comes(tmp_path: Path) -> None:

@@ -87,8 +87,11 @@ class TokenRunner(FakeRunner):
             return None
         return self.cut(sequence_id, start=start, stop=stop, kinds=[RegionKind.KV])[RegionKind.KV]
 
-    def make_target(self, *, capacity_token_count: int) -> None:
+    def begin_target(self, *, capacity_token_count: int) -> None:
         """The readers find memory themselves."""
+
+    def continue_target(self, target: object, *, budget_s: float) -> bool:
+        raise AssertionError("there is none")
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         if self.refuse_restore(restore):

@@ -11,7 +11,7 @@ from service.engine.scheduler import Scheduler, SchedulerLimits
 from service.engine.sequence import Sequence
 from service.engine.text import TextStream
 from service.engine.waiting import WaitingLimits, WaitingRoom
-from service.engine.work import DecodeStep, Idle, Join, PrefillChunk
+from service.engine.work import DecodeStep, Idle, Join, PrefillChunk, RestoreSlice
 from tests.engine.fakes import decode_ascii, request
 
 LIMITS = SchedulerLimits(
@@ -196,6 +196,40 @@ def test_a_crowd_gets_more_than_those_who_decode() -> None:
             / sum(elapsed_s for _, elapsed_s in done)
         )
     assert shares[1] > shares[0] + 0.15
+
+
+def restoring_beside_a_decoding_one(waiting_count: int) -> tuple[House, str]:
+    """Return what is done while a sequence is rebuilt and others are to be prefilled."""
+    scheduler, (first, *_) = beside_a_decoding_one(FINE, *[400] * (1 + waiting_count))
+    scheduler.start_restoring(first)
+    kinds = ""
+    while len(kinds) < 12:
+        work = scheduler.next_work()
+        kinds += type(work).__name__[0]
+        if isinstance(work, RestoreSlice):
+            scheduler.note_restore(0.001)
+        elif isinstance(work, PrefillChunk):
+            work.sequence.processed_token_count = work.stop
+            scheduler.note_chunk(work, 0.004)
+        else:
+            assert isinstance(work, DecodeStep)
+            scheduler.note_decode(0.010)
+    return scheduler, kinds
+
+
+def test_one_slice_of_a_restore_goes_between_two_decode_steps() -> None:
+    scheduler, kinds = restoring_beside_a_decoding_one(0)
+    assert kinds == "DR" * 6, "however short the slices are"
+    for s in list(scheduler.decoding):
+        scheduler.remove(s)
+    for _ in range(5):
+        assert isinstance(scheduler.next_work(), RestoreSlice), "nobody's tokens wait"
+        scheduler.note_restore(0.001)
+
+
+def test_prefill_goes_on_beside_a_restore() -> None:
+    _, kinds = restoring_beside_a_decoding_one(1)
+    assert "RP" in kinds and "RR" not in kinds and kinds.count("D") >= 4, kinds
 
 
 def test_a_join_has_a_gap_of_its_own() -> None:

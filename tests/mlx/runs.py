@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from service.kv.layout import CacheLayout
 from service.kv.layout_regions import ArrayRegion, from_host, to_host
 from service.kv.layout_source import RestoreBlock, RestoreSource
+from service.kv.layout_target import KvShape, KvTarget
 from tests.models import VOCABULARY_SIZE, build
 
 BLOCK: Final = 16
@@ -26,6 +27,14 @@ MakeCaches = Callable[[], list[Any]]
 def model_of(architecture: str, dtype: str = "float32", **overrides: Any) -> Any:
     """Return the tiny model, built once a session; models are never changed."""
     return build(architecture, dtype=dtype, **overrides)
+
+
+def made_target(shapes: Iterable[KvShape], *, capacity_token_count: int) -> KvTarget:
+    """Return a target with all its arrays made."""
+    target = KvTarget(shapes, capacity_token_count=capacity_token_count)
+    while not target.is_made:
+        target.step()
+    return target
 
 
 def prompt(token_count: int, *, seed: int = 0) -> list[int]:

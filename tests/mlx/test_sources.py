@@ -13,13 +13,13 @@ from service.domain.blocks import HostRegion
 from service.errors import Reason, StorageError
 from service.kv.layout_regions import ArrayRegion, evaluate, to_host
 from service.kv.layout_source import LoadedKv, RestoreBlock, RestoreSource
-from service.kv.layout_target import KvTarget
 from tests.mlx.runs import (
     BLOCK,
     CHUNK,
     Recording,
     feed,
     greedy,
+    made_target,
     model_of,
     prompt,
     same_bits,
@@ -31,7 +31,7 @@ LENGTH = 4 * CHUNK
 
 def _loaded(recording: Recording, *, start: int, stop: int, slots: int, dirt: int = 0xFF) -> LoadedKv:
     """Fill rows [start, stop) of a target as the readers do; all others hold dirt (NaN)."""
-    target = KvTarget.make(recording.layout.kv_shapes(recording.caches), capacity_token_count=slots)
+    target = made_target(recording.layout.kv_shapes(recording.caches), capacity_token_count=slots)
     region = to_host(recording.layout.cut_kv(recording.caches, start=start, stop=stop))
     for view, tensor in zip(target.views(), region.tensors, strict=True):
         assert (view.name, view.dtype) == (tensor.name, tensor.dtype)

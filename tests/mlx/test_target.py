@@ -12,7 +12,7 @@ import pytest
 from service.kv.layout_regions import to_host
 from service.kv.layout_source import LoadedKv, RestoreSource
 from service.kv.layout_target import KvShape, KvTarget
-from tests.mlx.runs import BLOCK, CHUNK, Recording, greedy, model_of, prompt
+from tests.mlx.runs import BLOCK, CHUNK, Recording, greedy, made_target, model_of, prompt
 
 SHAPES = (KvShape("000.k", mx.bfloat16, 2, 4), KvShape("000.v", mx.float32, 1, 8))
 
@@ -39,8 +39,18 @@ def _fill(target: KvTarget, recording: Recording, *, start: int, stop: int) -> N
     thread.join()
 
 
+def test_arrays_are_made_one_a_step() -> None:
+    target = KvTarget(SHAPES, capacity_token_count=3)
+    made = []
+    while not target.is_made:
+        target.step()
+        made.append(len(target._arrays))
+    assert made == [1, 2]
+    assert [view.name for view in target.views()] == ["000.k", "000.v"], "in the order of the model's layers"
+
+
 def test_a_view_is_the_array() -> None:
-    target = KvTarget.make(SHAPES, capacity_token_count=3)
+    target = made_target(SHAPES, capacity_token_count=3)
     views = target.views()
     assert [(v.name, v.dtype, v.shape) for v in views] == [
         ("000.k", "BF16", (1, 2, 3, 4)),
@@ -54,7 +64,7 @@ def test_a_view_is_the_array() -> None:
 
 
 def test_an_array_is_handed_over_once_and_never_too_short() -> None:
-    target = KvTarget.make(SHAPES, capacity_token_count=3)
+    target = made_target(SHAPES, capacity_token_count=3)
     with pytest.raises(ValueError, match="3 slots, 4 are needed"):
         target.take("000.k", token_count=4)
     target.take("000.v", token_count=3)
@@ -64,7 +74,7 @@ def test_an_array_is_handed_over_once_and_never_too_short() -> None:
 
 def test_a_tensor_of_no_width_is_one_too() -> None:
     """Some caches keep values of width 0 and everything in the keys."""
-    target = KvTarget.make((KvShape("000.v", mx.float16, 2, 0),), capacity_token_count=5)
+    target = made_target((KvShape("000.v", mx.float16, 2, 0),), capacity_token_count=5)
     (view,) = target.views()
     assert (view.shape, view.data.nbytes) == ((1, 2, 5, 0), 0)
     assert target.take("000.v", token_count=5).shape == (1, 2, 5, 0)
@@ -72,7 +82,7 @@ def test_a_tensor_of_no_width_is_one_too() -> None:
 
 def _restored(recording: Recording, *, ram_token_count: int) -> tuple[list[Any], list[int]]:
     """Restore with a target; return the caches and the addresses its arrays had."""
-    target = KvTarget.make(recording.layout.kv_shapes(recording.caches), capacity_token_count=256)
+    target = made_target(recording.layout.kv_shapes(recording.caches), capacity_token_count=256)
     addresses = [np.frombuffer(v.data, np.uint8).__array_interface__["data"][0] for v in target.views()]
     _fill(target, recording, start=ram_token_count, stop=2 * CHUNK)
     blocks = recording.blocks(stop=ram_token_count) if ram_token_count else ()
@@ -97,7 +107,7 @@ def test_what_was_read_is_the_cache_and_is_written_in_place(dtype: str, ram_toke
 def test_a_view_that_is_kept_costs_a_copy_and_no_wrong_byte() -> None:
     """A reader that is slow to let go must not see the next tokens, nor they be lost."""
     recording = Recording(model_of("llama"), prompt(2 * CHUNK))
-    target = KvTarget.make(recording.layout.kv_shapes(recording.caches), capacity_token_count=256)
+    target = made_target(recording.layout.kv_shapes(recording.caches), capacity_token_count=256)
     _fill(target, recording, start=0, stop=2 * CHUNK)
     kept = target.views()
     before = [bytes(view.data) for view in kept]

@@ -75,7 +75,7 @@ class Clerk:
         if isinstance(order, Evict):
             self._dooms.append(doom)
             # Answered at once, right before the order is carried out.
-            house.mailbox.post(Order(Explain((1, 2)), lambda _: self._pronounce(doom, house, order)))
+            house.mailbox.post(Order(Unpin((1, 2)), lambda _: self._pronounce(doom, house, order)))
         house.mailbox.post(Order(order, reply))
 
     def ask_stats(self, house: House) -> None:

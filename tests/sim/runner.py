@@ -206,8 +206,11 @@ class SimRunner:
             return None
         return self.cut(sequence_id, start=start, stop=stop, kinds=[RegionKind.KV])[RegionKind.KV]
 
-    def make_target(self, *, capacity_token_count: int) -> SimTarget | None:
+    def begin_target(self, *, capacity_token_count: int) -> SimTarget | None:
         return SimTarget(capacity_token_count) if self._has_targets else None
+
+    def continue_target(self, target: SimTarget, *, budget_s: float) -> bool:
+        return self._dice.random() < 0.7
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         assert sequence_id not in self.open_caches, sequence_id

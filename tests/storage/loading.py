@@ -18,7 +18,7 @@ def plan(blocks, *, last_token_count=None, regions=None, capacity=64, origin=Non
     if last_token_count is not None:
         planned[-1] = dataclasses.replace(planned[-1], token_count=last_token_count)
     start = blocks[0].header.start_token_index if origin is None else origin
-    return LoadRequest(LoadId(7), tuple(planned), start, capacity)
+    return LoadRequest(LoadId(7), tuple(planned), start, capacity, beside_decode=False)
 
 
 def assert_holds(loaded: Loaded, blocks: list[HostBlock], *, origin=0, capacity=64) -> None:
