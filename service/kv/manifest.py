@@ -8,11 +8,13 @@ Every method raises `sqlite3.Error` when the database cannot do it.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import operator
 import sqlite3
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sqlite_utils import Database
 
@@ -24,13 +26,9 @@ from service.kv.manifest_migrations import migrations
 from service.kv.records import BlockRecord
 from service.kv.store_paths import StorePaths
 
-_SELECT = """
-    SELECT hash, parent, fingerprint_id, start_token_index, token_count, block_token_limit,
+_COLUMNS = """hash, parent, fingerprint_id, start_token_index, token_count, block_token_limit,
            kv_bytes, window_bytes, checkpoint_bytes, file_bytes, mtime_ns, inode, layout_abi,
-           header_xxh3, created_time, last_used_time, hit_count, pinned, row_xxh3
-    FROM blocks
-    ORDER BY rowid
-"""
+           header_xxh3, created_time, last_used_time, hit_count, pinned"""
 _INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 21)})"
 LOG_ALLOWANCE_BYTES = 4 << 20
 """Room that the size limit keeps for the write-ahead log, its index and the next rows."""
@@ -97,18 +95,20 @@ class Manifest:
         records, edited = [], []
         # Joined and sorted here: with 100,000 rows SQLite takes half a second longer for it.
         names = dict(self._connection.execute("SELECT id, fingerprint FROM fingerprints"))
-        for row in self._connection.execute(_SELECT):
-            try:
-                record = BlockRecord._make(
-                    (*row[:2], names[row[2]], *row[3:13], int(row[13], 16), *row[14:17], row[17] == 1)
-                )
-                sound = not check_facts or row[18] == f"{record.facts_checksum():016x}"
-            except (LookupError, ValueError, TypeError, ArithmeticError, struct.error):
-                sound = False
-            if sound:
-                records.append(record)
-            else:
-                edited.append(BlockHash(row[0]))
+        columns = f"{_COLUMNS}, row_xxh3" if check_facts else _COLUMNS
+        with _without_collections():
+            for row in self._connection.execute(f"SELECT {columns} FROM blocks ORDER BY rowid"):
+                try:
+                    record = BlockRecord._make(
+                        (*row[:2], names[row[2]], *row[3:13], int(row[13], 16), *row[14:17], row[17] == 1)
+                    )
+                    sound = not check_facts or row[18] == f"{record.facts_checksum():016x}"
+                except (LookupError, ValueError, TypeError, ArithmeticError, struct.error):
+                    sound = False
+                if sound:
+                    records.append(record)
+                else:
+                    edited.append(BlockHash(row[0]))
         records.sort(key=operator.attrgetter("last_used_time"))
         return records, edited
 
@@ -245,3 +245,15 @@ def _contents_row(file: BlockFile) -> tuple[object, ...]:
     if header is None or file.key_id:
         return file.outline.hash, b"", b"", regions
     return header.hash, pack_tokens(header.token_ids), header.extra, regions
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """For making many records, none of which is garbage: looking through them is a seventh of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
