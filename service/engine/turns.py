@@ -15,7 +15,7 @@ _STEP_SHARE = 0.75
 what joining and leaving rows cost included (bench.load, 2-core x86)."""
 _LEAST_TURN_SHARE = 0.5
 """A turn that has used this share of its slice is over: what is left would be a chunk too small to pay."""
-_FIXED_SHARE_BESIDE_DECODE = 0.5
+_FIXED_SHARE_BESIDE_DECODE = 0.67
 _FIXED_SHARE_ALONE = 0.125
 """Most of a chunk's time that goes into what does not depend on its tokens (reading the weights above all):
 cutting finer would starve the prompts. Alone, those who wait for prefill come before those who may arrive."""
