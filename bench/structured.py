@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="random, or as for icehouse serve")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
-    parser.add_argument("--tokens", type=int, default=24, help="output tokens per reply")
+    parser.add_argument("--tokens", type=int, default=56, help="output tokens per reply")
     parser.add_argument("--serve-flags", default="", help="more flags for icehouse serve, in one string")
     arguments = parser.parse_args()
     began = time.monotonic()
