@@ -27,7 +27,7 @@ class Speculation:
 
 
 class SpeculationLimit(enum.Enum):
-    """Why a request that asked for speculation decoded one token a step."""
+    """Why a request that asked for speculation decoded one token a step, or did so in the end."""
 
     NONE = enum.auto()
     CACHE = enum.auto()
@@ -36,6 +36,8 @@ class SpeculationLimit(enum.Enum):
     """Each token's draw depends on the token before it: penalties, bad words or a response format."""
     NO_DRAFT_MODEL = enum.auto()
     """The server has no draft model."""
+    ACCEPTANCE = enum.auto()
+    """Hardly a guess was right, so the rest was decoded plainly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

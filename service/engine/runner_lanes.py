@@ -40,7 +40,9 @@ class Lanes:
             lane.dispatch()
         for lane in self._lanes:
             lane.draw()
-        return [drawn for lane in self._lanes for drawn in lane.collect()]
+        collected = [drawn for lane in self._lanes for drawn in lane.collect()]
+        self._end_fruitless_lanes()
+        return collected
 
     def remove(self, sequence_ids: Collection[SequenceId]) -> None:
         """Forget rows; ids that are not here are ignored."""
@@ -107,6 +109,15 @@ class Lanes:
         limit_count = row.speculation.draft_token_limit
         self._lanes.append(SpeculativeLane(row, drafter=drafter, draft_token_limit=limit_count))
         return True
+
+    def _end_fruitless_lanes(self) -> None:
+        """Let rows whose guesses come to nothing decode with the others from the next step on."""
+        for lane in self._lanes:
+            if isinstance(lane, SpeculativeLane) and lane.is_fruitless:
+                row = lane.leave()
+                row.sampling.drafts = DraftCounts(limit=SpeculationLimit.ACCEPTANCE)
+                self._joining.append(row)
+        self._lanes = [lane for lane in self._lanes if len(lane)]
 
     def _drafter(self, row: JoiningRow, speculation: Speculation) -> Drafter | None:
         if speculation.drafting is Drafting.PROMPT_LOOKUP:

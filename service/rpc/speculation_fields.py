@@ -18,6 +18,7 @@ LIMITS = {
     SpeculationLimit.CACHE: speculation_pb2.SPECULATION_LIMIT_CACHE,
     SpeculationLimit.SAMPLING: speculation_pb2.SPECULATION_LIMIT_SAMPLING,
     SpeculationLimit.NO_DRAFT_MODEL: speculation_pb2.SPECULATION_LIMIT_NO_DRAFT_MODEL,
+    SpeculationLimit.ACCEPTANCE: speculation_pb2.SPECULATION_LIMIT_ACCEPTANCE,
 }
 
 

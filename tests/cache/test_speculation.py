@@ -166,3 +166,23 @@ def test_a_stop_inside_a_run_of_guesses_ends_it_there(tmp_path: Path, stop_at: i
             for name in ("stopped plain", "stopped fast")
         ]
         assert texts[0] == texts[1] == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_row_whose_guesses_come_to_nothing_joins_the_batch_and_says_so(
+    tmp_path: Path, is_pipelined: bool
+) -> None:
+    folder = tiny_model_dir(tmp_path, "qwen3")
+    wild = [SamplingParams(temperature=30.0, seed=seed) for seed in range(3)]
+    with House(folder, tmp_path / "blocks", is_pipelined=is_pipelined) as house:
+        for number, sampling in enumerate(wild):
+            submit(house, f"plain {number}", repetitive(), speculation=None, sampling=sampling)
+        plain = [outcome(house, f"plain {number}")[0] for number in range(3)]
+        for number, sampling in enumerate(wild):
+            submit(house, f"asked {number}", repetitive(), speculation=LOOKUP, sampling=sampling)
+        for number in range(3):
+            tokens, drafts = outcome(house, f"asked {number}")
+            assert tokens == plain[number]
+            assert drafts.limit is SpeculationLimit.ACCEPTANCE and drafts.accepted_count < 6
+        submit(house, "next", [*repetitive(), *plain[0], 5], speculation=None)
+        assert house.answer("next").cache.cached_token_count >= 4 * BLOCK

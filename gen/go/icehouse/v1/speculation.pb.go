@@ -35,6 +35,8 @@ const (
 	SpeculationLimit_SPECULATION_LIMIT_SAMPLING SpeculationLimit = 2
 	// The server has no draft model.
 	SpeculationLimit_SPECULATION_LIMIT_NO_DRAFT_MODEL SpeculationLimit = 3
+	// Hardly a guess was right: from there on the output was decoded in the batch, with the others.
+	SpeculationLimit_SPECULATION_LIMIT_ACCEPTANCE SpeculationLimit = 4
 )
 
 // Enum value maps for SpeculationLimit.
@@ -44,12 +46,14 @@ var (
 		1: "SPECULATION_LIMIT_CACHE",
 		2: "SPECULATION_LIMIT_SAMPLING",
 		3: "SPECULATION_LIMIT_NO_DRAFT_MODEL",
+		4: "SPECULATION_LIMIT_ACCEPTANCE",
 	}
 	SpeculationLimit_value = map[string]int32{
 		"SPECULATION_LIMIT_UNSPECIFIED":    0,
 		"SPECULATION_LIMIT_CACHE":          1,
 		"SPECULATION_LIMIT_SAMPLING":       2,
 		"SPECULATION_LIMIT_NO_DRAFT_MODEL": 3,
+		"SPECULATION_LIMIT_ACCEPTANCE":     4,
 	}
 )
 
@@ -281,12 +285,13 @@ const file_icehouse_v1_speculation_proto_rawDesc = "" +
 	"\fPromptLookup\x12(\n" +
 	"\x10max_ngram_tokens\x18\x01 \x01(\x05R\x0emaxNgramTokens\"\f\n" +
 	"\n" +
-	"DraftModel*\x98\x01\n" +
+	"DraftModel*\xba\x01\n" +
 	"\x10SpeculationLimit\x12!\n" +
 	"\x1dSPECULATION_LIMIT_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17SPECULATION_LIMIT_CACHE\x10\x01\x12\x1e\n" +
 	"\x1aSPECULATION_LIMIT_SAMPLING\x10\x02\x12$\n" +
-	" SPECULATION_LIMIT_NO_DRAFT_MODEL\x10\x03b\x06proto3"
+	" SPECULATION_LIMIT_NO_DRAFT_MODEL\x10\x03\x12 \n" +
+	"\x1cSPECULATION_LIMIT_ACCEPTANCE\x10\x04b\x06proto3"
 
 var (
 	file_icehouse_v1_speculation_proto_rawDescOnce sync.Once

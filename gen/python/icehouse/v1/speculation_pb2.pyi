@@ -31,6 +31,8 @@ class _SpeculationLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spec
     """Each draw depends on the token before it: penalties, bad words or a response format."""
     SPECULATION_LIMIT_NO_DRAFT_MODEL: _SpeculationLimit.ValueType  # 3
     """The server has no draft model."""
+    SPECULATION_LIMIT_ACCEPTANCE: _SpeculationLimit.ValueType  # 4
+    """Hardly a guess was right: from there on the output was decoded in the batch, with the others."""
 
 class SpeculationLimit(_SpeculationLimit, metaclass=_SpeculationLimitEnumTypeWrapper):
     """Why a request that asked for speculation decoded plainly."""
@@ -43,6 +45,8 @@ SPECULATION_LIMIT_SAMPLING: SpeculationLimit.ValueType  # 2
 """Each draw depends on the token before it: penalties, bad words or a response format."""
 SPECULATION_LIMIT_NO_DRAFT_MODEL: SpeculationLimit.ValueType  # 3
 """The server has no draft model."""
+SPECULATION_LIMIT_ACCEPTANCE: SpeculationLimit.ValueType  # 4
+"""Hardly a guess was right: from there on the output was decoded in the batch, with the others."""
 Global___SpeculationLimit: _TypeAlias = SpeculationLimit  # noqa: Y015
 
 @_typing.final

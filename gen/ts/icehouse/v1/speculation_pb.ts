@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/speculation.proto.
  */
 export const file_icehouse_v1_speculation: GenFile = /*@__PURE__*/
-  fileDesc("Ch1pY2Vob3VzZS92MS9zcGVjdWxhdGlvbi5wcm90bxILaWNlaG91c2UudjEilgEKC1NwZWN1bGF0aW9uEjIKDXByb21wdF9sb29rdXAYASABKAsyGS5pY2Vob3VzZS52MS5Qcm9tcHRMb29rdXBIABIuCgtkcmFmdF9tb2RlbBgDIAEoCzIXLmljZWhvdXNlLnYxLkRyYWZ0TW9kZWxIABIYChBtYXhfZHJhZnRfdG9rZW5zGAIgASgFQgkKB2RyYWZ0ZXIiKAoMUHJvbXB0TG9va3VwEhgKEG1heF9uZ3JhbV90b2tlbnMYASABKAUiDAoKRHJhZnRNb2RlbCqYAQoQU3BlY3VsYXRpb25MaW1pdBIhCh1TUEVDVUxBVElPTl9MSU1JVF9VTlNQRUNJRklFRBAAEhsKF1NQRUNVTEFUSU9OX0xJTUlUX0NBQ0hFEAESHgoaU1BFQ1VMQVRJT05fTElNSVRfU0FNUExJTkcQAhIkCiBTUEVDVUxBVElPTl9MSU1JVF9OT19EUkFGVF9NT0RFTBADYgZwcm90bzM");
+  fileDesc("Ch1pY2Vob3VzZS92MS9zcGVjdWxhdGlvbi5wcm90bxILaWNlaG91c2UudjEilgEKC1NwZWN1bGF0aW9uEjIKDXByb21wdF9sb29rdXAYASABKAsyGS5pY2Vob3VzZS52MS5Qcm9tcHRMb29rdXBIABIuCgtkcmFmdF9tb2RlbBgDIAEoCzIXLmljZWhvdXNlLnYxLkRyYWZ0TW9kZWxIABIYChBtYXhfZHJhZnRfdG9rZW5zGAIgASgFQgkKB2RyYWZ0ZXIiKAoMUHJvbXB0TG9va3VwEhgKEG1heF9uZ3JhbV90b2tlbnMYASABKAUiDAoKRHJhZnRNb2RlbCq6AQoQU3BlY3VsYXRpb25MaW1pdBIhCh1TUEVDVUxBVElPTl9MSU1JVF9VTlNQRUNJRklFRBAAEhsKF1NQRUNVTEFUSU9OX0xJTUlUX0NBQ0hFEAESHgoaU1BFQ1VMQVRJT05fTElNSVRfU0FNUExJTkcQAhIkCiBTUEVDVUxBVElPTl9MSU1JVF9OT19EUkFGVF9NT0RFTBADEiAKHFNQRUNVTEFUSU9OX0xJTUlUX0FDQ0VQVEFOQ0UQBGIGcHJvdG8z");
 
 /**
  * Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
@@ -135,6 +135,13 @@ export enum SpeculationLimit {
    * @generated from enum value: SPECULATION_LIMIT_NO_DRAFT_MODEL = 3;
    */
   NO_DRAFT_MODEL = 3,
+
+  /**
+   * Hardly a guess was right: from there on the output was decoded in the batch, with the others.
+   *
+   * @generated from enum value: SPECULATION_LIMIT_ACCEPTANCE = 4;
+   */
+  ACCEPTANCE = 4,
 }
 
 /**
