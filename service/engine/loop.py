@@ -126,6 +126,7 @@ class EngineLoop:
                 message.reply(self.stats(), self._prefix.stats())
             elif isinstance(message, Order):
                 message.reply(error)
+        self._prefix.fail_orders(error)
         self._live.abandon(error)
         self._delivery.publish()
 

@@ -17,13 +17,13 @@ from service.engine.ids import SequenceId
 from service.engine.messages import Order
 from service.engine.prefix_cache import PrefixCache
 from service.engine.prefix_introductions import Introductions
-from service.engine.prefix_orders import PrefixOrders
+from service.engine.prefix_orders import PrefixOrders, storage_busy
 from service.engine.prefix_ports import CacheRunner
 from service.engine.prefix_promises import Promises
 from service.engine.prefix_promotion import Promotions
 from service.engine.prefix_restore import Restore
 from service.engine.sequence import Phase, Sequence, UnkeptBlock
-from service.errors import StorageError
+from service.errors import IcehouseError, StorageError
 from service.kv.loads import HeadsRead, Loaded, LoadFailed, LoadId
 from service.kv.messages import (
     Evicted,
@@ -38,6 +38,7 @@ from service.kv.messages import (
 _ATTEMPT_LIMIT = 3
 """Plans tried for one prompt before it is prefilled whatever the index says."""
 _SMOOTHING = 0.3
+_EARLY_ORDER_LIMIT = 256
 
 
 class PrefixDesk:
@@ -218,7 +219,10 @@ class PrefixDesk:
         self._cache.spills.request_id = None
         if self._introductions.is_inventory_due:
             # To evict all, say, means what is on SSD too.
-            self._early_orders.append(message)
+            if len(self._early_orders) < _EARLY_ORDER_LIMIT:
+                self._early_orders.append(message)
+            else:
+                message.reply(storage_busy())
         else:
             self._orders.carry_out(message)
 
@@ -229,6 +233,12 @@ class PrefixDesk:
         waiting += self._introductions.abandon()
         self._carry_out_early_orders()
         return waiting
+
+    def fail_orders(self, error: IcehouseError) -> None:
+        """The engine ends before the inventory came: answer the orders that wait for it."""
+        orders, self._early_orders = self._early_orders, []
+        for message in orders:
+            message.reply(error)
 
     def _carry_out_early_orders(self) -> None:
         orders, self._early_orders = self._early_orders, []

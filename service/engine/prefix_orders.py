@@ -167,7 +167,7 @@ class PrefixOrders:
         chosen = hashes[: order.block_limit] if order.block_limit else None
         task_id = self._cache.storage.verify(chosen)
         if task_id is None:
-            raise _storage_busy()
+            raise storage_busy()
         self._verifications[task_id] = (self._clock.monotonic(), reply)
         return None
 
@@ -220,7 +220,7 @@ class PrefixOrders:
         if stored and storage is not None:
             done = storage.pin(stored) if pinned else storage.unpin(stored)
             if not done:
-                raise _storage_busy()
+                raise storage_busy()
         for entry in changed:
             entry.is_pinned = pinned
         return PinReport(
@@ -243,7 +243,7 @@ class PrefixOrders:
         if stored and cache.storage is not None:
             task_id = cache.storage.evict(stored)
             if task_id is None:
-                raise _storage_busy()
+                raise storage_busy()
             self._evictions[task_id] = (report, reply)
         for entry in entries:
             entry.is_pinned = False
@@ -270,7 +270,8 @@ def _block_match(entry: Entry) -> BlockMatch:
     )
 
 
-def _storage_busy() -> Overloaded:
+def storage_busy() -> Overloaded:
+    """Return the refusal of an order that the SSD tier has no room for now."""
     return Overloaded(
         Reason.QUEUE_FULL,
         "too many orders wait for the storage thread; try again later",

@@ -80,7 +80,7 @@ class Storage:
             report=self._inbox.put,
             fingerprint=settings.fingerprint,
             vault=vault,
-            share_beside_decode=min(1.0, settings.share_beside_decode / settings.reader_thread_count)
+            share_beside_decode=settings.share_beside_decode / settings.reader_thread_count
             if settings.share_beside_decode < 1.0
             else 1.0,
         )

@@ -9,7 +9,7 @@ import pytest
 from service.domain.cache_orders import Evict, EvictReport, Explain, Explanation, Verify
 from service.domain.events import Failed, ReuseLimit
 from service.domain.request import CacheUse
-from service.errors import IcehouseError, Reason
+from service.errors import IcehouseError, Overloaded, Reason
 from service.kv.messages import StorageFailed
 from tests.cache.step_house import BLOCK, KV, WINDOWS, StepHouse, prompt
 
@@ -222,6 +222,19 @@ def test_orders_that_wait_for_an_inventory_that_never_comes(tmp_path: Path) -> N
     house.mailbox.post(StorageFailed("the test broke it"))
     house.step_until_idle()
     assert isinstance(explained[0], Explanation) and isinstance(verified[0], IcehouseError)
+
+
+def test_early_orders_are_bounded_and_answered_when_the_engine_ends(tmp_path: Path) -> None:
+    house = StepHouse(tmp_path)
+    house.holds_storage = True
+    answers = [house.give(Evict(None)) for _ in range(300)]
+    house.step_until_idle()
+    refused = [a[0] for a in answers if a]
+    assert len(refused) == 44
+    assert all(isinstance(answer, Overloaded) for answer in refused)
+    error = IcehouseError(Reason.ENGINE_FAILED, "the test ended it")
+    house.loop.fail_all(error)
+    assert [a[0] for a in answers].count(error) == 256
 
 
 def test_a_prompt_that_waits_for_an_inventory_that_never_comes(tmp_path: Path) -> None:
