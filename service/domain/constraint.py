@@ -26,6 +26,14 @@ class Constraint(Protocol):
         """Why it cannot say any more what may follow; its sequence then ends with this."""
         ...
 
+    def allows(self, token_id: int) -> bool:
+        """Say whether one token may come next, for far less than `allowed_tokens` costs.
+
+        Where only one text can follow, `allowed_tokens` may name one spelling of it and this allow others;
+        what `allowed_tokens` names is always allowed.
+        """
+        ...
+
     def allowed_tokens(self) -> npt.NDArray[np.uint32]:
         """Return the tokens that may come next, one bit each: token i is bit i % 32 of word i // 32.
 

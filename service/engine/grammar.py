@@ -55,6 +55,10 @@ class MatcherConstraint:
         """Set once a step passed llguidance's limits, or the output left the grammar."""
         return self._error
 
+    def allows(self, token_id: int) -> bool:
+        """Take a microsecond, where the mask of 262,144 tokens takes 500 (llguidance 1.9.1, one x86 core)."""
+        return bool(self.matcher.validate_tokens([token_id]))
+
     def allowed_tokens(self) -> Mask:
         return fill_masks([self])[0]
 

@@ -7,7 +7,7 @@ values in any batch: everything here is elementwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +19,16 @@ _BITS = 32
 _EVERYTHING = 0xFFFFFFFF
 
 
-def shape_logits(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Return [rows, vocabulary] logits as each row wants them, in float32 once one row wants any change."""
-    if all(row.is_plain for row in rows):
+def shape_logits(
+    logits: mx.array, rows: Sequence[SamplingRow], *, unmasked: Collection[int] = ()
+) -> mx.array:
+    """Return [rows, vocabulary] logits as each row wants them, in float32 once one row wants any change.
+
+    The rows at the `unmasked` places are spared the masks of their constraints.
+    """
+    if all(row.is_plain or (index in unmasked and row.is_else_plain) for index, row in enumerate(rows)):
         return logits
-    shaped = _constrain(_edit(logits.astype(mx.float32), rows), rows)
+    shaped = _constrain(_edit(logits.astype(mx.float32), rows), rows, unmasked)
     return _ban(shaped, rows)
 
 
@@ -43,12 +48,12 @@ def _edit(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     return logits
 
 
-def _constrain(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def _constrain(logits: mx.array, rows: Sequence[SamplingRow], unmasked: Collection[int]) -> mx.array:
     """Leave constrained rows what their masks allow; tokens behind a mask's last word are not allowed."""
     bound = [
         (index, row.constraint)
         for index, row in enumerate(rows)
-        if row.constraint is not None and not row.constraint.is_finished
+        if row.constraint is not None and row.is_constrained and index not in unmasked
     ]
     if not bound:
         return logits

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import mlx.core as mx
 
@@ -25,12 +26,39 @@ _XTC_SEED = 0x5851F42D4C957F2D
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = False) -> mx.array:
     """Draw one token a row. `logits` is [rows, vocabulary], any float dtype; returns [rows] uint32, lazily
-    unless it `may_wait` for the logits, which makes top_p cheaper.
+    unless it `may_wait` for the logits, which makes top_p and constraints cheaper.
 
     Advances each row's `drawn_count`.
     """
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    logits = shape_logits(logits, rows)
+    tokens = _sample_unmasked(logits, rows) if may_wait else _sample(logits, rows, may_wait=False)
+    for row in rows:
+        row.drawn_count += 1
+    return tokens
+
+
+def _sample_unmasked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Draw where waiting is no loss: a greedy row's mask is made only if its peak is not allowed.
+
+    An allowed peak is the peak of what is allowed. Others draw again, among what their masks leave.
+    """
+    checked = [i for i, row in enumerate(rows) if row.is_greedy and row.is_constrained]
+    tokens = _sample(logits, rows, unmasked=checked, may_wait=True)
+    if not checked:
+        return tokens
+    mx.eval(tokens)
+    drawn = cast("list[int]", tokens.tolist())
+    outside = [i for i in checked if not rows[i].allows(drawn[i])]
+    if outside:
+        where = mx.array(outside)
+        tokens[where] = _sample(logits[where], [rows[i] for i in outside], may_wait=True)
+    return tokens
+
+
+def _sample(
+    logits: mx.array, rows: Sequence[SamplingRow], *, unmasked: Collection[int] = (), may_wait: bool
+) -> mx.array:
+    logits = shape_logits(logits, rows, unmasked=unmasked)
     tokens = mx.argmax(logits, axis=-1)
     random_indices = [i for i, row in enumerate(rows) if not row.is_greedy]
     if random_indices:
@@ -42,8 +70,6 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = Fa
             tokens = drawn
         else:
             tokens[mx.array(random_indices)] = drawn
-    for row in rows:
-        row.drawn_count += 1
     return tokens
 
 

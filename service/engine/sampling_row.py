@@ -24,6 +24,7 @@ class SamplingRow:
         "drawn_count",
         "edits",
         "end_token_ids",
+        "is_else_plain",
         "is_plain",
         "logprob_top_count",
         "needs_tokens",
@@ -46,8 +47,9 @@ class SamplingRow:
         self.bans: Bans | None = None
         if params.banned or params.min_output_token_count:
             self.bans = Bans(params, end_token_ids=end_token_ids, **tokens)
-        self.is_plain = self.edits is None and self.bans is None and self.constraint is None
-        """The model's logits are taken as they are."""
+        self.is_else_plain = self.edits is None and self.bans is None
+        """The model's logits are taken as they are, but for a constraint."""
+        self.is_plain = self.is_else_plain and self.constraint is None
         self.drafts: DraftCounts | None = None
         """What to tell of a row that asked for speculation and decodes without."""
         self.needs_tokens = (
@@ -80,6 +82,11 @@ class SamplingRow:
         return self.params.top_k > 0 and self.params.xtc_probability > 0.0
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether the constraint has a say in the next draw."""
+        return self.constraint is not None and not self.constraint.is_finished
+
+    @property
     def is_complete(self) -> bool:
         """Whether the constraint lets nothing follow the tokens accepted so far."""
         return self.constraint is not None and self.constraint.is_finished
@@ -88,6 +95,10 @@ class SamplingRow:
     def error(self) -> IcehouseError | None:
         """Why the constraint cannot go on."""
         return self.constraint.error if self.constraint is not None else None
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the constraint, if there is one, lets a token come next."""
+        return self.constraint is None or self.constraint.allows(token_id)
 
     def accept(self, token_id: int) -> None:
         """Go on behind a token that was drawn and is known now."""

@@ -147,6 +147,28 @@ def test_every_end_token_of_the_model_ends(name: str) -> None:
     assert constraint.is_finished and constraint.error is None
 
 
+@pytest.mark.parametrize(("form", "texts", "_"), TAKEN, ids=lambda value: type(value).__name__)
+def test_a_token_is_allowed_by_itself_where_the_mask_has_it(
+    form: ResponseFormat, texts: list[str], _: list[str]
+) -> None:
+    """Where one text alone can follow, the mask is one spelling of it, and others are taken as well."""
+    grammar = compiler(vocabulary_size=VOCABULARY_SIZE + 100).compile(form)
+
+    def after(token_ids: list[int]) -> Constraint:
+        constraint = grammar.start()
+        for token_id in token_ids:
+            constraint.accept(token_id)
+        return constraint
+
+    for ids in map(encode, texts):
+        for place in range(len(ids)):
+            constraint = after(ids[:place])
+            each = {i for i in range(VOCABULARY_SIZE + 100) if constraint.allows(i)}
+            mask = allowed(constraint)
+            assert mask == each or (mask < each and len(mask) == 1), (place, mask ^ each)
+            assert [after([*ids[:place], other]).error for other in each - mask] == [None] * len(each - mask)
+
+
 def test_entries_of_the_models_table_without_a_token_are_never_allowed() -> None:
     wide = compiler(vocabulary_size=VOCABULARY_SIZE + 100)
     constraint = wide.compile(Regex("(.|\n)*")).start()

@@ -14,26 +14,10 @@ from service.domain.sampling import SamplingParams
 from service.engine.decode_row import DecodeRow
 from service.engine.logit_shaping import shape_logits
 from service.engine.sampling_row import SamplingRow
+from tests.engine.allow_only import AllowOnly
 
 VOCABULARY = 50
 END = 7
-
-
-class AllowOnly:
-    """A constraint that allows one set of tokens for ever."""
-
-    is_finished = False
-
-    def __init__(self, allowed: set[int], *, word_count: int = 2) -> None:
-        self._mask = np.zeros(word_count, dtype=np.uint32)
-        for token_id in allowed:
-            self._mask[token_id // 32] |= np.uint32(1 << (token_id % 32))
-
-    def allowed_tokens(self) -> np.ndarray:
-        return self._mask
-
-    def accept(self, token_id: int) -> None:
-        raise AssertionError("nothing was drawn")
 
 
 def table(rows: int = 1, seed: int = 5) -> mx.array:

@@ -34,6 +34,10 @@ class Residues:
 
     error = None
 
+    def allows(self, token_id: int) -> bool:
+        self.thread_ids.add(threading.get_ident())
+        return token_id < VOCABULARY_SIZE and token_id % 7 == self._next_residue()
+
     def allowed_tokens(self) -> np.ndarray:
         assert not self.is_finished
         self.thread_ids.add(threading.get_ident())

@@ -13,6 +13,7 @@ from service.domain.sampling import SamplingParams
 from service.engine.decode_row import DecodeRow
 from service.engine.sampler import filter_logits, row_key, sample
 from service.engine.sampling_row import SamplingRow
+from tests.engine.allow_only import AllowOnly
 
 VOCABULARY = 50
 
@@ -170,12 +171,35 @@ def test_any_row_draws_the_same_in_any_place_of_any_batch(
         st.lists(st.tuples(*[st.integers(0, 9)] * step), min_size=len(params), max_size=len(params))
     )
 
+    constraint = st.none() | st.sets(st.integers(0, VOCABULARY - 1), min_size=1).map(AllowOnly)
+    constraints = data.draw(st.lists(constraint, min_size=len(params), max_size=len(params)))
+
     def rows(indices: list[int]) -> list[SamplingRow]:
-        made = [DecodeRow(params[i], (1, 2, 3), outputs[i]) for i in indices]
+        made = [DecodeRow(params[i], (1, 2, 3), outputs[i], constraint=constraints[i]) for i in indices]
         return [SamplingRow(row, end_token_ids=(7, 8)) for row in made]
 
     everyone = list(range(len(params)))
     alone = [sample(table[i : i + 1], rows([i])).item() for i in everyone]
     order = data.draw(st.permutations(everyone))
-    assert sample(table, rows(everyone)).tolist() == alone
-    assert sample(table[mx.array(order)], rows(order)).tolist() == [alone[i] for i in order]
+    for may_wait in (False, True):
+        assert sample(table, rows(everyone), may_wait=may_wait).tolist() == alone
+        shuffled = sample(table[mx.array(order)], rows(order), may_wait=may_wait).tolist()
+        assert shuffled == [alone[i] for i in order]
+
+
+def test_no_mask_is_made_for_a_greedy_row_whose_peak_is_allowed() -> None:
+    table = logits(4)
+    peaks = [int(peak) for peak in np.argmax(np.array(table), axis=-1)]
+    others = [peak - 1 if peak else 1 for peak in peaks]
+    constraints = [AllowOnly({peaks[0], 3}), AllowOnly({others[1]}), None, AllowOnly({peaks[3], others[3]})]
+    params = [SamplingParams()] * 3 + [SamplingParams(temperature=1.0)]
+    rows = [
+        SamplingRow(DecodeRow(one, (0,), constraint=constraint))
+        for one, constraint in zip(params, constraints, strict=True)
+    ]
+    before = np.array(table)
+    drawn = np.array(sample(table, rows, may_wait=True)).tolist()
+    assert drawn[:3] == [peaks[0], others[1], peaks[2]] and drawn[3] in {peaks[3], others[3]}
+    assert [c.mask_count for c in constraints if c is not None] == [0, 1, 1], "a sampled row needs its mask"
+    assert [row.drawn_count for row in rows] == [1, 1, 1, 1]
+    assert (np.array(table) == before).all(), "the model's logits are left as they were"
