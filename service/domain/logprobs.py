@@ -12,6 +12,8 @@ class LogprobsWanted:
     top_count: int = 0
     """How many of the likeliest tokens to tell beside each one."""
     of_prompt: bool = False
+    token_ids: tuple[int, ...] = ()
+    """Tokens to tell in every place, likely or not. Inside the vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,3 +37,5 @@ class TokenLogprobs:
     """1 for the likeliest token of the vocabulary; ties share the better rank."""
     top: tuple[Logprob, ...] = ()
     """The likeliest tokens, falling."""
+    asked: tuple[Logprob, ...] = ()
+    """The tokens asked for, in the order asked."""

@@ -200,11 +200,10 @@ class DecodeBatch:
         """Dispatch the draw of one token a row, and what is to be told about it."""
         # Where nothing is kept ahead of Python, waiting a little earlier costs nothing.
         drawn = _Draw(sample(logits, rows, may_wait=not self._is_pipelined))
-        wanted = [(i, row.logprob_top_count) for i, row in enumerate(rows)]
-        told = [(i, count) for i, count in wanted if count is not None]
+        told = [(i, row.logprobs) for i, row in enumerate(rows) if row.logprobs is not None]
         if told:
             where = mx.array([i for i, _ in told])
-            arrays = measure(logits[where], drawn.token_ids[where], top_counts=[count for _, count in told])
+            arrays = measure(logits[where], drawn.token_ids[where], wanted=[wanted for _, wanted in told])
             drawn.measured.append(([ids[i] for i, _ in told], arrays))
         drawn.dispatch()
         return drawn

@@ -6,6 +6,7 @@ import dataclasses
 
 from service.domain.constraint import Constraint
 from service.domain.ids import NO_ADAPTER, AdapterName
+from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SamplingParams
 from service.domain.speculation import Speculation
 
@@ -22,9 +23,8 @@ class DecodeRow:
     """Rows decode in one forward pass with rows of the same adapter only."""
     constraint: Constraint | None = None
     """A fresh one; it is told `output_token_ids` when the row joins."""
-    logprob_top_count: int | None = None
-    """How many likeliest tokens to tell beside each drawn one; None tells no log probabilities."""
-
+    logprobs: LogprobsWanted | None = None
+    """What to tell of each drawn token; None tells no log probabilities."""
     speculation: Speculation | None = None
     """Asked for; the runner tells with the first token whether it can."""
 

@@ -248,7 +248,7 @@ class EngineLoop:
             sequence.input_token_ids[chunk.start : chunk.stop],
             sequence.request.adapter,
             next_token_ids=sequence.input_token_ids[chunk.start + 1 : chunk.stop + 1],
-            top_count=sequence.request.logprobs.top_count,
+            wanted=sequence.request.logprobs,
         )
         return sequence.take_prompt_logprobs(chunk.start, measured)
 

@@ -13,7 +13,7 @@ import numpy as np
 from service.clock import Clock
 from service.domain.embedding import Pooling, Vector
 from service.domain.ids import NO_ADAPTER, AdapterName
-from service.domain.logprobs import TokenLogprobs
+from service.domain.logprobs import LogprobsWanted, TokenLogprobs
 from service.domain.model import ModelInfo
 from service.domain.sampling import SamplingParams
 from service.engine import model_loader, upstream
@@ -142,13 +142,13 @@ class MlxRunner:
         adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
-        top_count: int,
+        wanted: LogprobsWanted,
     ) -> Sequence[TokenLogprobs]:
         self._thread.check()
         caches = self._open[sequence_id]
         logits = self._models[adapter](mx.array(list(token_ids))[None], cache=caches)[0]
-        top_counts = [top_count] * len(next_token_ids)
-        measured = measure(logits, mx.array(list(next_token_ids)), top_counts=top_counts)
+        next_ids = mx.array(list(next_token_ids))
+        measured = measure(logits, next_ids, wanted=[wanted] * len(next_token_ids))
         mx.eval(upstream.cache_states(caches), measured.arrays)
         return measured.read()
 

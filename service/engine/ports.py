@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from service.domain.embedding import Pooling, Vector
 from service.domain.events import Event
 from service.domain.ids import AdapterName, RequestId
-from service.domain.logprobs import TokenLogprobs
+from service.domain.logprobs import LogprobsWanted, TokenLogprobs
 from service.domain.model import EngineState, ModelInfo
 from service.domain.speculation import DraftCounts
 from service.engine.decode_row import DecodeRow
@@ -65,10 +65,10 @@ class Runner(Protocol):
         adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
-        top_count: int,
+        wanted: LogprobsWanted,
     ) -> Sequence[TokenLogprobs]:
-        """Run tokens like `prefill` and return what each says of the one that follows it, and of the
-        `top_count` likeliest ones."""
+        """Run tokens like `prefill` and return what each says of the one that follows it, and of the others
+        that are wanted."""
         ...
 
     def prefill_pooled(

@@ -2,8 +2,12 @@
 
 Each row has its own parameters and its own random key, derived from (seed, number of tokens
 drawn so far) and from nothing else: a seed gives the same draws at any batch size and place.
-A row's token is found by inverting the cumulative distribution at one uniform number, so a
-draw costs one number a row instead of one a vocabulary entry.
+A row's token is the likeliest after Gumbel noise (Gumbel 1954), first among blocks of tokens by their
+masses, then in its block: some thousand numbers a row instead of one a vocabulary entry. The same
+logits computed in another batch differ in their last bits, and here only a near tie of the two best
+can turn on them: not once in 21,000 draws (Gemma 3 270M, float32, temperature 1, one token a pass
+against all in one). Inverting the cumulative distribution took another token 9 times in 9,000: every
+sum moves, and the many unlikely tokens lie closer together than that.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from service.engine.sampling_row import SamplingRow
 _MASK64 = (1 << 64) - 1
 _XTC_SEED = 0x5851F42D4C957F2D
 """Sets the numbers that decide on XTC apart from those that pick the token."""
+_BLOCK_TOKEN_COUNT = 512
+"""A row takes so many numbers, and one more for each block: fewest near the root of the vocabulary's size."""
+_LEAST_NOISE = -10.0
+"""Less than any number that 32 random bits can give but -inf."""
 
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = False) -> mx.array:
@@ -96,22 +104,37 @@ def filter_logits(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bo
 
 
 def _draw(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
-    """Invert each row's cumulative distribution at its own uniform number."""
+    """Draw each row's token from its filtered distribution at its temperature. Returns [rows]."""
     logits = filter_logits(logits, rows, may_wait=may_wait)
     temperatures = mx.array([[row.params.temperature] for row in rows], dtype=mx.float32)
-    peak = mx.max(logits, axis=-1, keepdims=True)
-    weights = mx.exp((logits - peak) / temperatures)
-    cumulative = mx.cumsum(weights, axis=-1)
-    # A hair below the total, so that rounding never runs past the last possible token.
-    target = _uniform(rows)[:, None] * cumulative[:, -1:] * (1.0 - 1e-6)
-    # A scan in parallel may round a sum up at a token of no weight: what is excluded is never drawn.
-    return mx.argmax((cumulative > target) & (weights > 0), axis=-1)
+    scaled = (logits - mx.max(logits, axis=-1, keepdims=True)) / temperatures
+    block_count = -(-scaled.shape[-1] // _BLOCK_TOKEN_COUNT)
+    missing_count = block_count * _BLOCK_TOKEN_COUNT - scaled.shape[-1]
+    if missing_count:
+        scaled = mx.pad(scaled, [(0, 0), (0, missing_count)], constant_values=mx.array(-math.inf))
+    blocks = scaled.reshape(len(rows), block_count, _BLOCK_TOKEN_COUNT)
+    noise = _gumbel(rows, block_count + _BLOCK_TOKEN_COUNT)
+    masses = mx.log(mx.sum(mx.exp(blocks), axis=-1))
+    chosen = mx.argmax(masses + noise[:, :block_count], axis=-1)
+    inside = mx.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
+    return chosen * _BLOCK_TOKEN_COUNT + mx.argmax(inside + noise[:, block_count:], axis=-1)
+
+
+def _gumbel(rows: Sequence[SamplingRow], count: int) -> mx.array:
+    """Return [rows, count] numbers of the standard Gumbel distribution, of each row's own sequence."""
+    noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((count,), key=key))(_keys(rows))
+    # A number can be -inf, and what is possible would then look like what is excluded.
+    return mx.maximum(noise, _LEAST_NOISE)
 
 
 def _uniform(rows: Sequence[SamplingRow], *, salt: int = 0) -> mx.array:
     """Return one number in [0, 1) a row, of the row's own sequence."""
+    return mx.vmap(lambda key: mx.random.uniform(key=key))(_keys(rows, salt=salt))
+
+
+def _keys(rows: Sequence[SamplingRow], *, salt: int = 0) -> mx.array:
     keys = [row_key(seed=row.params.seed ^ salt, drawn_count=row.drawn_count) for row in rows]
-    return mx.vmap(lambda key: mx.random.uniform(key=key))(mx.array(keys, dtype=mx.uint32))
+    return mx.array(keys, dtype=mx.uint32)
 
 
 def _on_rows(

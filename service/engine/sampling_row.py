@@ -26,7 +26,7 @@ class SamplingRow:
         "end_token_ids",
         "is_else_plain",
         "is_plain",
-        "logprob_top_count",
+        "logprobs",
         "needs_tokens",
         "params",
     )
@@ -37,7 +37,7 @@ class SamplingRow:
         self.drawn_count = len(row.output_token_ids)
         """Advanced by each draw, which on a pipelined device is before the token is known."""
         self.end_token_ids = tuple(end_token_ids)
-        self.logprob_top_count = row.logprob_top_count
+        self.logprobs = row.logprobs
         self.constraint: Constraint | None = row.constraint
         if row.constraint is not None:
             for token_id in row.output_token_ids:

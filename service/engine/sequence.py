@@ -197,7 +197,7 @@ class Sequence:
             prompt_token_ids=self.request.prompt_token_ids,
             output_token_ids=tuple(self.output_token_ids),
             constraint=self.request.grammar.start() if self.request.grammar is not None else None,
-            logprob_top_count=None if self.request.logprobs is None else self.request.logprobs.top_count,
+            logprobs=self.request.logprobs,
             speculation=self.request.speculation,
         )
 

@@ -105,9 +105,8 @@ class SpeculativeLane:
         self._tokens = sample(logits, rows)
         self._drafts = drafts
         arrays = [self._tokens, drafts]
-        if self._row.logprob_top_count is not None:
-            top_counts = [self._row.logprob_top_count] * len(rows)
-            self._measured = measure(logits, self._tokens, top_counts=top_counts)
+        if self._row.logprobs is not None:
+            self._measured = measure(logits, self._tokens, wanted=[self._row.logprobs] * len(rows))
             arrays += self._measured.arrays
         mx.async_eval(arrays)  # type: ignore[no-untyped-call]
 

@@ -131,16 +131,20 @@ def progress_proto(event: PrefillProgress, *, piece: Spell) -> inference.Prefill
 
 def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenLogprobs:
     """Return what the model thought of one token; `piece` spells a token."""
-    top = [
-        logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
-        for t in entry.top
-    ]
+    top, asked = (
+        [
+            logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
+            for t in told
+        ]
+        for told in (entry.top, entry.asked)
+    )
     return logprobs_pb2.TokenLogprobs(
         token_id=entry.token_id,
         logprob=entry.logprob,
         rank=entry.rank,
         piece=piece(entry.token_id),
         top=top,
+        asked=asked,
     )
 
 

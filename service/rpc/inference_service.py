@@ -100,11 +100,12 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
 
     async def _read(self, request: messages.GenerateRequest, call: Call) -> Prepared:
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
+        info = self._router.require_model().info
         sampling = sampling_of(
             request.sampling,
             generated_seed=self._generation.draw_seed(),
             max_output_tokens=max_output_tokens,
-            info=self._router.require_model().info,
+            info=info,
         )
         return await self._generation.prepare(
             request,
@@ -115,7 +116,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             bad_words=request.sampling.bad_words,
             stop=stop_of(request.stop, self._config),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
-            logprobs=logprobs_of(request.logprobs) if request.HasField("logprobs") else None,
+            logprobs=logprobs_of(request.logprobs, info) if request.HasField("logprobs") else None,
             completion_count=completions_of(request.completions, sampling, self._config),
             tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
             speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,

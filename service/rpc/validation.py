@@ -20,6 +20,7 @@ from service.domain.request import CacheUse
 from service.domain.sampling import SamplingParams
 from service.errors import Forbidden, InvalidRequest, NotFound, Reason
 from service.rpc.caller import Caller, Role
+from service.rpc.token_ids import check_token_ids
 
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 TENANT_BYTE_LIMIT = 128
@@ -123,11 +124,15 @@ def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop))
 
 
-def logprobs_of(proto: logprobs_pb2.LogprobsOptions) -> LogprobsWanted:
+def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> LogprobsWanted:
     """Return which log probabilities to tell."""
     if not 0 <= proto.top_count <= TOP_LOGPROB_COUNT_LIMIT:
         refuse_value("logprobs.top_count", proto.top_count, f"0 to {TOP_LOGPROB_COUNT_LIMIT}")
-    return LogprobsWanted(top_count=proto.top_count, of_prompt=proto.prompt)
+    if len(proto.token_ids) > TOP_LOGPROB_COUNT_LIMIT:
+        wanted = f"at most {TOP_LOGPROB_COUNT_LIMIT} tokens"
+        refuse_value("logprobs.token_ids", f"{len(proto.token_ids)} tokens", wanted)
+    check_token_ids(proto.token_ids, info, field="logprobs.token_ids")
+    return LogprobsWanted(proto.top_count, of_prompt=proto.prompt, token_ids=tuple(proto.token_ids))
 
 
 def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use") -> CacheUse:

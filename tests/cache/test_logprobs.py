@@ -16,7 +16,8 @@ from tests.cache.test_reuse import prompt
 from tests.models import build, tiny_model_dir
 
 TOP = 3
-WANTED = LogprobsWanted(top_count=TOP, of_prompt=True)
+ASKED = (200, 3, 77)
+WANTED = LogprobsWanted(top_count=TOP, of_prompt=True, token_ids=ASKED)
 SAMPLED = SamplingParams(temperature=1.5, seed=3, frequency_penalty=1.0)
 
 
@@ -47,6 +48,8 @@ def check(entries: list[TokenLogprobs], tokens: list[int], table: np.ndarray) ->
         own = row[entry.token_id]
         assert 1 + (row > own + 1e-3).sum() <= entry.rank <= (row > own - 1e-3).sum()
         assert [top.token_id for top in entry.top] == falling[:TOP].tolist()
+        assert [asked.token_id for asked in entry.asked] == [*ASKED]
+        assert [asked.logprob for asked in entry.asked] == pytest.approx(row[[*ASKED]].tolist(), abs=2e-3)
         assert [top.logprob for top in entry.top] == pytest.approx(row[falling[:TOP]].tolist(), abs=2e-3)
 
 

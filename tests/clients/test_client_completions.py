@@ -17,8 +17,8 @@ from tests.clients.test_python_client import threaded
 from tests.rpc.conftest import SEED, House
 from tests.rpc.fake_engine import finished, started
 
-ENTRY = Told(5, -0.5, 2, (Logprob(9, -0.25),))
-READ = TokenLogprobs(5, -0.5, 2, "<5>", (TopLogprob(9, -0.25, "<9>"),))
+ENTRY = Told(5, -0.5, 2, (Logprob(9, -0.25),), (Logprob(8, -4.0),))
+READ = TokenLogprobs(5, -0.5, 2, "<5>", (TopLogprob(9, -0.25, "<9>"),), (TopLogprob(8, -4.0, "<8>"),))
 
 
 def telling(request: GenerationRequest) -> Iterable[Event]:
@@ -83,13 +83,15 @@ async def test_log_probabilities_come_back(house: House) -> None:
             assert list(stream) == [f"{SEED}", "!"]
         client.generate("Hi", logprobs=0)
         client.generate("Hi", prompt_logprobs=True)
+        client.generate("Hi", logprob_token_ids=[8])
         return whole, stream.reply
 
     whole, streamed = await threaded(house, use)
     assert whole.logprobs == (READ, READ) and whole.prompt_logprobs == (READ,)
     assert streamed == whole
-    _, _, bare, of_prompt = house.engine.submitted
+    _, _, bare, of_prompt, asked = house.engine.submitted
     assert bare.logprobs == LogprobsWanted() and of_prompt.logprobs == LogprobsWanted(of_prompt=True)
+    assert asked.logprobs == LogprobsWanted(token_ids=(8,))
 
 
 async def test_several_completions_are_listed(house: House) -> None:

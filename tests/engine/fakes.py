@@ -108,7 +108,7 @@ class FakeRunner:
         adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
-        top_count: int,
+        wanted: LogprobsWanted,
     ) -> list[TokenLogprobs]:
         """The deeper in the sequence, the less likely."""
         self.prefill(sequence_id, token_ids, adapter)

@@ -10,6 +10,7 @@ import pytest
 
 from service.clock import SystemClock
 from service.domain.ids import NO_ADAPTER
+from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SamplingParams
 from service.engine import model_loader
 from service.engine.decode_row import DecodeRow
@@ -53,6 +54,10 @@ class Residues:
         return (self.accepted[-1] + 1) % 7 if self.accepted else 3
 
 
+LOGPROBS = {0: LogprobsWanted(top_count=2), 2: LogprobsWanted(top_count=1, token_ids=(50, 9, 50))}
+"""What rows ask for; each another number of tokens."""
+
+
 def rows(*, output: dict[int, list[int]] | None = None) -> list[DecodeRow]:
     """Plain, penalized, banning and constrained rows; `output` is what each drew before it was parked."""
     samplings = [
@@ -71,7 +76,7 @@ def rows(*, output: dict[int, list[int]] | None = None) -> list[DecodeRow]:
             prompt_token_ids=tuple(3 + (i * 31 + j * 7) % 290 for j in range(2 + 3 * i)),
             output_token_ids=tuple((output or {}).get(i, ())),
             constraint=Residues(length=STEPS) if i in constrained else None,
-            logprob_top_count=2 if i in (0, 2) else None,
+            logprobs=LOGPROBS.get(i),
         )
         for i, sampling in enumerate(samplings)
     ]
@@ -164,7 +169,8 @@ def test_log_probabilities_are_of_the_token_they_come_with(tmp_path: Path, is_pi
             assert (token.logprobs is not None) == (name in (0, 2))
             if token.logprobs is not None:
                 assert token.logprobs.token_id == token.token_id
-                assert len(token.logprobs.top) == 2
+                assert len(token.logprobs.top) == LOGPROBS[name].top_count
+                assert [asked.token_id for asked in token.logprobs.asked] == [*LOGPROBS[name].token_ids]
     assert all(t.logprobs.rank == 1 and t.logprobs.top[0].token_id == t.token_id for t in drawn[0])
     assert any(t.logprobs.rank > 1 for t in drawn[2])
     for name in (0, 2):
@@ -172,3 +178,5 @@ def test_log_probabilities_are_of_the_token_they_come_with(tmp_path: Path, is_pi
         for here, there in zip(drawn[name], alone, strict=True):
             assert here.logprobs.logprob == pytest.approx(there.logprobs.logprob, abs=1e-4)
             assert [t.token_id for t in here.logprobs.top] == [t.token_id for t in there.logprobs.top]
+            asked = [t.logprob for t in there.logprobs.asked]
+            assert [t.logprob for t in here.logprobs.asked] == pytest.approx(asked, abs=1e-4)

@@ -97,6 +97,7 @@ OUT_OF_RANGE = [
     ("stop[0]", request(stop=["é" * 129])),
     ("logprobs.top_count", request(logprobs=logprobs_pb2.LogprobsOptions(top_count=21))),
     ("logprobs.top_count", request(logprobs=logprobs_pb2.LogprobsOptions(top_count=-1))),
+    ("logprobs.token_ids", request(logprobs=logprobs_pb2.LogprobsOptions(token_ids=[1] * 21))),
     ("request_id", request(request_id="a b")),
     ("request_id", request(request_id="a" * 129)),
     ("priority", request(priority=101)),
@@ -112,6 +113,11 @@ BAD_PROMPTS = [
     (Reason.PROMPT_TOO_LONG, "tokens", tokens(*[1] * 64)),
     (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[1]", tokens(0, 300)),
     (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[0]", tokens(-1)),
+    (
+        Reason.TOKEN_OUT_OF_RANGE,
+        "logprobs.token_ids[1]",
+        request(logprobs=logprobs_pb2.LogprobsOptions(token_ids=[1, 300])),
+    ),
     (Reason.TOKEN_OUT_OF_RANGE, "sampling.logit_bias[300]", sampled(logit_bias={4: 1.0, 300: 1.0})),
     (
         Reason.TOKEN_OUT_OF_RANGE,

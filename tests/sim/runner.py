@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from service.domain.blocks import HostRegion, HostTensor, RegionKind
 from service.domain.embedding import Pooling, Vector
 from service.domain.ids import AdapterName
-from service.domain.logprobs import TokenLogprobs
+from service.domain.logprobs import LogprobsWanted, TokenLogprobs
 from service.domain.model import ModelInfo
 from service.engine.decode_row import DecodeRow
 from service.engine.ids import SequenceId
@@ -115,7 +115,7 @@ class SimRunner:
         adapter: AdapterName,
         *,
         next_token_ids: Sequence[int],
-        top_count: int,
+        wanted: LogprobsWanted,
     ) -> list[TokenLogprobs]:
         raise AssertionError("no story asks for log probabilities")
 

@@ -10,7 +10,7 @@ from icehouse.v1 import logprobs_pb2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """One of the likeliest tokens in some place."""
+    """A token that could have stood in some place."""
 
     token_id: int
     logprob: float
@@ -19,13 +19,15 @@ class TopLogprob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the model thought of one token; `rank` is 1 for the likeliest, `top` the likeliest ones."""
+    """What the model thought of one token; `rank` is 1 for the likeliest, `top` the likeliest ones,
+    `asked` those that `logprob_token_ids` names."""
 
     token_id: int
     logprob: float
     rank: int
     piece: str
     top: tuple[TopLogprob, ...] = ()
+    asked: tuple[TopLogprob, ...] = ()
 
 
 def logprobs_from(entries: Iterable[logprobs_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -36,7 +38,12 @@ def logprobs_from(entries: Iterable[logprobs_pb2.TokenLogprobs]) -> tuple[TokenL
             entry.logprob,
             entry.rank,
             entry.piece,
-            tuple(TopLogprob(top.token_id, top.logprob, top.piece) for top in entry.top),
+            _places(entry.top),
+            _places(entry.asked),
         )
         for entry in entries
     )
+
+
+def _places(entries: Iterable[logprobs_pb2.TopLogprob]) -> tuple[TopLogprob, ...]:
+    return tuple(TopLogprob(entry.token_id, entry.logprob, entry.piece) for entry in entries)

@@ -41,6 +41,8 @@ class Options(SamplingOptions, total=False):
     """Tells log probabilities, and of so many likeliest tokens beside each one; 0 is none beside."""
     prompt_logprobs: bool
     """Tells those of the prompt's tokens too."""
+    logprob_token_ids: Sequence[int]
+    """Tells those of these tokens too, in every place."""
     model: str
     adapter: str
     request_id: str
@@ -74,9 +76,10 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.cache.use = _CACHE_USES[options["cache_use"]]
     if "tenant" in options:
         request.cache.tenant = options["tenant"]
-    if "logprobs" in options or options.get("prompt_logprobs"):
+    if "logprobs" in options or options.get("prompt_logprobs") or "logprob_token_ids" in options:
         request.logprobs.top_count = options.get("logprobs", 0)
         request.logprobs.prompt = options.get("prompt_logprobs", False)
+        request.logprobs.token_ids.extend(options.get("logprob_token_ids", ()))
         # Without a field set the message would be absent.
         request.logprobs.SetInParent()
     if "shared_prefix_name" in options:

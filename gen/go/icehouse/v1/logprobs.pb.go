@@ -31,7 +31,10 @@ type LogprobsOptions struct {
 	TopCount int32 `protobuf:"varint,1,opt,name=top_count,json=topCount,proto3" json:"top_count,omitempty"`
 	// Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
 	// nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
-	Prompt        bool `protobuf:"varint,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	Prompt bool `protobuf:"varint,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
+	// PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+	TokenIds      []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -80,6 +83,13 @@ func (x *LogprobsOptions) GetPrompt() bool {
 	return false
 }
 
+func (x *LogprobsOptions) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
 // What the model thought of one token. Of the model's own distribution: temperature, filters,
 // penalties, bias, bad words and response formats come after it, so a drawn token can have any rank.
 type TokenLogprobs struct {
@@ -93,7 +103,9 @@ type TokenLogprobs struct {
 	// The vocabulary's own spelling, for reading only: a token can be a part of a character.
 	Piece string `protobuf:"bytes,4,opt,name=piece,proto3" json:"piece,omitempty"`
 	// The likeliest tokens, falling; `top_count` of them.
-	Top           []*TopLogprob `protobuf:"bytes,5,rep,name=top,proto3" json:"top,omitempty"`
+	Top []*TopLogprob `protobuf:"bytes,5,rep,name=top,proto3" json:"top,omitempty"`
+	// The tokens of `LogprobsOptions.token_ids`, in their order.
+	Asked         []*TopLogprob `protobuf:"bytes,6,rep,name=asked,proto3" json:"asked,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -163,7 +175,14 @@ func (x *TokenLogprobs) GetTop() []*TopLogprob {
 	return nil
 }
 
-// One of the likeliest tokens in some place.
+func (x *TokenLogprobs) GetAsked() []*TopLogprob {
+	if x != nil {
+		return x.Asked
+	}
+	return nil
+}
+
+// A token that could have stood in some place.
 type TopLogprob struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The token's id.
@@ -231,16 +250,18 @@ var File_icehouse_v1_logprobs_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_logprobs_proto_rawDesc = "" +
 	"\n" +
-	"\x1aicehouse/v1/logprobs.proto\x12\vicehouse.v1\"F\n" +
+	"\x1aicehouse/v1/logprobs.proto\x12\vicehouse.v1\"c\n" +
 	"\x0fLogprobsOptions\x12\x1b\n" +
 	"\ttop_count\x18\x01 \x01(\x05R\btopCount\x12\x16\n" +
-	"\x06prompt\x18\x02 \x01(\bR\x06prompt\"\x99\x01\n" +
+	"\x06prompt\x18\x02 \x01(\bR\x06prompt\x12\x1b\n" +
+	"\ttoken_ids\x18\x03 \x03(\x05R\btokenIds\"\xc8\x01\n" +
 	"\rTokenLogprobs\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\x05R\atokenId\x12\x18\n" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\x12\x12\n" +
 	"\x04rank\x18\x03 \x01(\x05R\x04rank\x12\x14\n" +
 	"\x05piece\x18\x04 \x01(\tR\x05piece\x12)\n" +
-	"\x03top\x18\x05 \x03(\v2\x17.icehouse.v1.TopLogprobR\x03top\"W\n" +
+	"\x03top\x18\x05 \x03(\v2\x17.icehouse.v1.TopLogprobR\x03top\x12-\n" +
+	"\x05asked\x18\x06 \x03(\v2\x17.icehouse.v1.TopLogprobR\x05asked\"W\n" +
 	"\n" +
 	"TopLogprob\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\x05R\atokenId\x12\x18\n" +
@@ -267,11 +288,12 @@ var file_icehouse_v1_logprobs_proto_goTypes = []any{
 }
 var file_icehouse_v1_logprobs_proto_depIdxs = []int32{
 	2, // 0: icehouse.v1.TokenLogprobs.top:type_name -> icehouse.v1.TopLogprob
-	1, // [1:1] is the sub-list for method output_type
-	1, // [1:1] is the sub-list for method input_type
-	1, // [1:1] is the sub-list for extension type_name
-	1, // [1:1] is the sub-list for extension extendee
-	0, // [0:1] is the sub-list for field type_name
+	2, // 1: icehouse.v1.TokenLogprobs.asked:type_name -> icehouse.v1.TopLogprob
+	2, // [2:2] is the sub-list for method output_type
+	2, // [2:2] is the sub-list for method input_type
+	2, // [2:2] is the sub-list for extension type_name
+	2, // [2:2] is the sub-list for extension extendee
+	0, // [0:2] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_logprobs_proto_init() }

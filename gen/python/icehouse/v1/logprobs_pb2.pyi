@@ -26,6 +26,7 @@ class LogprobsOptions(_message.Message):
 
     TOP_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     top_count: _builtins.int
     """How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
     PARAMETER_OUT_OF_RANGE). Absent: 0.
@@ -34,15 +35,22 @@ class LogprobsOptions(_message.Message):
     """Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
     nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
     """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
+        PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+        """
+
     def __init__(
         self,
         *,
         top_count: _builtins.int = ...,
         prompt: _builtins.bool = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "top_count", b"top_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "token_ids", b"token_ids", "top_count", b"top_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -61,6 +69,7 @@ class TokenLogprobs(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     PIECE_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token's id."""
     logprob: _builtins.float
@@ -73,6 +82,10 @@ class TokenLogprobs(_message.Message):
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The likeliest tokens, falling; `top_count` of them."""
 
+    @_builtins.property
+    def asked(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """The tokens of `LogprobsOptions.token_ids`, in their order."""
+
     def __init__(
         self,
         *,
@@ -81,10 +94,11 @@ class TokenLogprobs(_message.Message):
         rank: _builtins.int = ...,
         piece: _builtins.str = ...,
         top: _abc.Iterable[Global___TopLogprob] | None = ...,
+        asked: _abc.Iterable[Global___TopLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "piece", b"piece", "rank", b"rank", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "logprob", b"logprob", "piece", b"piece", "rank", b"rank", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -92,7 +106,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
-    """One of the likeliest tokens in some place."""
+    """A token that could have stood in some place."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

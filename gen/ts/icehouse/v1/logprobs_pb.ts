@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/logprobs.proto.
  */
 export const file_icehouse_v1_logprobs: GenFile = /*@__PURE__*/
-  fileDesc("ChppY2Vob3VzZS92MS9sb2dwcm9icy5wcm90bxILaWNlaG91c2UudjEiNAoPTG9ncHJvYnNPcHRpb25zEhEKCXRvcF9jb3VudBgBIAEoBRIOCgZwcm9tcHQYAiABKAgidQoNVG9rZW5Mb2dwcm9icxIQCgh0b2tlbl9pZBgBIAEoBRIPCgdsb2dwcm9iGAIgASgCEgwKBHJhbmsYAyABKAUSDQoFcGllY2UYBCABKAkSJAoDdG9wGAUgAygLMhcuaWNlaG91c2UudjEuVG9wTG9ncHJvYiI+CgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDQoFcGllY2UYAyABKAliBnByb3RvMw");
+  fileDesc("ChppY2Vob3VzZS92MS9sb2dwcm9icy5wcm90bxILaWNlaG91c2UudjEiRwoPTG9ncHJvYnNPcHRpb25zEhEKCXRvcF9jb3VudBgBIAEoBRIOCgZwcm9tcHQYAiABKAgSEQoJdG9rZW5faWRzGAMgAygFIp0BCg1Ub2tlbkxvZ3Byb2JzEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDAoEcmFuaxgDIAEoBRINCgVwaWVjZRgEIAEoCRIkCgN0b3AYBSADKAsyFy5pY2Vob3VzZS52MS5Ub3BMb2dwcm9iEiYKBWFza2VkGAYgAygLMhcuaWNlaG91c2UudjEuVG9wTG9ncHJvYiI+CgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDQoFcGllY2UYAyABKAliBnByb3RvMw");
 
 /**
  * Which log probabilities to tell. Set, even if empty: those of every output token.
@@ -35,6 +35,14 @@ export type LogprobsOptions = Message<"icehouse.v1.LogprobsOptions"> & {
    * @generated from field: bool prompt = 2;
    */
   prompt: boolean;
+
+  /**
+   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
+   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   *
+   * @generated from field: repeated int32 token_ids = 3;
+   */
+  tokenIds: number[];
 };
 
 /**
@@ -85,6 +93,13 @@ export type TokenLogprobs = Message<"icehouse.v1.TokenLogprobs"> & {
    * @generated from field: repeated icehouse.v1.TopLogprob top = 5;
    */
   top: TopLogprob[];
+
+  /**
+   * The tokens of `LogprobsOptions.token_ids`, in their order.
+   *
+   * @generated from field: repeated icehouse.v1.TopLogprob asked = 6;
+   */
+  asked: TopLogprob[];
 };
 
 /**
@@ -95,7 +110,7 @@ export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_logprobs, 1);
 
 /**
- * One of the likeliest tokens in some place.
+ * A token that could have stood in some place.
  *
  * @generated from message icehouse.v1.TopLogprob
  */
