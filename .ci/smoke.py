@@ -42,6 +42,7 @@ EXPECTED = {
     "CacheService/WatchStats": '"stats"',
     "ModelService/ListModels": '"name": "poetry"',
     "EmbeddingService/Embed": '"values"',
+    "RerankService/Rerank": '"log_odds"',
     "Health/Check": "SERVING",
     "list": "icehouse.v1.InferenceService",
 }

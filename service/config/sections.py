@@ -80,6 +80,7 @@ class ServerConfig:
         maximum=256 * 1024,
     )
     max_embedding_inputs: int = setting(64, Kind.COUNT, "Most inputs of one Embed request.", minimum=1)
+    max_rerank_documents: int = setting(128, Kind.COUNT, "Most documents of one Rerank request.", minimum=1)
     grammar_timeout_s: float = setting(
         10.0, Kind.SECONDS, "How long compiling a response format may take.", minimum=0.1
     )

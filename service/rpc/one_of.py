@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
-from icehouse.v1 import cache_service_pb2, inference_service_pb2
+from icehouse.v1 import cache_service_pb2, inference_service_pb2, rerank_service_pb2
 
 from service.errors import InvalidRequest, Reason
 from service.rpc.calls import CallDesk, Context
@@ -108,8 +108,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _services() -> list[ServiceDescriptor]:
-    files = (inference_service_pb2.DESCRIPTOR, cache_service_pb2.DESCRIPTOR)
-    return [service for file in files for service in file.services_by_name.values()]
+    modules = (inference_service_pb2, cache_service_pb2, rerank_service_pb2)
+    return [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
 
 
 def _oneofs(descriptor: Descriptor) -> list[dict[int, str]]:

@@ -15,6 +15,7 @@ from icehouse.v1 import (
     embedding_service_pb2_grpc,
     inference_service_pb2_grpc,
     model_service_pb2_grpc,
+    rerank_service_pb2_grpc,
 )
 
 from service.clock import Clock
@@ -34,6 +35,7 @@ from service.rpc.one_of import OneOfInterceptor
 from service.rpc.ports import EnginePort, GrammarPort
 from service.rpc.prompts import PromptReader
 from service.rpc.reflection import add_reflection
+from service.rpc.rerank_service import RerankService
 from service.rpc.router import Router
 from service.rpc.sampler import Sampler
 from service.rpc.security import Security
@@ -46,6 +48,7 @@ SERVICE_NAMES = (
     "icehouse.v1.ModelService",
     "icehouse.v1.CacheService",
     "icehouse.v1.EmbeddingService",
+    "icehouse.v1.RerankService",
 )
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
@@ -204,16 +207,14 @@ class RpcServer:
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelService(desk=desk, router=router), self._server
         )
-        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(
-            EmbeddingService(
-                config=self._config,
-                desk=desk,
-                generation=generation,
-                router=router,
-                prompts=self._prompts,
-            ),
-            self._server,
+        embedding = EmbeddingService(
+            config=self._config, desk=desk, generation=generation, router=router, prompts=self._prompts
         )
+        rerank = RerankService(
+            config=self._config, desk=desk, generation=generation, router=router, prompts=self._prompts
+        )
+        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, self._server)
+        rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(rerank, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         if self._config.reflection_enabled:
             channelz_names = (CHANNELZ_NAME,) if self._config.channelz_enabled else ()

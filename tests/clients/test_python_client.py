@@ -13,6 +13,7 @@ import grpc
 import pytest
 from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats
 from icehouse_client.embeddings import embed_request
+from icehouse_client.reranking import rerank_request
 
 from service.domain.events import Delta, Finished
 from service.domain.events import FinishReason as EngineFinishReason
@@ -21,6 +22,7 @@ from service.domain.response_format import Choice, JsonObject, JsonSchema, LarkG
 from tests.rpc.conftest import SEED, House, running_house
 from tests.rpc.fake_engine import hanging, overloaded, started, usage_of
 from tests.rpc.test_embeddings import EMBEDDING, embedding, vector_of
+from tests.rpc.test_rerank import vowels
 
 Result = TypeVar("Result")
 
@@ -223,6 +225,29 @@ async def test_response_formats_arrive_and_json_is_read_from_complete_outputs_on
         replies[0].json()
     complete = dataclasses.replace(replies[0], text='{"a":[1]}', finish_reason=FinishReason.STOP_TOKEN)
     assert complete.json() == {"a": [1]}
+
+
+async def test_documents_are_ranked(house: House) -> None:
+    house.engine.script = vowels
+    answers: Any = {"positive_answer": "y", "negative_answer": "n"}
+
+    def use(client: Client) -> Any:
+        options = {"text": "{query}/{document}", "cache_use": "off", "tenant": "t", **answers}
+        return client.rerank("q", ["x", "aei", "a"], top_count=2, **options)
+
+    ranked = await threaded(house, use)
+    assert [(one.index, one.log_odds) for one in ranked] == [(1, -2.75), (2, -3.75)]
+    assert 0.0 < ranked[1].score < ranked[0].score < 0.1
+    assert {(r.cache_use, r.tenant) for r in house.engine.submitted} == {(CacheUse.OFF, "t")}
+    async with AsyncClient(house.server.address) as client:
+        turns = {"system": "{query}", "user": "{document}"}
+        assert [one.index for one in await client.rerank("q", ["x", "a"], **turns, **answers)] == [1, 0]
+    prompts = [bytes(request.prompt_token_ids) for request in house.engine.submitted[-2:]]
+    assert prompts == [b"system:q;user:x;", b"system:q;user:a;"]
+    with pytest.raises(TypeError, match="list of texts"):
+        rerank_request("q", "one text", {})
+    with pytest.raises(TypeError, match="not of both"):
+        rerank_request("q", ["a"], {"text": "{query}{document}", "user": "a"})
 
 
 async def test_embeddings_come_in_the_order_of_their_inputs() -> None:

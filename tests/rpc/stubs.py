@@ -9,6 +9,7 @@ from icehouse.v1 import (
     embedding_service_pb2_grpc,
     inference_service_pb2_grpc,
     model_service_pb2_grpc,
+    rerank_service_pb2_grpc,
 )
 
 
@@ -32,3 +33,7 @@ class Stubs:
     @property
     def embeddings(self) -> Any:
         return embedding_service_pb2_grpc.EmbeddingServiceStub(self.channel)
+
+    @property
+    def reranking(self) -> Any:
+        return rerank_service_pb2_grpc.RerankServiceStub(self.channel)

@@ -13,6 +13,7 @@ from icehouse.v1 import (
     inference_service_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
+    rerank_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as inference
 
@@ -29,6 +30,7 @@ from icehouse_client.requests import (
     timeout_of,
     tokenize_request,
 )
+from icehouse_client.reranking import Ranked, RerankOptions, ranking_from, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamSum
@@ -51,6 +53,7 @@ class AsyncClient:
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
+        self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -92,6 +95,17 @@ class AsyncClient:
         with _translated():
             return vectors_from(
                 await self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata)
+            )
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]
+    ) -> list[Ranked]:
+        """Return the documents in the order in which they answer the query, best first."""
+        request = rerank_request(query, documents, options)
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        with _translated():
+            return ranking_from(
+                await self._reranking.Rerank(request, timeout=timeout_s, metadata=self._metadata)
             )
 
     async def tokenize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from icehouse.v1 import cache_policy_pb2, prompt_pb2
 from icehouse.v1 import inference_service_pb2 as inference
+from icehouse.v1 import prompt_pb2
 
+from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
 from icehouse_client.sampling import SamplingOptions, sampling_proto
@@ -16,21 +17,11 @@ from icehouse_client.speculation import Speculation
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
 
-CacheUse = Literal["read_write", "read_only", "write_only", "off"]
-
-_CACHE_USES = {
-    "read_write": cache_policy_pb2.CACHE_USE_READ_WRITE,
-    "read_only": cache_policy_pb2.CACHE_USE_READ_ONLY,
-    "write_only": cache_policy_pb2.CACHE_USE_WRITE_ONLY,
-    "off": cache_policy_pb2.CACHE_USE_OFF,
-}
-
-
 Prompt = str | Sequence[Message] | Sequence[int]
 """Text, a conversation, or token ids."""
 
 
-class Options(SamplingOptions, total=False):
+class Options(SamplingOptions, CacheOptions, total=False):
     """What may be said about a request beside its prompt. Left out: the server's default."""
 
     max_output_tokens: int
@@ -46,9 +37,6 @@ class Options(SamplingOptions, total=False):
     model: str
     adapter: str
     request_id: str
-    cache_use: CacheUse
-    tenant: str
-    shared_prefix_name: str
     priority: int
     tools: Sequence[Tool]
     tool_choice: ToolChoice
@@ -71,19 +59,14 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         stop=options.get("stop", ()),
         priority=options.get("priority", 0),
         tools=tool_protos(options.get("tools", ())),
+        cache=cache_policy(options),
     )
-    if "cache_use" in options:
-        request.cache.use = _CACHE_USES[options["cache_use"]]
-    if "tenant" in options:
-        request.cache.tenant = options["tenant"]
     if "logprobs" in options or options.get("prompt_logprobs") or "logprob_token_ids" in options:
         request.logprobs.top_count = options.get("logprobs", 0)
         request.logprobs.prompt = options.get("prompt_logprobs", False)
         request.logprobs.token_ids.extend(options.get("logprob_token_ids", ()))
         # Without a field set the message would be absent.
         request.logprobs.SetInParent()
-    if "shared_prefix_name" in options:
-        request.cache.shared_prefix_name = options["shared_prefix_name"]
     if "response_format" in options:
         request.response_format.CopyFrom(options["response_format"])
     if "speculation" in options:
