@@ -24,10 +24,12 @@ var ServiceConfig string
 
 // Client is a connection to one server, or to all that a name resolves to. Safe for concurrent use.
 type Client struct {
-	// Inference, Cache and Models are the generated stubs over this connection.
-	Inference icehousev1.InferenceServiceClient
-	Cache     icehousev1.CacheServiceClient
-	Models    icehousev1.ModelServiceClient
+	// The generated stubs of all services over this connection.
+	Inference  icehousev1.InferenceServiceClient
+	Cache      icehousev1.CacheServiceClient
+	Models     icehousev1.ModelServiceClient
+	Embeddings icehousev1.EmbeddingServiceClient
+	Reranking  icehousev1.RerankServiceClient
 
 	conn *grpc.ClientConn
 }
@@ -55,10 +57,12 @@ func Dial(address string, options ...Option) (*Client, error) {
 		return nil, fmt.Errorf("icehouse: %q is no address: %w", address, err)
 	}
 	return &Client{
-		Inference: icehousev1.NewInferenceServiceClient(conn),
-		Cache:     icehousev1.NewCacheServiceClient(conn),
-		Models:    icehousev1.NewModelServiceClient(conn),
-		conn:      conn,
+		Inference:  icehousev1.NewInferenceServiceClient(conn),
+		Cache:      icehousev1.NewCacheServiceClient(conn),
+		Models:     icehousev1.NewModelServiceClient(conn),
+		Embeddings: icehousev1.NewEmbeddingServiceClient(conn),
+		Reranking:  icehousev1.NewRerankServiceClient(conn),
+		conn:       conn,
 	}, nil
 }
 

@@ -269,6 +269,21 @@ func TestTheOtherServicesAreThereToo(t *testing.T) {
 	if _, err := client.Cache.Explain(t.Context(), prompt); err != nil {
 		t.Error(err)
 	}
+	inputs := []*icehousev1.EmbedInput{{Input: &icehousev1.EmbedInput_Text{Text: "a"}}}
+	vectors, err := client.Embeddings.Embed(t.Context(), &icehousev1.EmbedRequest{Inputs: inputs})
+	if err != nil || len(vectors.GetEmbeddings()) != 1 {
+		t.Errorf("Embed: %v, %v", vectors, err)
+	}
+	ranking, err := client.Reranking.Rerank(t.Context(), &icehousev1.RerankRequest{
+		Query:          "a",
+		Documents:      []string{"b", "c"},
+		Form:           &icehousev1.RerankRequest_Text{Text: "{query} {document}"},
+		PositiveAnswer: "y",
+		NegativeAnswer: "n",
+	})
+	if err != nil || len(ranking.GetResults()) != 2 {
+		t.Errorf("Rerank: %v, %v", ranking, err)
+	}
 	_, err = client.Models.GetModel(t.Context(), &icehousev1.GetModelRequest{Model: "none"})
 	if refusal(t, err).Reason != "MODEL_NOT_FOUND" {
 		t.Error(err)
