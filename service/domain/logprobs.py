@@ -39,3 +39,5 @@ class TokenLogprobs:
     """The likeliest tokens, falling."""
     asked: tuple[Logprob, ...] = ()
     """The tokens asked for, in the order asked."""
+    text_offset: int | None = None
+    """Where its text begins in the output, in bytes of UTF-8. None for tokens of the prompt."""

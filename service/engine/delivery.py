@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from service.domain.events import Delta, Event, Finished, FinishReason
 from service.domain.ids import RequestId
 from service.engine.ports import Drawn, Listener
@@ -31,7 +33,8 @@ class Delivery:
         sequence.output_token_ids.append(token_id)
         sequence.undelivered_token_ids.append(token_id)
         if drawn.logprobs is not None:
-            sequence.undelivered_logprobs.append(drawn.logprobs)
+            offset = sequence.text.next_offset
+            sequence.undelivered_logprobs.append(dataclasses.replace(drawn.logprobs, text_offset=offset))
         if token_id in self._eos and not sequence.request.sampling.ignores_end_tokens:
             return self.finish(sequence, FinishReason.STOP_TOKEN, now)
         step = sequence.text.push(token_id)

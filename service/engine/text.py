@@ -34,6 +34,14 @@ class Detokenizer:
         self._known_text = decode(self._window[: self._read_index])
         # What the prompt's unfinished last character shows by itself: not output, unless output changes it.
         self._echo = self._new_text(self._window) if self._read_index < len(self._window) else ""
+        self._returned_byte_count = 0
+        self._pending_byte_count = 0
+        """Of whole characters that are not certain yet: a space before the beginning of another one."""
+
+    @property
+    def next_offset(self) -> int:
+        """Where the text of the next token begins, in bytes of UTF-8: behind the whole characters so far."""
+        return self._returned_byte_count + self._pending_byte_count
 
     def push(self, token_id: int) -> str:
         """Add one token; return the text that became certain, often one token's, sometimes empty."""
@@ -41,6 +49,7 @@ class Detokenizer:
         text = self._new_text(self._window)
         if text and not text.endswith(_REPLACEMENT):
             return self._commit(text)
+        self._pending_byte_count = len(text.rstrip(_REPLACEMENT).removeprefix(self._echo).encode())
         pending_count = len(self._window) - self._read_index
         if not text and (self._known_text or pending_count > _PENDING_TOKEN_LIMIT):
             # A special token: no text and no context for what follows. Kept, each one of a long run would
@@ -78,6 +87,8 @@ class Detokenizer:
         self._read_index = len(self._window)
         self._known_text = self._decode(self._window)
         sent, self._echo = text.removeprefix(self._echo), ""
+        self._returned_byte_count += len(sent.encode())
+        self._pending_byte_count = 0
         return sent
 
 
@@ -163,6 +174,12 @@ class TextStream:
         self._detokenizer = Detokenizer(decode, prompt_token_ids)
         self._stop_filter = StopFilter(stops)
         self._unsearched_token_count = unsearched_token_count
+
+    @property
+    def next_offset(self) -> int:
+        """Where the text of the next token begins in the output, in bytes of UTF-8. Counted before stop
+        strings: behind one it points past the end of what is sent."""
+        return self._detokenizer.next_offset
 
     def push(self, token_id: int) -> TextStep:
         """Add one sampled token."""

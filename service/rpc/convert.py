@@ -145,6 +145,7 @@ def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenL
         piece=piece(entry.token_id),
         top=top,
         asked=asked,
+        text_offset=entry.text_offset,
     )
 
 

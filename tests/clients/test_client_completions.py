@@ -17,8 +17,8 @@ from tests.clients.test_python_client import threaded
 from tests.rpc.conftest import SEED, House
 from tests.rpc.fake_engine import finished, started
 
-ENTRY = Told(5, -0.5, 2, (Logprob(9, -0.25),), (Logprob(8, -4.0),))
-READ = TokenLogprobs(5, -0.5, 2, "<5>", (TopLogprob(9, -0.25, "<9>"),), (TopLogprob(8, -4.0, "<8>"),))
+ENTRY = Told(5, -0.5, 2, (Logprob(9, -0.25),), (Logprob(8, -4.0),), 3)
+READ = TokenLogprobs(5, -0.5, 2, "<5>", (TopLogprob(9, -0.25, "<9>"),), (TopLogprob(8, -4.0, "<8>"),), 3)
 
 
 def telling(request: GenerationRequest) -> Iterable[Event]:

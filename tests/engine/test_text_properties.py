@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from service.domain.events import Delta, Finished, FinishReason
+from service.domain.logprobs import TokenLogprobs
 from service.engine.delivery import Delivery
 from service.engine.ids import SequenceId
 from service.engine.ports import Drawn
@@ -70,6 +71,30 @@ def test_prompt_and_output_cut_anywhere_add_up(name: str, text: str, cut: int) -
     pieces = pieces_of(built, prompt, output)
     assert known + "".join(pieces) == whole
     assert not any(REPLACEMENT in piece for piece in pieces), "a character was split"
+
+
+@each_tokenizer
+@given(text=texts | spaced, cut=st.integers(min_value=0, max_value=400))
+@example(text="a 🧊🧊 é🧊a", cut=0)
+@example(text="🧊🧊", cut=2)
+def test_a_token_begins_at_the_character_that_it_has_a_part_in(name: str, text: str, cut: int) -> None:
+    built = TOKENIZERS[name]
+    ids = built.encode(text, add_special_tokens=False).ids
+
+    def whole_bytes(count: int) -> int:
+        """Bytes of the whole characters of the first tokens; bytes of one that is not decode as U+FFFD."""
+        return len(built.decode(ids[:count]).rstrip(REPLACEMENT).encode())
+
+    # A decoder may take a run of byte tokens for garbage until its last character is whole.
+    expected = [max(map(whole_bytes, range(count + 1))) for count in range(len(ids))]
+    # A character that the prompt begins belongs to the output.
+    known = max(map(whole_bytes, range(cut + 1)))
+    detokenizer = Detokenizer(decoder(built), ids[:cut])
+    found = []
+    for token_id in ids[cut:]:
+        found.append(detokenizer.next_offset)
+        detokenizer.push(token_id)
+    assert found == [offset - known for offset in expected[cut:]]
 
 
 @given(st.lists(st.integers(min_value=0, max_value=319), max_size=120))
@@ -137,7 +162,8 @@ def delivered(
     end = None
     for token_id in output:
         assert end is None
-        end = delivery.take_token(sequence, Drawn(sequence.sequence_id, token_id), now=0.0)
+        drawn = Drawn(sequence.sequence_id, token_id, TokenLogprobs(token_id, -1.0, 1))
+        end = delivery.take_token(sequence, drawn, now=0.0)
         delivery.publish()
         if end is not None:
             break
@@ -158,6 +184,12 @@ def test_deltas_are_the_text_before_the_first_stop_with_every_token_once(
     deltas, end, taken_count = delivered(built, output, prompt=prompt_ids, stops=stops)
     assert ("".join(d.text for d in deltas), end.stop_string) == cut_at_first_stop(whole, stops)
     assert [token_id for d in deltas for token_id in d.token_ids] == list(output[:taken_count])
+    told = [entry for d in deltas for entry in d.logprobs]
+    assert [entry.token_id for entry in told] == list(output[:taken_count])
+    offsets = [entry.text_offset for entry in told]
+    assert offsets[0] == 0 and offsets == sorted(offsets)
+    parts = [whole.encode()[a:b].decode() for a, b in zip(offsets, [*offsets[1:], None], strict=True)]
+    assert "".join(parts) == whole, "each part is whole characters"
     assert end.reason is (FinishReason.STOP_STRING if end.stop_string else FinishReason.LENGTH)
 
 

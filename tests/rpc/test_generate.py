@@ -150,12 +150,12 @@ async def test_stop_string_and_progress_are_told(house: House) -> None:
 
 async def test_log_probabilities_are_told_token_by_token(house: House) -> None:
     of_prompt = TokenLogprobs(105, -0.25, 1)
-    of_output = TokenLogprobs(5, -2.5, 3, (Logprob(6, -0.5), Logprob(7, -1.5)), (Logprob(9, -8.0),))
+    of_output = TokenLogprobs(5, -2.5, 3, (Logprob(6, -0.5), Logprob(7, -1.5)), (Logprob(9, -8.0),), 0)
     house.engine.script = lambda request: [
         started(request),
         PrefillProgress(1, 2, (of_prompt,)),
         Delta("", (5,), (of_output,)),
-        Delta("x", (8,), (TokenLogprobs(8, -0.75, 1),)),
+        Delta("x", (8,), (TokenLogprobs(8, -0.75, 1, text_offset=3),)),
         FinishedEvent(FinishReason.LENGTH, None, usage_of(request, output_token_count=2)),
     ]
     options = logprobs_pb2.LogprobsOptions(top_count=2, prompt=True, token_ids=[9])
@@ -172,6 +172,8 @@ async def test_log_probabilities_are_told_token_by_token(house: House) -> None:
         (7, -1.5, "<7>"),
     ]
     assert [(t.token_id, t.logprob, t.piece) for t in whole.logprobs[0].asked] == [(9, -8.0, "<9>")]
+    assert [entry.text_offset for entry in whole.logprobs] == [0, 3]
+    assert whole.logprobs[0].HasField("text_offset") and not whole.prompt_logprobs[0].HasField("text_offset")
     deltas = [response.delta for response in responses if response.HasField("delta")]
     assert [entry for delta in deltas for entry in delta.logprobs] == list(whole.logprobs)
     assert responses[1].prefill_progress.prompt_logprobs == whole.prompt_logprobs

@@ -28,6 +28,8 @@ class TokenLogprobs:
     piece: str
     top: tuple[TopLogprob, ...] = ()
     asked: tuple[TopLogprob, ...] = ()
+    text_offset: int | None = None
+    """Where its text begins in the output as it was generated, in bytes of UTF-8; None in the prompt."""
 
 
 def logprobs_from(entries: Iterable[logprobs_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -40,6 +42,7 @@ def logprobs_from(entries: Iterable[logprobs_pb2.TokenLogprobs]) -> tuple[TokenL
             entry.piece,
             _places(entry.top),
             _places(entry.asked),
+            entry.text_offset if entry.HasField("text_offset") else None,
         )
         for entry in entries
     )

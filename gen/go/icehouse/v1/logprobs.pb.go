@@ -105,7 +105,12 @@ type TokenLogprobs struct {
 	// The likeliest tokens, falling; `top_count` of them.
 	Top []*TopLogprob `protobuf:"bytes,5,rep,name=top,proto3" json:"top,omitempty"`
 	// The tokens of `LogprobsOptions.token_ids`, in their order.
-	Asked         []*TopLogprob `protobuf:"bytes,6,rep,name=asked,proto3" json:"asked,omitempty"`
+	Asked []*TopLogprob `protobuf:"bytes,6,rep,name=asked,proto3" json:"asked,omitempty"`
+	// Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
+	// of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
+	// string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
+	// Absent: a token of the prompt.
+	TextOffset    *int32 `protobuf:"varint,7,opt,name=text_offset,json=textOffset,proto3,oneof" json:"text_offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -182,6 +187,13 @@ func (x *TokenLogprobs) GetAsked() []*TopLogprob {
 	return nil
 }
 
+func (x *TokenLogprobs) GetTextOffset() int32 {
+	if x != nil && x.TextOffset != nil {
+		return *x.TextOffset
+	}
+	return 0
+}
+
 // A token that could have stood in some place.
 type TopLogprob struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -254,14 +266,17 @@ const file_icehouse_v1_logprobs_proto_rawDesc = "" +
 	"\x0fLogprobsOptions\x12\x1b\n" +
 	"\ttop_count\x18\x01 \x01(\x05R\btopCount\x12\x16\n" +
 	"\x06prompt\x18\x02 \x01(\bR\x06prompt\x12\x1b\n" +
-	"\ttoken_ids\x18\x03 \x03(\x05R\btokenIds\"\xc8\x01\n" +
+	"\ttoken_ids\x18\x03 \x03(\x05R\btokenIds\"\xfe\x01\n" +
 	"\rTokenLogprobs\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\x05R\atokenId\x12\x18\n" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\x12\x12\n" +
 	"\x04rank\x18\x03 \x01(\x05R\x04rank\x12\x14\n" +
 	"\x05piece\x18\x04 \x01(\tR\x05piece\x12)\n" +
 	"\x03top\x18\x05 \x03(\v2\x17.icehouse.v1.TopLogprobR\x03top\x12-\n" +
-	"\x05asked\x18\x06 \x03(\v2\x17.icehouse.v1.TopLogprobR\x05asked\"W\n" +
+	"\x05asked\x18\x06 \x03(\v2\x17.icehouse.v1.TopLogprobR\x05asked\x12$\n" +
+	"\vtext_offset\x18\a \x01(\x05H\x00R\n" +
+	"textOffset\x88\x01\x01B\x0e\n" +
+	"\f_text_offset\"W\n" +
 	"\n" +
 	"TopLogprob\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\x05R\atokenId\x12\x18\n" +
@@ -301,6 +316,7 @@ func file_icehouse_v1_logprobs_proto_init() {
 	if File_icehouse_v1_logprobs_proto != nil {
 		return
 	}
+	file_icehouse_v1_logprobs_proto_msgTypes[1].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

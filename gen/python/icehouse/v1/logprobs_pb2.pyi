@@ -70,6 +70,7 @@ class TokenLogprobs(_message.Message):
     PIECE_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     ASKED_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token's id."""
     logprob: _builtins.float
@@ -78,6 +79,12 @@ class TokenLogprobs(_message.Message):
     """Its place among all tokens, 1 for the likeliest."""
     piece: _builtins.str
     """The vocabulary's own spelling, for reading only: a token can be a part of a character."""
+    text_offset: _builtins.int
+    """Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
+    of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
+    string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
+    Absent: a token of the prompt.
+    """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The likeliest tokens, falling; `top_count` of them."""
@@ -95,12 +102,15 @@ class TokenLogprobs(_message.Message):
         piece: _builtins.str = ...,
         top: _abc.Iterable[Global___TopLogprob] | None = ...,
         asked: _abc.Iterable[Global___TopLogprob] | None = ...,
+        text_offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text_offset", b"_text_offset", "text_offset", b"text_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "logprob", b"logprob", "piece", b"piece", "rank", b"rank", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text_offset", b"_text_offset", "asked", b"asked", "logprob", b"logprob", "piece", b"piece", "rank", b"rank", "text_offset", b"text_offset", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__text_offset: _TypeAlias = _typing.Literal["text_offset"]  # noqa: Y015
+    _WhichOneofArgType__text_offset: _TypeAlias = _typing.Literal["_text_offset", b"_text_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text_offset) -> _WhichOneofReturnType__text_offset | None: ...
 
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 

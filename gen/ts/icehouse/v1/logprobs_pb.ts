@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/logprobs.proto.
  */
 export const file_icehouse_v1_logprobs: GenFile = /*@__PURE__*/
-  fileDesc("ChppY2Vob3VzZS92MS9sb2dwcm9icy5wcm90bxILaWNlaG91c2UudjEiRwoPTG9ncHJvYnNPcHRpb25zEhEKCXRvcF9jb3VudBgBIAEoBRIOCgZwcm9tcHQYAiABKAgSEQoJdG9rZW5faWRzGAMgAygFIp0BCg1Ub2tlbkxvZ3Byb2JzEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDAoEcmFuaxgDIAEoBRINCgVwaWVjZRgEIAEoCRIkCgN0b3AYBSADKAsyFy5pY2Vob3VzZS52MS5Ub3BMb2dwcm9iEiYKBWFza2VkGAYgAygLMhcuaWNlaG91c2UudjEuVG9wTG9ncHJvYiI+CgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDQoFcGllY2UYAyABKAliBnByb3RvMw");
+  fileDesc("ChppY2Vob3VzZS92MS9sb2dwcm9icy5wcm90bxILaWNlaG91c2UudjEiRwoPTG9ncHJvYnNPcHRpb25zEhEKCXRvcF9jb3VudBgBIAEoBRIOCgZwcm9tcHQYAiABKAgSEQoJdG9rZW5faWRzGAMgAygFIscBCg1Ub2tlbkxvZ3Byb2JzEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDAoEcmFuaxgDIAEoBRINCgVwaWVjZRgEIAEoCRIkCgN0b3AYBSADKAsyFy5pY2Vob3VzZS52MS5Ub3BMb2dwcm9iEiYKBWFza2VkGAYgAygLMhcuaWNlaG91c2UudjEuVG9wTG9ncHJvYhIYCgt0ZXh0X29mZnNldBgHIAEoBUgAiAEBQg4KDF90ZXh0X29mZnNldCI+CgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDQoFcGllY2UYAyABKAliBnByb3RvMw");
 
 /**
  * Which log probabilities to tell. Set, even if empty: those of every output token.
@@ -100,6 +100,16 @@ export type TokenLogprobs = Message<"icehouse.v1.TokenLogprobs"> & {
    * @generated from field: repeated icehouse.v1.TopLogprob asked = 6;
    */
   asked: TopLogprob[];
+
+  /**
+   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
+   * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
+   * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
+   * Absent: a token of the prompt.
+   *
+   * @generated from field: optional int32 text_offset = 7;
+   */
+  textOffset?: number | undefined;
 };
 
 /**
