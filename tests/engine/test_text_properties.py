@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -97,6 +98,29 @@ def test_a_token_begins_at_the_character_that_it_has_a_part_in(name: str, text: 
     assert found == [offset - known for offset in expected[cut:]]
 
 
+@given(text=texts, lengths=st.lists(st.integers(min_value=1, max_value=7), min_size=1))
+@example(text="a 🧊x", lengths=[1, 3, 3])
+def test_tokens_of_any_bytes_begin_at_their_first_character(text: str, lengths: list[int]) -> None:
+    """Tokens that end inside a character, as those that begin with a space do in most vocabularies."""
+    data = text.encode()
+    starts = [0]
+    while starts[-1] < len(data):
+        starts.append(starts[-1] + lengths[len(starts) % len(lengths)])
+    tokens = [data[a:b] for a, b in itertools.pairwise(starts)]
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return b"".join(tokens[i] for i in token_ids).decode(errors="replace")
+
+    detokenizer = Detokenizer(decode, [])
+    found, pieces = [], []
+    for token_id in range(len(tokens)):
+        found.append(detokenizer.next_offset)
+        pieces.append(detokenizer.push(token_id))
+    characters = [len(text[:i].encode()) for i in range(len(text) + 1)]
+    assert found == [max(place for place in characters if place <= start) for start in starts[:-1]]
+    assert "".join([*pieces, detokenizer.flush()]) == text
+
+
 @given(st.lists(st.integers(min_value=0, max_value=319), max_size=120))
 @example(
     BYTE_LEVEL.encode("🧊", add_special_tokens=False).ids[-1:] * 7
@@ -186,7 +210,7 @@ def test_deltas_are_the_text_before_the_first_stop_with_every_token_once(
     assert [token_id for d in deltas for token_id in d.token_ids] == list(output[:taken_count])
     told = [entry for d in deltas for entry in d.logprobs]
     assert [entry.token_id for entry in told] == list(output[:taken_count])
-    offsets = [entry.text_offset for entry in told]
+    offsets = [entry.text_offset or 0 for entry in told]
     assert offsets[0] == 0 and offsets == sorted(offsets)
     parts = [whole.encode()[a:b].decode() for a, b in zip(offsets, [*offsets[1:], None], strict=True)]
     assert "".join(parts) == whole, "each part is whole characters"
