@@ -37,7 +37,7 @@ class SpeculationLimit(enum.Enum):
     NO_DRAFT_MODEL = enum.auto()
     """The server has no draft model."""
     ACCEPTANCE = enum.auto()
-    """Hardly a guess was right, so the rest was decoded plainly."""
+    """Hardly a guess was right of late, so the end was decoded plainly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

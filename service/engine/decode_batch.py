@@ -177,6 +177,22 @@ class DecodeBatch:
         """
         return self._caches, self._ids.index(sequence_id)
 
+    def leave(self, sequence_id: SequenceId) -> tuple[JoiningRow, Drawn | None]:
+        """Take a row out, between steps, as one that goes on elsewhere.
+
+        Pipelined, its next token is drawn already: it is the row's last one then, and returned to be told.
+        """
+        assert self._drawn is not None and self._in_flight is None, "a row leaves between steps"
+        index = self._ids.index(sequence_id)
+        caches = self._caches if self._is_plain else upstream.extract_caches(self._caches, index)
+        token_id = cast("list[int]", self._drawn.token_ids.tolist())[index]
+        untold = None
+        if self._is_pipelined:
+            untold = Drawn(sequence_id, token_id, self._drawn.logprobs().get(sequence_id))
+        row = JoiningRow(sequence_id, caches, token_id, self._rows[index], self.model)
+        self.remove([sequence_id])
+        return row, untold
+
     def remove(self, sequence_ids: Collection[SequenceId]) -> None:
         """Drop rows, between steps. Their memory goes when the device is done with it."""
         keep = [i for i, row_id in enumerate(self._ids) if row_id not in sequence_ids]

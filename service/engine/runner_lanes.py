@@ -1,7 +1,8 @@
 """The lanes in which sequences decode (inference thread).
 
 Sequences of one adapter whose cache classes batch share lanes of at most `row_limit` rows; each of the
-others, and each that speculates, decodes in a lane of its own beside them.
+others, and each that speculates, decodes in a lane of its own beside them. A sequence whose guesses come
+to nothing moves into the batch; one that looks its guesses up goes back when they would come true again.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ from service.engine import upstream
 from service.engine.decode_batch import DecodeBatch, JoiningRow
 from service.engine.draft_model import DraftModel
 from service.engine.ids import SequenceId
+from service.engine.lookup_watch import LookupWatch
 from service.engine.ports import Drawn
 from service.engine.prompt_lookup import PromptLookup
-from service.engine.speculative_lane import Drafter, SpeculativeLane, speculation_limit
+from service.engine.speculative_lane import Drafter, SpeculativeLane, Trial, speculation_limit
+
+_LOOKUP_TRIAL = Trial(step_count=4, least_accepted_count=2)
+"""Short: a row that leaves too early comes back. A pass over nine tokens takes twice as long as over one
+(Gemma 3 270M, float32, 2 x86 cores), so with few right guesses there is nothing to gain even alone."""
+_DRAFT_TRIAL = Trial(step_count=24, least_accepted_count=6)
+"""Long: nobody looks on afterwards, for that would cost as much as guessing."""
 
 
 class Lanes:
@@ -26,6 +34,8 @@ class Lanes:
         self._is_pipelined = is_pipelined
         self._joining: list[JoiningRow] = []
         self._lanes: list[DecodeBatch | SpeculativeLane] = []
+        self._watches: dict[SequenceId, LookupWatch] = {}
+        """Of every sequence that speculates by prompt lookup, in its own lane or not."""
         self.draft_model: DraftModel | None = None
         """Set once it is loaded, where the server has one."""
 
@@ -40,14 +50,22 @@ class Lanes:
             lane.dispatch()
         for lane in self._lanes:
             lane.draw()
-        collected = [drawn for lane in self._lanes for drawn in lane.collect()]
+        collected = [
+            (drawn, isinstance(lane, DecodeBatch)) for lane in self._lanes for drawn in lane.collect()
+        ]
+        for drawn, is_plain in collected:
+            if is_plain and (watch := self._watches.get(drawn.sequence_id)):
+                watch.note(drawn.token_id)
         self._end_fruitless_lanes()
-        return collected
+        self._return_to_speculation()
+        return [drawn for drawn, _ in collected]
 
     def remove(self, sequence_ids: Collection[SequenceId]) -> None:
         """Forget rows; ids that are not here are ignored."""
         gone = set(sequence_ids)
         self._joining = [row for row in self._joining if row.sequence_id not in gone]
+        for sequence_id in gone & self._watches.keys():
+            del self._watches[sequence_id]
         for lane in self._lanes:
             lane.remove(gone)
         self._lanes = [lane for lane in self._lanes if len(lane)]
@@ -56,6 +74,7 @@ class Lanes:
         """Drop every row."""
         self._joining.clear()
         self._lanes.clear()
+        self._watches.clear()
 
     def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
         """Return the caches that hold a decoding sequence, and its row in them."""
@@ -102,25 +121,54 @@ class Lanes:
         if limit is not SpeculationLimit.NONE:
             row.sampling.drafts = DraftCounts(limit=limit)
             return False
-        drafter = self._drafter(row, row.speculation)
-        if drafter is None:
+        if row.speculation.drafting is Drafting.PROMPT_LOOKUP:
+            lookup = PromptLookup(row.token_ids, ngram_token_limit=row.speculation.ngram_token_limit)
+            self._watches[row.sequence_id] = LookupWatch(lookup, row.speculation)
+            self._open_lane(row, row.speculation, lookup, _LOOKUP_TRIAL)
+            return True
+        if self.draft_model is None:
             row.sampling.drafts = DraftCounts(limit=SpeculationLimit.NO_DRAFT_MODEL)
             return False
-        limit_count = row.speculation.draft_token_limit
-        self._lanes.append(SpeculativeLane(row, drafter=drafter, draft_token_limit=limit_count))
+        # The last token is fed by the lane; what the draft model is to continue ends with it.
+        self._open_lane(row, row.speculation, self.draft_model.open(row.token_ids), _DRAFT_TRIAL)
         return True
+
+    def _open_lane(
+        self,
+        row: JoiningRow,
+        speculation: Speculation,
+        drafter: Drafter,
+        trial: Trial,
+        *,
+        untold: Drawn | None = None,
+    ) -> None:
+        limit = speculation.draft_token_limit
+        self._lanes.append(
+            SpeculativeLane(row, drafter=drafter, draft_token_limit=limit, trial=trial, untold=untold)
+        )
 
     def _end_fruitless_lanes(self) -> None:
         """Let rows whose guesses come to nothing decode with the others from the next step on."""
         for lane in self._lanes:
             if isinstance(lane, SpeculativeLane) and lane.is_fruitless:
+                accepted_count = lane.accepted_total
                 row = lane.leave()
                 row.sampling.drafts = DraftCounts(limit=SpeculationLimit.ACCEPTANCE)
                 self._joining.append(row)
+                if watch := self._watches.get(row.sequence_id):
+                    watch.begin(accepted_count=accepted_count)
         self._lanes = [lane for lane in self._lanes if len(lane)]
 
-    def _drafter(self, row: JoiningRow, speculation: Speculation) -> Drafter | None:
-        if speculation.drafting is Drafting.PROMPT_LOOKUP:
-            return PromptLookup(row.token_ids, ngram_token_limit=speculation.ngram_token_limit)
-        # The last token is fed by the lane; what the draft model is to continue ends with it.
-        return self.draft_model.open(row.token_ids) if self.draft_model is not None else None
+    def _return_to_speculation(self) -> None:
+        """Give rows their own lanes back whose tokens have been what a lookup would have guessed."""
+        for lane in [lane for lane in self._lanes if isinstance(lane, DecodeBatch)]:
+            for sequence_id in lane.sequence_ids:
+                watch = self._watches.get(sequence_id)
+                if watch is None or not watch.is_convinced:
+                    continue
+                row, untold = lane.leave(sequence_id)
+                if untold is not None:
+                    watch.drafter.extend([untold.token_id])
+                row.sampling.drafts = None
+                self._open_lane(row, watch.speculation, watch.drafter, _LOOKUP_TRIAL, untold=untold)
+        self._lanes = [lane for lane in self._lanes if len(lane)]

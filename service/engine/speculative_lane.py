@@ -11,8 +11,9 @@ batch caches cannot take back a different number in each row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
@@ -24,11 +25,13 @@ from service.engine.ports import Drawn
 from service.engine.sampler import sample
 from service.engine.token_logprobs import LogprobArrays, measure
 
-_TRIAL_STEP_COUNT = 24
-_LEAST_ACCEPTED_SHARE = 0.25
-"""Drafts accepted per step of the trial; with fewer the row is better off in the batch, where a step of all
-costs little more than its own pass. Without a right guess speculation took 0.76 of plain decoding's speed
-alone and 0.29 among four (`make bench-speculation`, 2 x86 cores)."""
+
+class Trial(NamedTuple):
+    """How many drafts must be accepted in so many steps. With fewer the row is better off in the batch, where
+    a step of all costs little more than its own pass."""
+
+    step_count: int
+    least_accepted_count: int
 
 
 class Drafter(Protocol):
@@ -52,8 +55,19 @@ class SpeculativeLane:
 
     is_solitary = True
 
-    def __init__(self, joining: JoiningRow, *, drafter: Drafter, draft_token_limit: int) -> None:
+    def __init__(
+        self,
+        joining: JoiningRow,
+        *,
+        drafter: Drafter,
+        draft_token_limit: int,
+        trial: Trial,
+        untold: Drawn | None = None,
+    ) -> None:
+        """`untold` is the joining row's last token where it was drawn and not told yet."""
         self.model = joining.model
+        self._trial = trial
+        self._untold = untold
         self._drafter = drafter
         self._draft_token_limit = draft_token_limit
         self._ids = [joining.sequence_id]
@@ -62,6 +76,8 @@ class SpeculativeLane:
         self._last_token_id = joining.last_token_id
         self._step_count = 0
         self._accepted_count = 0
+        self.accepted_total = 0
+        """Right guesses since the row came."""
         self._drafts: mx.array | None = None
         self._tokens: mx.array | None = None
         self._measured: LogprobArrays | None = None
@@ -72,10 +88,8 @@ class SpeculativeLane:
     @property
     def is_fruitless(self) -> bool:
         """Whether the latest trial has ended with too few right guesses."""
-        return (
-            self._step_count == _TRIAL_STEP_COUNT
-            and self._accepted_count < _LEAST_ACCEPTED_SHARE * _TRIAL_STEP_COUNT
-        )
+        trial = self._trial
+        return self._step_count == trial.step_count and self._accepted_count < trial.least_accepted_count
 
     def leave(self) -> JoiningRow:
         """Return the row, between steps, as one that decodes plainly from here on; the lane is empty then."""
@@ -95,7 +109,7 @@ class SpeculativeLane:
     def dispatch(self) -> None:
         """Start the pass over the last token and the drafts behind it."""
         assert self._tokens is None, "dispatch and collect take turns"
-        if self._step_count == _TRIAL_STEP_COUNT:
+        if self._step_count == self._trial.step_count:
             self._step_count = self._accepted_count = 0
         proposed = self._drafter.propose(self._draft_token_limit)
         drafts = proposed if isinstance(proposed, mx.array) else mx.array(proposed, dtype=mx.int32)
@@ -122,29 +136,32 @@ class SpeculativeLane:
         while accepted < len(drafts) and token_ids[accepted] == drafts[accepted]:
             accepted += 1
         upstream.rewind(self._caches, len(drafts) - accepted)
-        logprobs = self._measured.read() if self._measured is not None else [None] * len(token_ids)
+        logprobs = self._measured.read() if self._measured is not None else ()
         self._tokens, self._drafts, self._measured = None, None, None
         self._step_count += 1
         self._accepted_count += accepted
+        self.accepted_total += accepted
         kept = token_ids[: accepted + 1]
         self._row.drawn_count += len(kept)
         self._drafter.extend(kept)
         self._last_token_id = kept[-1]
         counts = DraftCounts(len(drafts), accepted)
         (sequence_id,) = self._ids
+        told = [self._untold] if self._untold is not None else []
+        self._untold = None
+        for token_id, entry in itertools.zip_longest(kept, logprobs[: len(kept)]):
+            told.append(Drawn(sequence_id, token_id, entry))
         return [
-            Drawn(
-                sequence_id,
-                token_id,
-                entry,
+            drawn._replace(
                 drafts=counts if place == 0 else None,
-                fed_ahead_count=accepted - place,
+                # All that are told were fed in this pass but the last.
+                fed_ahead_count=len(told) - 1 - place,
             )
-            for place, (token_id, entry) in enumerate(zip(kept, logprobs, strict=False))
+            for place, drawn in enumerate(told)
         ]
 
     def locate(self, sequence_id: SequenceId) -> tuple[list[upstream.Cache], int]:
-        """Return the caches, which hold every token but the one collected last."""
+        """Return the caches, which hold every token but the one drawn last."""
         assert sequence_id in self._ids
         return self._caches, 0
 

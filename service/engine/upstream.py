@@ -184,6 +184,11 @@ def _stacked(short: mx.array, long: mx.array) -> mx.array:
     return whole
 
 
+def extract_caches(batch: Sequence[Cache], row: int) -> list[Cache]:
+    """Return one row of batch caches as caches of its own; the batch stays as it is."""
+    return [cache.extract(row) for cache in batch]
+
+
 def growth_of(token_count: int) -> int:
     """Return by how many tokens a row of this length grows: about a quarter, within bounds."""
     return min(_MAX_GROWTH, max(_MIN_GROWTH, token_count // 4 // _MIN_GROWTH * _MIN_GROWTH))

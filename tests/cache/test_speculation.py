@@ -9,12 +9,18 @@ import pytest
 
 from service.domain.events import Delta, Finished
 from service.domain.ids import RequestId
+from service.domain.logprobs import LogprobsWanted
 from service.domain.request import CacheUse, GenerationRequest
 from service.domain.sampling import SamplingParams
 from service.domain.speculation import DraftCounts, Speculation, SpeculationLimit
+from service.engine import lookup_watch, runner_lanes
+from service.engine.speculative_lane import Trial
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt
+from tests.chat.chain_model import chain_model_dir
 from tests.models import tiny_model_dir
+from tests.models.chat_templates import THINKING
+from tests.models.vocabulary import tokenizer
 
 LOOKUP = Speculation(draft_token_limit=6, ngram_token_limit=3)
 OUTPUT_TOKENS = 60
@@ -47,6 +53,7 @@ def submit(
             arrival_time=0.0,
             speculation=speculation,
             cache_use=cache_use,
+            logprobs=LogprobsWanted(),
         )
     )
 
@@ -54,7 +61,21 @@ def submit(
 def outcome(house: House, name: str) -> tuple[list[int], DraftCounts]:
     end = house.recorder.wait_for_end(name)
     assert isinstance(end, Finished), end
+    for event in house.recorder.events[name]:
+        if isinstance(event, Delta):
+            assert [entry.token_id for entry in event.logprobs] == list(event.token_ids)
     return house.recorder.tokens_of(name), end.usage.drafts
+
+
+@pytest.fixture(params=["stays", "as it is", "moves"])
+def movement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How often a row changes between its own lane and the batch: never, when it pays, all the time."""
+    if request.param == "stays":
+        monkeypatch.setattr(runner_lanes, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
+    if request.param == "moves":
+        monkeypatch.setattr(runner_lanes, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
+        monkeypatch.setattr(lookup_watch, "_FIRST_RUN", 0)
+    return str(request.param)
 
 
 SAMPLINGS = [
@@ -67,7 +88,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("is_pipelined", [False, True])
 def test_the_tokens_are_those_of_plain_decoding(
-    tmp_path: Path, architecture: str, is_pipelined: bool
+    tmp_path: Path, architecture: str, is_pipelined: bool, movement: str
 ) -> None:
     folder = tiny_model_dir(tmp_path, architecture)
     prompts = [repetitive(), prompt(2 * BLOCK + 3)]
@@ -95,16 +116,17 @@ def test_the_tokens_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("output_count", [OUTPUT_TOKENS, 24, 13])
 @pytest.mark.parametrize(("architecture", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0)])
+@pytest.mark.parametrize("is_pipelined", [False, True])
 def test_the_next_turn_reuses_what_a_speculating_one_left(
-    tmp_path: Path, architecture: str, kv_bits: int, output_count: int
+    tmp_path: Path, architecture: str, kv_bits: int, is_pipelined: bool, output_count: int, movement: str
 ) -> None:
     folder = tiny_model_dir(tmp_path, architecture)
     first = repetitive()
-    with House(folder, tmp_path / "blocks", kv_bits=kv_bits) as house:
+    with House(folder, tmp_path / "blocks", kv_bits=kv_bits, is_pipelined=is_pipelined) as house:
         # Some of these ends are inside a run of accepted guesses, past which the caches already are.
         submit(house, "first", first, speculation=LOOKUP, max_output_tokens=output_count)
         said, drafts = outcome(house, "first")
-        if output_count == OUTPUT_TOKENS:
+        if output_count == OUTPUT_TOKENS and movement == "stays":
             assert drafts.proposed_count > drafts.accepted_count > 0, (
                 "nothing was taken back, or nothing kept"
             )
@@ -117,7 +139,8 @@ def test_the_next_turn_reuses_what_a_speculating_one_left(
         assert outcome(house, "second")[0] == warm.tokens
 
 
-def test_guesses_save_steps_and_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("movement", ["stays"], indirect=True)
+def test_guesses_save_steps_and_are_counted(tmp_path: Path, movement: str) -> None:
     with House(tiny_model_dir(tmp_path, "qwen3"), None, is_enabled=False) as house:
         submit(house, "plain", repetitive(), speculation=None)
         plain, none = outcome(house, "plain")
@@ -166,6 +189,33 @@ def test_a_stop_inside_a_run_of_guesses_ends_it_there(tmp_path: Path, stop_at: i
             for name in ("stopped plain", "stopped fast")
         ]
         assert texts[0] == texts[1] == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("company", [0, 2])
+def test_a_row_speculates_again_once_its_text_repeats_itself(
+    tmp_path: Path, is_pipelined: bool, company: int
+) -> None:
+    """The model goes round through all its printable tokens: new ones first, then none but known ones."""
+    folder = chain_model_dir(tmp_path / "model", THINKING, ["go"], first="Ċ")
+    vocabulary = tokenizer().get_vocab()
+    round_length = sum(text.isascii() and text.isalnum() for text in vocabulary)
+    limits = {"max_output_tokens": 3 * round_length}
+    with House(folder, None, is_enabled=False, is_pipelined=is_pipelined) as house:
+        submit(house, "plain", [3, vocabulary["Ċ"]], speculation=None, **limits)
+        plain, _ = outcome(house, "plain")
+        assert plain[-round_length:] == plain[-2 * round_length : -round_length], "it goes round"
+        before = house.stats()[0].step_total
+        for number in range(company):
+            submit(house, f"beside {number}", [4 + number, vocabulary["Ċ"]], speculation=None, **limits)
+        submit(house, "asked", [3, vocabulary["Ċ"]], speculation=LOOKUP, **limits)
+        tokens, drafts = outcome(house, "asked")
+        steps = house.stats()[0].step_total - before
+        for number in range(company):
+            assert outcome(house, f"beside {number}")[0] == plain
+    assert tokens == plain
+    assert drafts.limit is SpeculationLimit.NONE and drafts.accepted_count > 1.5 * round_length
+    assert steps < 1.6 * round_length, "two rounds of three were guessed, several tokens a step"
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])

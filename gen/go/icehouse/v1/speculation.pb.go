@@ -35,7 +35,7 @@ const (
 	SpeculationLimit_SPECULATION_LIMIT_SAMPLING SpeculationLimit = 2
 	// The server has no draft model.
 	SpeculationLimit_SPECULATION_LIMIT_NO_DRAFT_MODEL SpeculationLimit = 3
-	// Hardly a guess was right: from there on the output was decoded in the batch, with the others.
+	// Hardly a guess was right of late: the end of the output was decoded in the batch, with the others.
 	SpeculationLimit_SPECULATION_LIMIT_ACCEPTANCE SpeculationLimit = 4
 )
 
@@ -87,8 +87,9 @@ func (SpeculationLimit) EnumDescriptor() ([]byte, []int) {
 // Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
 // decoding: each place is drawn from the model's own distribution with the request's seed, and a guess
 // counts only where it equals what was drawn. It pays where the output repeats what the prompt or the
-// output said before (edits, extracts, code), and for few requests at a time: a request that
-// speculates does not share its passes with others.
+// output said before (edits, extracts, code): a request that speculates does not share its passes with
+// others. Where hardly a guess is right it decodes in the batch with them; with `prompt_lookup` it goes back
+// to guessing once its latest tokens are what would have been guessed.
 //
 // Where it cannot be (`Usage.speculation_limit`), the request decodes plainly.
 type Speculation struct {

@@ -32,7 +32,7 @@ class _SpeculationLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spec
     SPECULATION_LIMIT_NO_DRAFT_MODEL: _SpeculationLimit.ValueType  # 3
     """The server has no draft model."""
     SPECULATION_LIMIT_ACCEPTANCE: _SpeculationLimit.ValueType  # 4
-    """Hardly a guess was right: from there on the output was decoded in the batch, with the others."""
+    """Hardly a guess was right of late: the end of the output was decoded in the batch, with the others."""
 
 class SpeculationLimit(_SpeculationLimit, metaclass=_SpeculationLimitEnumTypeWrapper):
     """Why a request that asked for speculation decoded plainly."""
@@ -46,7 +46,7 @@ SPECULATION_LIMIT_SAMPLING: SpeculationLimit.ValueType  # 2
 SPECULATION_LIMIT_NO_DRAFT_MODEL: SpeculationLimit.ValueType  # 3
 """The server has no draft model."""
 SPECULATION_LIMIT_ACCEPTANCE: SpeculationLimit.ValueType  # 4
-"""Hardly a guess was right: from there on the output was decoded in the batch, with the others."""
+"""Hardly a guess was right of late: the end of the output was decoded in the batch, with the others."""
 Global___SpeculationLimit: _TypeAlias = SpeculationLimit  # noqa: Y015
 
 @_typing.final
@@ -54,8 +54,9 @@ class Speculation(_message.Message):
     """Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
     decoding: each place is drawn from the model's own distribution with the request's seed, and a guess
     counts only where it equals what was drawn. It pays where the output repeats what the prompt or the
-    output said before (edits, extracts, code), and for few requests at a time: a request that
-    speculates does not share its passes with others.
+    output said before (edits, extracts, code): a request that speculates does not share its passes with
+    others. Where hardly a guess is right it decodes in the batch with them; with `prompt_lookup` it goes back
+    to guessing once its latest tokens are what would have been guessed.
 
     Where it cannot be (`Usage.speculation_limit`), the request decodes plainly.
     """
