@@ -16,8 +16,8 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// ServiceConfig is the published service config: Generate is retried when no server took it, and
-// servers that say they do not serve are passed over. A resolver that brings its own wins.
+// ServiceConfig is the published service config: Generate, Embed and Rerank are retried when no server took
+// them, and servers that say they do not serve are passed over. A resolver that brings its own wins.
 //
 //go:embed service_config.json
 var ServiceConfig string

@@ -6,18 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+from icehouse.v1 import embedding_service_pb2, rerank_service_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
 CONFIG: dict[str, Any] = json.loads((Path(__file__).parents[2] / "clients/service_config.json").read_text())
 
 _SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"]
+_EMBEDDING = embedding_service_pb2.DESCRIPTOR.services_by_name["EmbeddingService"]
+_RERANK = rerank_service_pb2.DESCRIPTOR.services_by_name["RerankService"]
 
 
-def test_only_generate_is_retried_and_only_where_no_server_took_it() -> None:
+def test_what_answers_once_is_retried_and_only_where_no_server_took_it() -> None:
     (method,) = CONFIG["methodConfig"]
-    (name,) = method["name"]
-    assert name == {"service": _SERVICE.full_name, "method": "Generate"}
-    assert _SERVICE.methods_by_name[name["method"]].server_streaming is False
+    services = {found.full_name: found for found in (_SERVICE, _EMBEDDING, _RERANK)}
+    names = [(name["service"], name["method"]) for name in method["name"]]
+    assert names == list(zip(services, ("Generate", "Embed", "Rerank"), strict=True))
+    assert not any(services[service].methods_by_name[name].server_streaming for service, name in names)
     assert method["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
     assert 2 <= method["retryPolicy"]["maxAttempts"] <= 5
     assert "hedgingPolicy" not in json.dumps(CONFIG)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
+from pathlib import Path
 
 import pytest
 from icehouse.v1 import inference_service_pb2 as pb
@@ -28,14 +30,18 @@ def test_no_route_has_envoys_own_timeout() -> None:
     assert manager["request_timeout"] == "0s" and manager["stream_idle_timeout"] == "300s"
 
 
-def test_the_running_envoy_has_no_timeout_and_retries_generate_alone_after_a_break(fleet: Fleet) -> None:
-    routes = {
-        next(iter(route["match"][kind] for kind in ("path", "prefix") if kind in route["match"])): route
-        for route in fleet.envoy.routes()
-    }
-    assert {path: route["route"]["timeout"] for path, route in routes.items()} == {_GENERATE: "0s", "/": "0s"}
-    retried = {path: route["route"]["retry_policy"]["retry_on"] for path, route in routes.items()}
-    assert "reset" in retried[_GENERATE].split(",") and "reset" not in retried["/"].split(",")
+def test_the_running_envoy_has_no_timeout_and_retries_what_answers_once_after_a_break(fleet: Fleet) -> None:
+    once, rest = fleet.envoy.routes()
+    assert [route["route"]["timeout"] for route in (once, rest)] == ["0s", "0s"]
+    retried = [route["route"]["retry_policy"]["retry_on"].split(",") for route in (once, rest)]
+    assert "reset" in retried[0] and "reset" not in retried[1]
+    assert rest["match"] == {"prefix": "/"}
+    published = json.loads((Path(__file__).parents[2] / "clients/service_config.json").read_text())
+    names = published["methodConfig"][0]["name"]
+    paths = [f"/{name['service']}/{name['method']}" for name in names]
+    pattern = once["match"]["safe_regex"]["regex"]
+    assert len(paths) == 3 and all(re.fullmatch(pattern, path) for path in paths)
+    assert not re.fullmatch(pattern, "/icehouse.v1.InferenceService/Stream")
 
 
 def test_generate_and_stream_pass_through_tls(fleet: Fleet) -> None:
@@ -65,6 +71,24 @@ def test_plain_http_users_post_json(fleet: Fleet) -> None:
     with fleet.client() as client:
         assert found["text"] == client.generate(prompt(2), max_output_tokens=5).text
     assert (status, found["finish_reason"], len(found["token_ids"])) == (200, "FINISH_REASON_LENGTH", 5)
+
+
+def test_vectors_and_rankings_come_as_json_too(fleet: Fleet) -> None:
+    asked = {
+        "EmbeddingService/Embed": ({"inputs": [{"text": "ab"}]}, "embeddings"),
+        "RerankService/Rerank": (
+            {"query": "a", "documents": ["b"], "text": "{query} {document}"}
+            | {"positive_answer": "y", "negative_answer": "n"},
+            "results",
+        ),
+    }
+    for method, (fields, field) in asked.items():
+        status, _, answer = fleet.envoy.http(
+            f"/icehouse.v1.{method}",
+            body=json.dumps(fields).encode(),
+            headers={"content-type": "application/json"},
+        )
+        assert (status, len(json.loads(answer)[field])) == (200, 1), answer
 
 
 def test_a_stream_as_json_is_a_list_of_events(fleet: Fleet) -> None:

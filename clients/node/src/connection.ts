@@ -13,8 +13,9 @@ import { errorFrom } from "./errors.js";
 import { channelCredentials, type Security } from "./security.js";
 
 /**
- * The published service config: Generate is retried when no server took it, and calls go to all servers
- * that the address names. (gRPC for Node does not look at health itself, so that part has no effect.)
+ * The published service config: Generate, Embed and Rerank are retried when no server took them, and calls go
+ * to all servers that the address names. (gRPC for Node does not look at health itself, so that part has no
+ * effect.)
  */
 export const SERVICE_CONFIG = readFileSync(new URL("../../service_config.json", import.meta.url), "utf8");
 
