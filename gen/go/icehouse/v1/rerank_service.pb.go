@@ -281,8 +281,9 @@ type RerankResponse struct {
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The documents, best first; equals in the request's order.
 	Results []*RerankResult `protobuf:"bytes,3,rep,name=results,proto3" json:"results,omitempty"`
-	// Tokens of all prompts, and how many of them came from the cache.
+	// Tokens of all prompts.
 	PromptTokens int32 `protobuf:"varint,4,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	// How many of them came from the cache.
 	CachedTokens int32 `protobuf:"varint,5,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// From arrival to the last score.
 	TotalDuration *durationpb.Duration `protobuf:"bytes,6,opt,name=total_duration,json=totalDuration,proto3" json:"total_duration,omitempty"`

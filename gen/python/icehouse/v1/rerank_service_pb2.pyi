@@ -151,8 +151,9 @@ class RerankResponse(_message.Message):
     model: _builtins.str
     """The model that answered."""
     prompt_tokens: _builtins.int
-    """Tokens of all prompts, and how many of them came from the cache."""
+    """Tokens of all prompts."""
     cached_tokens: _builtins.int
+    """How many of them came from the cache."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RerankResult]:
         """The documents, best first; equals in the request's order."""

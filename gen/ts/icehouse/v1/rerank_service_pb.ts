@@ -195,13 +195,15 @@ export type RerankResponse = Message<"icehouse.v1.RerankResponse"> & {
   results: RerankResult[];
 
   /**
-   * Tokens of all prompts, and how many of them came from the cache.
+   * Tokens of all prompts.
    *
    * @generated from field: int32 prompt_tokens = 4;
    */
   promptTokens: number;
 
   /**
+   * How many of them came from the cache.
+   *
    * @generated from field: int32 cached_tokens = 5;
    */
   cachedTokens: number;
