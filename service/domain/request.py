@@ -13,8 +13,8 @@ from service.domain.logprobs import LogprobsWanted
 from service.domain.sampling import SEED_RANGE, SamplingParams
 from service.domain.speculation import Speculation
 
-_COMPLETION_MARK = "#"
-"""Between a request's name and the number of one of its completions. No caller's name has it."""
+_PART_MARK = "#"
+"""Between a call's name and the number of one of its requests. No caller's name has it."""
 
 
 class CacheUse(enum.Enum):
@@ -79,12 +79,17 @@ class GenerationRequest:
         logprobs = self.logprobs
         return dataclasses.replace(
             self,
-            request_id=RequestId(f"{self.request_id}{_COMPLETION_MARK}{index}"),
+            request_id=part_of(self.request_id, index),
             sampling=dataclasses.replace(self.sampling, seed=seed),
             logprobs=None if logprobs is None else dataclasses.replace(logprobs, of_prompt=False),
         )
 
 
 def call_of(request_id: RequestId) -> RequestId:
-    """Return the name of the call that a request belongs to: itself, unless it is a further completion."""
-    return RequestId(request_id.partition(_COMPLETION_MARK)[0])
+    """Return the name of the call that a request belongs to: itself, unless it is a further one of a call."""
+    return RequestId(request_id.partition(_PART_MARK)[0])
+
+
+def part_of(call: RequestId, index: int) -> RequestId:
+    """Return the name of a call's request; the first has the call's own."""
+    return RequestId(f"{call}{_PART_MARK}{index}") if index else call

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from icehouse.v1 import cache_policy_pb2, embedding_service_pb2_grpc
 from icehouse.v1 import embedding_service_pb2 as messages
 
@@ -21,6 +19,7 @@ from service.rpc.generation import Generation
 from service.rpc.ports import ServedModel
 from service.rpc.prompts import PromptReader, input_of
 from service.rpc.router import Router
+from service.rpc.together import requests_together
 from service.rpc.validation import (
     check_adapter,
     check_model,
@@ -62,17 +61,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
             dimension_count = self._check(request, model.info)
             whole = self._whole_request(request, call)
             inputs = await self._read(request, model, call)
-            # The engine judges requests that come together by the first, so that is the longest.
-            order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
-            requests = [
-                dataclasses.replace(
-                    whole,
-                    # No caller can name a request so: `#` is not allowed there.
-                    request_id=RequestId(f"{whole.request_id}#{rank}" if rank else whole.request_id),
-                    prompt_token_ids=inputs[index],
-                )
-                for rank, index in enumerate(order)
-            ]
+            order, requests = requests_together(whole, inputs)
             vectors: dict[int, Vector] = {}
             total_s = 0.0
             async with self._generation.run(requests, call=call) as events:

@@ -12,7 +12,7 @@ from service.domain.chat import ChatMessage, Conversation
 from service.domain.model import ModelInfo
 from service.errors import InvalidRequest, Reason
 from service.rpc.prompts import Chat, ReadPrompt, Text
-from service.rpc.validation import refuse_value, shown
+from service.rpc.validation import refuse_value
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 DEFAULT_ANSWERS = ("yes", "no")
@@ -99,9 +99,10 @@ def _check_places(field: str, template: str) -> None:
         wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))
         raise InvalidRequest(
             Reason.PARAMETER_OUT_OF_RANGE,
-            f"{field} is {shown(template)}; it must have {wanted} in it",
+            # The form is not shown: it is most of a prompt.
+            f"`{field}` must have {wanted} in it",
             field=field,
-            metadata={"field": field, "value": shown(template), "wanted": wanted},
+            metadata={"field": field, "wanted": wanted},
         )
 
 

@@ -22,6 +22,7 @@ from service.rpc.ports import ServedModel
 from service.rpc.prompts import PromptReader
 from service.rpc.rerank_form import DEFAULT_ANSWERS, RerankForm, answers_of, check_begins_with_answer, form_of
 from service.rpc.router import Router
+from service.rpc.together import requests_together
 from service.rpc.validation import (
     cache_use_of,
     check_adapter,
@@ -57,21 +58,9 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
             model = self._router.require_model()
             form = self._check(request, model)
             whole = self._whole_request(request, call)
-            positive, negative = await self._answers(request, model)
-            wanted = LogprobsWanted(token_ids=(positive, negative))
+            wanted = LogprobsWanted(token_ids=await self._answers(request, model))
             prompts = await self._read(request, form, model, call)
-            # The engine judges requests that come together by the first, so that is the longest.
-            order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-            requests = [
-                dataclasses.replace(
-                    whole,
-                    # No caller can name a request so: `#` is not allowed there.
-                    request_id=RequestId(f"{whole.request_id}#{rank}" if rank else whole.request_id),
-                    prompt_token_ids=prompts[index],
-                    logprobs=wanted,
-                )
-                for rank, index in enumerate(order)
-            ]
+            order, requests = requests_together(dataclasses.replace(whole, logprobs=wanted), prompts)
             ranking = _Ranking(whole.request_id, model.info.model_id, prompts)
             async with self._generation.run(requests, call=call) as events:
                 async for rank, event in events:
@@ -123,7 +112,6 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         for index, document in enumerate(request.documents):
             try:
                 prompt = await self._prompts.read(form.prompt(document), model)
-                check_begins_with_answer(prompt)
             except InvalidRequest as error:
                 raise InvalidRequest(
                     error.reason,
@@ -131,6 +119,8 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
                     field=f"documents[{index}]",
                     metadata=error.metadata,
                 ) from error
+            # The form's fault, not the document's.
+            check_begins_with_answer(prompt)
             prompts.append(prompt.token_ids)
         call.prompt_token_count = sum(map(len, prompts))
         return prompts

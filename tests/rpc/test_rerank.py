@@ -182,6 +182,15 @@ async def test_misuse_is_named_before_anything_runs(
     assert ranker.engine.submitted == []
 
 
+async def test_a_form_is_not_repeated_in_its_refusal(ranker: House) -> None:
+    answer = await refused(ranker.reranking.Rerank(rank("a", text="my secret form {query}")))
+    assert (
+        answer.field == "text"
+        and "{document}" in answer.message
+        and "secret" not in f"{answer.message} {answer.info} {answer.bad_request}"
+    )
+
+
 async def test_two_forms_at_once_are_refused(ranker: House) -> None:
     both = (
         rank("a").SerializeToString()
@@ -211,7 +220,7 @@ async def test_a_template_that_thinks_first_is_refused(
     )
     turns = messages.RerankTurns(user="{query}? {document}")
     answer = await refused(ranker.reranking.Rerank(in_turns(text=None, turns=turns)))
-    assert (answer.reason, answer.field) == ("CHAT_INVALID", "documents[0]")
+    assert (answer.reason, answer.field) == ("CHAT_INVALID", "turns")
     assert ranker.engine.submitted == []
 
 
