@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -19,18 +21,32 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_health.v1 import health_pb2
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2
+from icehouse.v1 import (
+    cache_service_pb2,
+    embedding_service_pb2,
+    inference_service_pb2,
+    model_service_pb2,
+    rerank_service_pb2,
+)
 
-from service.domain.events import Event
+from service.domain.events import Delta, Event
+from service.domain.logprobs import Logprob, TokenLogprobs
 from service.domain.request import GenerationRequest
 from service.errors import Reason
 from service.rpc.reason_table import TABLE
 from tests.rpc.conftest import House, running_house
 from tests.rpc.fake_engine import finished, started
+from tests.rpc.test_embeddings import EMBEDDING
 
 METHODS = {
     f"/{service.full_name}/{method.name}": method
-    for file in (inference_service_pb2, cache_service_pb2, model_service_pb2)
+    for file in (
+        inference_service_pb2,
+        cache_service_pb2,
+        model_service_pb2,
+        embedding_service_pb2,
+        rerank_service_pb2,
+    )
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
@@ -51,6 +67,8 @@ WORDS = (
     "ä\U0001f600\0",
     "{" * 40,
     '{"type":"object"}',
+    "y",
+    "{query}{document}",
     "a" * 3000,
     "/etc",
 )
@@ -65,7 +83,13 @@ _RANGES = {
 
 
 def brief(request: GenerationRequest) -> list[Event]:
-    """Script: an answer without output, however much was asked for."""
+    """Script: an answer with no more output than what was asked to be told of it."""
+    if request.pooling is not None:
+        return [started(request), dataclasses.replace(finished(request), embedding=np.ones(4, np.float32))]
+    if request.logprobs is not None and request.logprobs.token_ids:
+        asked = tuple(Logprob(token_id, -1.0) for token_id in request.logprobs.token_ids)
+        told = Delta("", (5,), (TokenLogprobs(5, -1.0, 1, (), asked),))
+        return [started(request), told, finished(request, output_token_count=1)]
     return [started(request), finished(request)]
 
 
@@ -109,7 +133,7 @@ def target() -> Iterator[Target]:
     held: list[House] = []
 
     async def serve() -> None:
-        async with running_house() as house:
+        async with running_house(info=EMBEDDING) as house:
             house.engine.script = brief
             held.append(house)
             ready.set()
