@@ -8,7 +8,7 @@ SHELL := /bin/sh
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(EXTRAS)
-CLIENT := $(wildcard clients/python/pyproject.toml)
+PACKAGES := pyproject.toml gen/python/pyproject.toml clients/python/pyproject.toml
 UV := $(shell command -v uv 2>/dev/null)
 
 ifneq ($(UV),)
@@ -25,14 +25,13 @@ endif
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
-env: $(STAMP) ## Make the environment in .venv (again only when pyproject.toml or constraints.txt changed).
+env: $(STAMP) ## Make the environment in .venv (again only when a pyproject.toml or constraints.txt changed).
 
-$(STAMP): pyproject.toml constraints.txt $(CLIENT)
+$(STAMP): $(PACKAGES) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "icehouse needs Python 3.11 or newer; say make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "making the environment in $(VENV) (a few minutes the first time)"
 	@$(MAKE_VENV)
-	@$(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
-	@if [ -n "$(CLIENT)" ]; then $(INSTALL) -c constraints.txt -e clients/python; fi
+	@$(INSTALL) -c constraints.txt -e gen/python -e clients/python -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, starts a server, streams, stops.
@@ -41,7 +40,7 @@ demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, sta
 serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
 	@$(BIN)/icehouse serve $(ARGS)
 
-test: $(STAMP) ## Run the fast test suite (ARGS="tests/kv -k spill" narrows it).
+test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(BIN)/python -m pytest -q $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests: many seeds, many kill -9.
@@ -64,11 +63,11 @@ proto: $(STAMP) ## buf lint over protos/.
 
 fresh: $(STAMP) ## Are gen/ and docs/ what protos/ and the code say?
 	@$(BIN)/python protos/generate.py --check
-	@PYTHONPATH=.:gen/python $(BIN)/python docs/generate.py --check
+	@PYTHONPATH=service:gen/python $(BIN)/python docs/generate.py --check
 
 gen: $(STAMP) ## Write gen/ from protos/, docs/errors.md from the code.
 	@$(BIN)/python protos/generate.py
-	@PYTHONPATH=.:gen/python $(BIN)/python docs/generate.py
+	@PYTHONPATH=service:gen/python $(BIN)/python docs/generate.py
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend.
 	@$(BIN)/ruff check --fix-only --quiet .
@@ -115,5 +114,5 @@ audit: $(STAMP) build/audit/.stamp ## Known vulnerabilities of what is installed
 	@build/audit/venv/bin/python .ci/audit.py --python $(BIN)/python --sbom build/audit/sbom.json
 
 clean: ## Remove what make made here; the model and the cache in the user's cache directory stay.
-	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/out
+	@rm -rf $(VENV) build dist service/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/out
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import jsonschema
 import numpy as np
+from icehouse_server.cli.demo import free_port, running_server
+from icehouse_server.demo.build import ensure_demo_model
+from icehouse_server.rpc.client.generate import Connection
 from safetensors.numpy import save_file
-
-from service.cli.demo import free_port, running_server
-from service.demo.build import ensure_demo_model
-from service.rpc.dial import Connection
 
 ROOT = Path(__file__).resolve().parents[1]
 README_ADDRESS = "localhost:50051"
@@ -134,7 +133,15 @@ class Smoke:
 
     def top(self) -> None:
         """Look at the server as an operator would."""
-        command = [sys.executable, "-m", "service.cli.main", "top", "--once", "--address", self._address]
+        command = [
+            sys.executable,
+            "-m",
+            "icehouse_server.cli.main",
+            "top",
+            "--once",
+            "--address",
+            self._address,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
         good = done.returncode == 0 and "decoding" in done.stdout and "slowest" in done.stdout
         self._check("icehouse top shows it", good, (done.stdout + done.stderr)[-800:])

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from service.cli.preload import restart_with_openblas
+from icehouse_server.bootstrap.preload import restart_with_openblas
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     # Whatever libraries print must not end up between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
 
-    from service.engine import model_loader
+    from icehouse_server.engine.runner import model_loader
 
     source = model_loader.ModelSource(path=arguments.model, model_id="bench", dtype=arguments.dtype)
     loaded = model_loader.load(source)

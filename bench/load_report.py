@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from icehouse_server.config.sections import EngineConfig
+
 from bench.load_parts import ALONE_CLIENTS, ShortBesideLong
 from bench.load_plot import plot_load
 from bench.load_run import STOP_TTFT_S, LoadPoint, Objective, Percentiles, goodput_ratio_at_stop
 from bench.report import Verdict, console, setting, show_table, show_verdicts, spread_of, write_json
-from service.config.sections import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

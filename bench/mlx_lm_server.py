@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from icehouse_server.bootstrap.preload import preload_environment
+
 from bench.server_process import ROOT, free_port
-from service.cli.preload import preload_environment
 
 _POLL_S = 0.2
 

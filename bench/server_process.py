@@ -55,7 +55,15 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         port = free_port()
         self.address = f"127.0.0.1:{port}"
-        command = [sys.executable, "-m", "service.cli.main", "serve", "--port", str(port), *self._arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "icehouse_server.cli.main",
+            "serve",
+            "--port",
+            str(port),
+            *self._arguments,
+        ]
         began = time.monotonic()
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(

@@ -18,16 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.storage.block_format.file import prepare_block
+from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.encryption.aes_gcm import AesVault
+from icehouse_server.storage.files import SystemFiles
 
 from bench.storage_tier import Shape, Tier, make_chain, settings, tier_read, tier_write
-from service.clock import SystemClock
-from service.domain.blocks import (
-    HostBlock,
-)
-from service.kv.block_file import prepare_block
-from service.kv.files import SystemFiles
-from service.kv.store import BlockStore
-from service.kv.vault_aes import AesVault
 
 LARGE = Shape(32, 8, 128)
 VAULT = AesVault(bytes(32))

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-
-from service.clock import SystemClock
-from service.domain.blocks import (
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.blocks import (
     BlockHeader,
     HostBlock,
     HostRegion,
@@ -20,13 +19,13 @@ from service.domain.blocks import (
     block_hash,
     root_hash,
 )
-from service.domain.ids import DEFAULT_TENANT, Fingerprint
-from service.kv.files import SystemFiles
-from service.kv.loads import Loaded, LoadId, LoadRequest, PlannedBlock
-from service.kv.messages import Inventory, Outcome, Persisted, StorageClosed
-from service.kv.storage import Storage
-from service.kv.storage_settings import StorageSettings
-from service.kv.vault import Vault
+from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest, PlannedBlock
+from icehouse_server.storage.messages import Inventory, Outcome, Persisted, StorageClosed
+from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.worker.storage import Storage
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)
 TOKEN_COUNT = 256

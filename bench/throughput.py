@@ -21,6 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from icehouse_server.bootstrap.model_source import locate_model
+from icehouse_server.cli.terminal.console import build_progress
+from icehouse_server.config import ModelConfig
+
 from bench.engine_process import EngineProcess
 from bench.grpc_clients import Client, stream_together, token_request
 from bench.plots import plot_throughput
@@ -40,9 +44,6 @@ from bench.report import (
     write_json,
 )
 from bench.server_process import ServerProcess
-from service.cli.console import build_progress
-from service.cli.model_source import locate_model
-from service.config import ModelConfig
 
 CLIENT_COUNTS = (1, 4, 16, 64)
 PROMPT_TOKEN_COUNT = 24

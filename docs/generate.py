@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from icehouse_server.rpc.calls.reason_table import markdown
+
 from docs import capacity
-from service.rpc.reason_table import markdown
 
 DOCS = Path(__file__).resolve().parent
 

@@ -7,31 +7,30 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from service.clock import SystemClock
-from service.domain.cache_orders import CacheAnswer, CacheOrder
-from service.domain.cache_stats import CacheStats
-from service.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
-from service.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, RequestId, Tenant
-from service.domain.logprobs import LogprobsWanted
-from service.domain.model import EngineState
-from service.domain.request import CacheUse, GenerationRequest
-from service.domain.sampling import SamplingParams
-from service.domain.speculation import Speculation
-from service.domain.stats import EngineStats
-from service.engine import model_loader
-from service.engine.engine import Engine
-from service.engine.fingerprint import model_fingerprint
-from service.engine.mlx_runner import MlxRunner, RunnerSettings
-from service.engine.prefix_cache import PrefixCache
-from service.engine.prefix_desk import PrefixDesk
-from service.engine.prefix_settings import PrefixSettings
-from service.engine.scheduler import SchedulerLimits
-from service.engine.waiting import WaitingLimits
-from service.errors import IcehouseError
-from service.kv.files import Files, SystemFiles
-from service.kv.messages import Inventory, Outcome
-from service.kv.storage import Storage
-from service.kv.storage_settings import StorageSettings
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
+from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, RequestId, Tenant
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import CacheUse, GenerationRequest, LogprobsWanted, Speculation
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.fingerprint import model_fingerprint
+from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import IcehouseError
+from icehouse_server.storage.files import Files, SystemFiles
+from icehouse_server.storage.messages import Inventory, Outcome
+from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.worker.storage import Storage
+
 from tests.engine.fakes import BOUND_S, Recorder
 
 BLOCK = 16

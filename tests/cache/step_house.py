@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from service.domain.cache_orders import CacheAnswer, CacheOrder
-from service.domain.cache_stats import CacheStats
-from service.domain.events import CacheReport, Failed, Finished, Started
-from service.domain.ids import (
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.events import CacheReport, Failed, Finished, Started
+from icehouse_server.domain.ids import (
     DEFAULT_TENANT,
     NO_ADAPTER,
     AdapterDigest,
@@ -24,26 +24,26 @@ from service.domain.ids import (
     RequestId,
     Tenant,
 )
-from service.domain.request import CacheUse, GenerationRequest
-from service.domain.sampling import SamplingParams
-from service.engine.endings import cancelled_by_client
-from service.engine.flush import Flush
-from service.engine.loop import EngineLoop
-from service.engine.mailbox import Mailbox
-from service.engine.memory_guard import MemoryGuard
-from service.engine.messages import Cancel, Drain, Message, Order, QueryStats, Submit
-from service.engine.prefix_cache import PrefixCache
-from service.engine.prefix_desk import PrefixDesk
-from service.engine.prefix_ports import CacheFacts
-from service.engine.prefix_settings import PrefixSettings
-from service.engine.prefix_shares import ShareLimits
-from service.engine.scheduler import Scheduler, SchedulerLimits
-from service.engine.waiting import WaitingLimits, WaitingRoom
-from service.errors import IcehouseError
-from service.kv.files import SystemFiles
-from service.kv.messages import StorageClosed
-from service.kv.storage import Storage
-from service.kv.storage_settings import StorageSettings
+from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, Order, QueryStats, Submit
+from icehouse_server.engine.core.refusals import cancelled_by_client
+from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.flush import Flush
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.errors import IcehouseError
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.messages import StorageClosed
+from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.worker.storage import Storage
+
 from tests.cache.token_runner import TOKEN_BYTES, TokenRunner
 from tests.engine.fakes import FakeClock, Recorder, memory_model, model_info
 

@@ -8,25 +8,23 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.cache_commands import Explain, Explanation
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, CacheScope
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import CacheUse, Speculation
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.fingerprint import adapter_digest
+from icehouse_server.engine.runner.lora import attach
+from icehouse_server.engine.runner.model_loader import AdapterSource
+from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.errors import ModelError, Reason
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from service.clock import SystemClock
-from service.domain.cache_orders import Explain, Explanation
-from service.domain.cache_scope import CacheScope
-from service.domain.events import ReuseLimit
-from service.domain.ids import NO_ADAPTER, AdapterName
-from service.domain.model import ModelInfo
-from service.domain.request import CacheUse
-from service.domain.sampling import SamplingParams
-from service.domain.speculation import Speculation
-from service.engine import model_loader
-from service.engine.adapters import attach
-from service.engine.fingerprint import adapter_digest
-from service.engine.mlx_runner import MlxRunner, RunnerSettings
-from service.engine.model_loader import AdapterSource
-from service.errors import ModelError, Reason
 from tests.cache.house import BLOCK, House
 from tests.models import tiny_model_dir
 from tests.models.adapters import adapter_source, tiny_adapter_dir

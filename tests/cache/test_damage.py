@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Verify, VerifyReport
+from icehouse_server.domain.events import ReuseLimit
 
-from service.domain.cache_orders import Verify, VerifyReport
-from service.domain.events import ReuseLimit
 from tests.cache.damage import DAMAGES, block_files, flip, tensor_offset
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt

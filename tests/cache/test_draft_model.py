@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
+from icehouse_server.engine.runner.draft_model import ModelDrafter
+from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer
+from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.errors import ModelError
 
-from service.clock import SystemClock
-from service.domain.speculation import DraftCounts, Drafting, Speculation, SpeculationLimit
-from service.engine.draft_model import ModelDrafter
-from service.engine.mlx_runner import MlxRunner, RunnerSettings
-from service.engine.model_loader import ModelSource, load_tokenizer
-from service.errors import ModelError
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt
 from tests.cache.test_speculation import SAMPLINGS, outcome, submit

@@ -7,14 +7,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, RequestId
+from icehouse_server.domain.request import CacheUse, GenerationRequest, Pooling, Vector, finished
+from icehouse_server.domain.sampling import SamplingParams
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from service.domain.embedding import Pooling, Vector, finished
-from service.domain.events import Finished
-from service.domain.ids import NO_ADAPTER, AdapterName, RequestId
-from service.domain.request import CacheUse, GenerationRequest
-from service.domain.sampling import SamplingParams
 from tests.cache.house import BLOCK, House
 from tests.models import ARCHITECTURES, tiny_model_dir
 from tests.models.adapters import adapter_source, tiny_adapter_dir

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import CacheUse
 
-from service.domain.events import Finished
-from service.domain.ids import RequestId
-from service.domain.request import CacheUse
 from tests.cache.house import BLOCK, House
 from tests.models import tiny_model_dir
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Verify
+from icehouse_server.domain.events import Failed, ReuseLimit
+from icehouse_server.domain.ids import RequestId, Tenant
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.domain.sampling import SamplingParams
 
-from service.domain.cache_orders import Verify
-from service.domain.events import Failed, ReuseLimit
-from service.domain.ids import RequestId, Tenant
-from service.domain.request import CacheUse
-from service.domain.sampling import SamplingParams
 from tests.cache.damage import block_files
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.domain.sampling import SamplingParams
 
-from service.domain.ids import Tenant
-from service.domain.request import CacheUse
-from service.domain.sampling import SamplingParams
 from tests.cache.damage import DAMAGES, block_files
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt

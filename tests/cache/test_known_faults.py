@@ -11,12 +11,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Evict
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
-from service.domain.cache_orders import Evict
-from service.domain.cache_stats import SpillDropCause
-from service.domain.events import ReuseLimit
-from service.engine.runner_blocks import RunnerBlocks
 from tests.cache.house import BLOCK as REAL_BLOCK
 from tests.cache.house import House
 from tests.cache.step_house import BLOCK, HYBRID, STATE_ONLY, StepHouse, prompt

@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.events import Delta, PrefillProgress, ReuseLimit
+from icehouse_server.domain.request import LogprobsWanted, TokenLogprobs
+from icehouse_server.domain.sampling import SamplingParams
 
-from service.domain.events import Delta, PrefillProgress, ReuseLimit
-from service.domain.logprobs import LogprobsWanted, TokenLogprobs
-from service.domain.sampling import SamplingParams
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt
 from tests.models import build, tiny_model_dir

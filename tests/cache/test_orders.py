@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from service.domain.cache_orders import (
+from icehouse_server.domain.cache_commands import (
     Evict,
     EvictReport,
     Explain,
@@ -16,10 +16,11 @@ from service.domain.cache_orders import (
     Verify,
     VerifyReport,
 )
-from service.domain.events import ReuseLimit
-from service.domain.ids import Tenant
-from service.errors import IcehouseError, Reason
-from service.kv.messages import StorageFailed
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.errors import IcehouseError, Reason
+from icehouse_server.storage.messages import StorageFailed
+
 from tests.cache.step_house import BLOCK, StepHouse, prompt
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from service.domain.cache_stats import SpillDropCause
-from service.domain.events import ReuseLimit
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.events import ReuseLimit
+
 from tests.cache.step_house import BLOCK, BLOCK_BYTES, HYBRID, StepHouse, prompt
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Evict, EvictReport, Explain, Explanation, Verify
+from icehouse_server.domain.events import Failed, ReuseLimit
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.errors import IcehouseError, Overloaded, Reason
+from icehouse_server.storage.messages import StorageFailed
 
-from service.domain.cache_orders import Evict, EvictReport, Explain, Explanation, Verify
-from service.domain.events import Failed, ReuseLimit
-from service.domain.request import CacheUse
-from service.errors import IcehouseError, Overloaded, Reason
-from service.kv.messages import StorageFailed
 from tests.cache.step_house import BLOCK, KV, WINDOWS, StepHouse, prompt
 
 TOKENS = prompt(4 * BLOCK + 1)

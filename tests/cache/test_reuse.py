@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.events import ReuseLimit
 
-from service.domain.events import ReuseLimit
 from tests.cache.house import BLOCK, House
 from tests.models import ARCHITECTURES, tiny_model_dir
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Evict, Explain
+from icehouse_server.domain.cache_stats import TenantShare
+from icehouse_server.domain.ids import CacheScope, Tenant
+from icehouse_server.domain.request import CacheUse
 
-from service.domain.cache_orders import Evict, Explain
-from service.domain.cache_scope import CacheScope
-from service.domain.cache_stats import TenantShare
-from service.domain.ids import Tenant
-from service.domain.request import CacheUse
 from tests.cache.step_house import BLOCK, HYBRID, KV, STATE_ONLY, WINDOWS, StepHouse, prompt
 from tests.cache.test_shares import A, B, share_of
 

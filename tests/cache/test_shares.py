@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Pin
+from icehouse_server.domain.cache_stats import SpillDropCause, TenantShare
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, CacheScope, Tenant
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
 
-from service.domain.cache_orders import Pin
-from service.domain.cache_scope import CacheScope
-from service.domain.cache_stats import SpillDropCause, TenantShare
-from service.domain.events import ReuseLimit
-from service.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, Tenant
-from service.engine.prefix_shares import ShareLimits
 from tests.cache.step_house import BLOCK, BLOCK_BYTES, HYBRID, KV, STATE_ONLY, WINDOWS, StepHouse, prompt
 
 A, B = Tenant("a"), Tenant("b")

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.events import Delta, Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import (
+    CacheUse,
+    DraftCounts,
+    GenerationRequest,
+    LogprobsWanted,
+    Speculation,
+    SpeculationLimit,
+)
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.runner import lanes, prompt_lookup
+from icehouse_server.engine.runner.speculative_lane import Trial
 
-from service.domain.events import Delta, Finished
-from service.domain.ids import RequestId
-from service.domain.logprobs import LogprobsWanted
-from service.domain.request import CacheUse, GenerationRequest
-from service.domain.sampling import SamplingParams
-from service.domain.speculation import DraftCounts, Speculation, SpeculationLimit
-from service.engine import lookup_watch, runner_lanes
-from service.engine.speculative_lane import Trial
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt
 from tests.chat.chain_model import chain_model_dir
@@ -71,10 +76,10 @@ def outcome(house: House, name: str) -> tuple[list[int], DraftCounts]:
 def movement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How often a row changes between its own lane and the batch: never, when it pays, all the time."""
     if request.param == "stays":
-        monkeypatch.setattr(runner_lanes, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
+        monkeypatch.setattr(lanes, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
     if request.param == "moves":
-        monkeypatch.setattr(runner_lanes, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
-        monkeypatch.setattr(lookup_watch, "_FIRST_RUN", 0)
+        monkeypatch.setattr(lanes, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
+        monkeypatch.setattr(prompt_lookup, "_FIRST_RUN", 0)
     return str(request.param)
 
 

@@ -5,19 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.events import Failed, ReuseLimit
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 
-from service.domain.events import Failed, ReuseLimit
-from service.engine.prefix_ports import CacheFacts
-from tests.cache.step_house import (
-    BLOCK,
-    HYBRID,
-    KV,
-    SHORT_WINDOWS,
-    STATE_ONLY,
-    WINDOWS,
-    StepHouse,
-    prompt,
-)
+from tests.cache.step_house import BLOCK, HYBRID, KV, SHORT_WINDOWS, STATE_ONLY, WINDOWS, StepHouse, prompt
 
 ALL_FACTS = pytest.mark.parametrize(
     "facts",

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from icehouse_server.domain.blocks import HostBlock, HostTensor
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.storage.loads import Loaded
+from icehouse_server.storage.messages import Evicted, Inventory, Outcome, Persisted
+from icehouse_server.storage.worker.credit import Credit
+from icehouse_server.storage.worker.storage import Storage
 
-from service.domain.blocks import HostBlock, HostTensor
-from service.domain.ids import RequestId
-from service.kv.credit import Credit
-from service.kv.loads import Loaded
-from service.kv.messages import Evicted, Inventory, Outcome, Persisted
-from service.kv.storage import Storage
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt
 from tests.models import tiny_model_dir

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
+from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind, pack_tokens, unpack_tokens
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
+from icehouse_server.errors import Reason, StorageError
 
-from service.domain.blocks import HostRegion, HostTensor, RegionKind, pack_tokens, unpack_tokens
-from service.engine.ids import SequenceId
-from service.engine.prefix_ports import CacheFacts, RestoreInput
-from service.errors import Reason, StorageError
 from tests.engine.fakes import FakeRunner
 
 TOKEN_BYTES = 4

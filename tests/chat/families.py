@@ -6,9 +6,10 @@ import functools
 import tempfile
 from pathlib import Path
 
-from service.domain.chat import ChatMessage, Conversation, Tool, ToolCall
-from service.engine import upstream
-from service.engine.tokenizer import Tokenizer
+from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall
+from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.text.tokenizer import Tokenizer
+
 from tests.models import chat_templates
 from tests.models.chat_templates import Family, write_family
 
@@ -33,7 +34,7 @@ def tokenizer_of(family: Family) -> Tokenizer:
     """Return the family's tokenizer, made once."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_family(Path(folder), family)
-        return Tokenizer(upstream.read_tokenizer(path, eos_token_ids=None, trust_remote_code=False))
+        return Tokenizer(mlx_lm.read_tokenizer(path, eos_token_ids=None, trust_remote_code=False))
 
 
 def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:

@@ -9,10 +9,18 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from icehouse_server.domain.chat import (
+    CallPiece,
+    Conversation,
+    MalformedPiece,
+    Piece,
+    ReasoningPiece,
+    RenderedChat,
+    TextPiece,
+    Tool,
+)
+from icehouse_server.text.reply_parser import ReplySplitter
 
-from service.domain.chat import Conversation, RenderedChat, Tool
-from service.domain.reply import CallPiece, MalformedPiece, Piece, ReasoningPiece, TextPiece
-from service.engine.reply_splitter import ReplySplitter
 from tests.chat.families import (
     ALTERNATING,
     CLOCK,
@@ -259,7 +267,7 @@ def test_what_the_prompt_began_goes_on() -> None:
 
 
 def test_a_section_longer_than_the_parsers_may_read_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.call_stream.SECTION_LENGTH_LIMIT", 40)
+    monkeypatch.setattr("icehouse_server.text.reply_parser.SECTION_LENGTH_LIMIT", 40)
     malformed = split([CALL], splitter())[-1]
     assert isinstance(malformed, MalformedPiece) and "longer than 40" in malformed.problem
 

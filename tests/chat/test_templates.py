@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from icehouse_server.domain.chat import ChatMessage, Conversation, ToolChoice, ToolMode
+from icehouse_server.errors import InvalidRequest, Reason
 
-from service.domain.chat import ChatMessage, Conversation, ToolChoice, ToolMode
-from service.errors import InvalidRequest, Reason
 from tests.chat.families import (
     ALTERNATING,
     CALL,

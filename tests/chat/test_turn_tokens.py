@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from icehouse_server.domain.chat import ChatMessage, Conversation
 
-from service.domain.chat import ChatMessage, Conversation
 from tests.chat.families import ALTERNATING, HEADERS, REMEMBERING, SYSTEMLESS, THINKING, spelled, tokenizer_of
 from tests.models.chat_templates import Family
 from tests.models.vocabulary import EOS_ID

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.cli.cache.block_facts import age_text, fact_text, model_text
+from icehouse_server.cli.cache.commands import app
+from icehouse_server.errors import Reason, StorageError
 from typer.testing import CliRunner
 
-from service.cli.block_facts import age_text, fact_text, model_text
-from service.cli.cache import app
-from service.errors import Reason, StorageError
 from tests.storage.blocks import FINGERPRINT, make_chain
 from tests.storage.house import StorageHouse
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 
+from icehouse_server.cli.demo import Pass, comparison_table, texts_are_equal, verdict_text
+from icehouse_server.rpc.client.generate import Summary
 from rich.console import Console
-
-from service.cli.comparison import Pass, comparison_table, texts_are_equal, verdict_text
-from service.rpc.dial import Summary
 
 
 def summary(*, ttft_s: float, ram: int = 0, ssd: int = 0) -> Summary:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.cli import demo
+from icehouse_server.cli import main as cli
 from typer.testing import CliRunner
-
-from service.cli import demo
-from service.cli import main as cli
 
 
 def test_the_long_prompt_ends_inside_a_sentence_it_has_said_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from icehouse_server.bootstrap.machine import Device
+from icehouse_server.cli.doctor import cache_checks, doctor
+from icehouse_server.cli.doctor.check import Check, Verdict
+from icehouse_server.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
 
-from service.cli import doctor, doctor_cache
-from service.cli.check import Check, Verdict
-from service.cli.device import Device
-from service.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
 from tests.storage.blocks import make_chain
 from tests.storage.house import StorageHouse
 
@@ -90,35 +90,35 @@ def test_mlx_that_cannot_be_loaded_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_small_disk_is_a_warning_and_a_file_in_the_way_fails(tmp_path: Path) -> None:
     huge = CacheConfig(directory=str(tmp_path / "kv"), ssd_bytes=1 << 60)
-    assert doctor_cache.check_disk(Config(cache=huge)).verdict is Verdict.WARN
+    assert cache_checks.check_disk(Config(cache=huge)).verdict is Verdict.WARN
     (tmp_path / "file").touch()
     inside_a_file = CacheConfig(directory=str(tmp_path / "file" / "kv"))
-    assert doctor_cache.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
+    assert cache_checks.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
     off = dataclasses.replace(huge, ssd_enabled=False)
-    assert doctor_cache.check_disk(Config(cache=off)).verdict is Verdict.OK
+    assert cache_checks.check_disk(Config(cache=off)).verdict is Verdict.OK
 
 
 def test_a_cache_directory_tells_its_owner_and_how_it_was_left(tmp_path: Path) -> None:
     config = Config(cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30))
-    assert "first server" in doctor_cache.check_cache(config).detail
+    assert "first server" in cache_checks.check_cache(config).detail
     with StorageHouse(tmp_path / "cache") as house:
         house.spill(*make_chain(2))
-        check = doctor_cache.check_cache(config)
+        check = cache_checks.check_cache(config)
         assert check.verdict is Verdict.FAIL and f"process {os.getpid()}" in check.detail
-    check = doctor_cache.check_cache(config)
+    check = cache_checks.check_cache(config)
     assert check.verdict is Verdict.OK and "of 1 GiB used" in check.detail
     (tmp_path / "cache" / "clean.json").unlink()
-    check = doctor_cache.check_cache(config)
+    check = cache_checks.check_cache(config)
     assert check.verdict is Verdict.WARN and "not closed cleanly" in check.detail
     (tmp_path / "cache" / "quarantine" / "a").touch()
-    assert "1 damaged files set aside" in doctor_cache.check_cache(config).detail
+    assert "1 damaged files set aside" in cache_checks.check_cache(config).detail
     (tmp_path / "cache").chmod(0o755)
-    assert "chmod 700" in doctor_cache.check_cache(config).advice
+    assert "chmod 700" in cache_checks.check_cache(config).advice
 
 
 def test_without_an_ssd_tier_there_is_no_directory_to_tell_of(tmp_path: Path) -> None:
     for off in (CacheConfig(enabled=False), CacheConfig(ssd_enabled=False)):
-        assert doctor_cache.check_cache(Config(cache=off)).detail == "the SSD tier is off"
+        assert cache_checks.check_cache(Config(cache=off)).detail == "the SSD tier is off"
 
 
 def test_one_failure_makes_the_whole_fail(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from icehouse.v1 import inference_service_pb2 as pb
+from icehouse_server.bootstrap.encryption import new_key_text
+from icehouse_server.cli.main import app
+from icehouse_server.errors import IcehouseError, Reason, StartError
 from typer.testing import CliRunner
 
-from service.cli.main import app
-from service.cli.master_key import new_key_text
-from service.errors import IcehouseError, Reason, StartError
 from tests.cli.whole_house import whole_house
 from tests.models import tiny_model_dir
 

@@ -10,7 +10,7 @@ import pytest
 
 _SCRIPT = """
 import ctypes, sys
-from service.cli.heap import give_back_large_arrays
+from icehouse_server.bootstrap.machine import give_back_large_arrays
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]

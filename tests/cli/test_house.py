@@ -7,11 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
+import icehouse_server.bootstrap.machine
 import mlx.core as mx
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 
-import service.cli.machine
 from tests.cli.whole_house import whole_house
 from tests.models import tiny_model_dir
 
@@ -38,7 +38,11 @@ async def test_only_the_inference_thread_touches_mlx(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
     folder = tiny_model_dir(tmp_path, "llama")
-    for module in [m for name, m in sys.modules.items() if name.startswith("service.cli.")]:
+    for module in [
+        m
+        for name, m in sys.modules.items()
+        if name.startswith(("icehouse_server.cli.", "icehouse_server.bootstrap."))
+    ]:
         if hasattr(module, "runs_on_cpu"):
             monkeypatch.setattr(module, "runs_on_cpu", lambda: on_cpu)
     if not on_cpu:
@@ -55,4 +59,8 @@ async def test_only_the_inference_thread_touches_mlx(
         name: threads for name, threads in callers.items() if threads != {"inference"}
     }
     assert 0 < stats.cache.ram.limit_bytes < stats.engine.memory_limit_bytes
-    assert service.cli.machine.memory_limit(123)() == service.cli.machine.cache_limit(123)() == 123
+    assert (
+        icehouse_server.bootstrap.machine.memory_limit(123)()
+        == icehouse_server.bootstrap.machine.cache_limit(123)()
+        == 123
+    )

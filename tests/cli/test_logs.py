@@ -3,7 +3,7 @@
 import json
 import logging
 
-from service.cli.logs import JsonFormatter, TextFormatter
+from icehouse_server.cli.terminal.logs import JsonFormatter, TextFormatter
 
 
 def record(**extra: object) -> logging.LogRecord:

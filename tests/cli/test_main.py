@@ -6,12 +6,11 @@ import io
 import re
 
 import pytest
+from icehouse_server.cli import main as cli
+from icehouse_server.cli.flags import value_text
+from icehouse_server.config import SETTINGS
+from icehouse_server.errors import IcehouseError
 from typer.testing import CliRunner, Result
-
-from service.cli import main as cli
-from service.cli.flags import value_text
-from service.config import SETTINGS
-from service.errors import IcehouseError
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +69,7 @@ def test_errors_are_one_line_and_an_exit_code(
     code: int,
     words: str,
 ) -> None:
-    monkeypatch.setattr("service.cli.serve.setup_logging", lambda config: None)
+    monkeypatch.setattr("icehouse_server.cli.serve.setup_logging", lambda config: None)
     assert run_main(monkeypatch, *arguments) == code
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     assert len(lines) == 1 and words in lines[0], lines

@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from service.cli.cache_vault import open_vault
-from service.cli.master_key import key_of_command, key_of_file, new_key_text, read_master_key
-from service.config import CacheConfig, load_config
-from service.errors import ConfigError, Reason, StartError
-from service.kv.files import SystemFiles
+from icehouse_server.bootstrap.encryption import (
+    key_of_command,
+    key_of_file,
+    new_key_text,
+    open_vault,
+    read_master_key,
+)
+from icehouse_server.config import CacheConfig, load_config
+from icehouse_server.errors import ConfigError, Reason, StartError
+from icehouse_server.storage.files import SystemFiles
 
 KEY = bytes(range(32))
 
@@ -113,8 +117,8 @@ def test_file_and_command_together_are_a_contradiction(tmp_path: Path) -> None:
 def test_without_the_package_nothing_starts_in_the_clear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "service.kv.data_keys", None)
-    monkeypatch.delattr("service.kv.data_keys", raising=False)
+    monkeypatch.setitem(sys.modules, "icehouse_server.storage.directory.data_keys", None)
+    monkeypatch.delattr("icehouse_server.storage.directory.data_keys", raising=False)
     config = CacheConfig(directory=str(tmp_path), key_file=str(key_file(tmp_path, KEY.hex().encode())))
     with pytest.raises(StartError, match=r"icehouse\[encryption\]") as caught:
         open_vault(config, SystemFiles())

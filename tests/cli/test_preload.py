@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from service.cli import preload
+from icehouse_server.bootstrap import preload
 
 LIBRARY = Path("/lib/libopenblas.so.0")
 

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2
+from icehouse_server.cli.terminal.logs import JsonFormatter
+from icehouse_server.domain.model import EngineState
+from icehouse_server.errors import Reason
+from icehouse_server.storage.directory.manifest import Manifest
 
-from service.cli.logs import JsonFormatter
-from service.domain.model import EngineState
-from service.errors import Reason
-from service.kv.manifest import Manifest
 from tests.cli.whole_house import WholeHouse, whole_house
 from tests.models import tiny_model_dir
 

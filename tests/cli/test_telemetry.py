@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.cli.terminal.logs import fields_of
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.cli.logs import fields_of
 from tests.cli.whole_house import WholeHouse, whole_house
 from tests.models import tiny_model_dir
 from tests.telemetry.collector import Sent, collecting

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.cli.main import app
+from icehouse_server.errors import ConfigError
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import TokenFile
 from typer.testing import CliRunner
-
-from service.cli.main import app
-from service.errors import ConfigError
-from service.rpc.caller import Role
-from service.rpc.tokens import TokenFile
 
 
 def made(*arguments: str) -> tuple[str, str]:

@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_server.cli.main import app
+from icehouse_server.cli.top import top
+from icehouse_server.cli.top.rates import Rates, rates_between
+from icehouse_server.cli.top.view import duration_text, screen, sparkline
+from icehouse_server.config import SecurityConfig
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
+from icehouse_server.rpc.client.generate import CallFailed
+from icehouse_server.rpc.client.watch_stats import (
+    CacheGlance,
+    EngineGlance,
+    Glance,
+    SlowGlance,
+    StatsWatch,
+    TierGlance,
+)
 from rich.console import Console
 from typer.testing import CliRunner
 
-from service.cli import top
-from service.cli.main import app
-from service.cli.top_rates import Rates, rates_between
-from service.cli.top_view import duration_text, screen, sparkline
-from service.config import SecurityConfig
-from service.rpc.caller import Role
-from service.rpc.dial import CallFailed
-from service.rpc.tokens import line_of, new_token
-from service.rpc.watch import CacheGlance, EngineGlance, Glance, SlowGlance, StatsWatch, TierGlance
 from tests.rpc.authority import Authority
 from tests.rpc.conftest import running_house
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from icehouse_server.bootstrap.model_source import LocalModel
+from icehouse_server.bootstrap.server import House, build_house
+from icehouse_server.cli import serve as command
+from icehouse_server.clock import SystemClock
+from icehouse_server.config import load_config
+from icehouse_server.domain.model import EngineState
+from icehouse_server.rpc.engine_client.router import Router
 
-from service.cli import serve as command
-from service.cli.house import House, build_house
-from service.cli.model_source import LocalModel
-from service.clock import SystemClock
-from service.config import load_config
-from service.domain.model import EngineState
-from service.rpc.router import Router
 from tests.rpc.stubs import Stubs
 
 BOUND_S = 60.0

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
 
-from service.rpc.caller import Role
-from service.rpc.tokens import line_of, new_token
 from tests.crash.server_process import ServerProcess
 from tests.mesh.envoy import free_ports
 from tests.models import tiny_model_dir

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from icehouse_client import AsyncClient, Client, Completion, TokenLogprobs, TopLogprob
+from icehouse_server.domain.events import Delta, Event, PrefillProgress
+from icehouse_server.domain.request import GenerationRequest, Logprob, LogprobsWanted
+from icehouse_server.domain.request import TokenLogprobs as Told
+from icehouse_server.domain.sampling import SamplingParams
 
-from service.domain.events import Delta, Event, PrefillProgress
-from service.domain.logprobs import Logprob, LogprobsWanted
-from service.domain.logprobs import TokenLogprobs as Told
-from service.domain.request import GenerationRequest
-from service.domain.sampling import SamplingParams
 from tests.clients.test_python_client import threaded
 from tests.rpc.conftest import SEED, House
 from tests.rpc.fake_engine import finished, started

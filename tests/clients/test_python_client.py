@@ -14,11 +14,11 @@ import pytest
 from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats
 from icehouse_client.embeddings import embed_request
 from icehouse_client.reranking import rerank_request
+from icehouse_server.domain.events import Delta, Finished
+from icehouse_server.domain.events import FinishReason as EngineFinishReason
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
 
-from service.domain.events import Delta, Finished
-from service.domain.events import FinishReason as EngineFinishReason
-from service.domain.request import CacheUse
-from service.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
 from tests.rpc.conftest import SEED, House, running_house
 from tests.rpc.fake_engine import hanging, overloaded, started, usage_of
 from tests.rpc.test_embeddings import EMBEDDING, embedding, vector_of

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from service.config import SETTINGS
+from icehouse_server.config import SETTINGS
 
 FOLDER = Path(__file__).parents[2] / "deploy/xds"
 

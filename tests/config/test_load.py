@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-
-from service.config import CacheConfig, Config, load_config
-from service.errors import ConfigError, Reason
+from icehouse_server.config import CacheConfig, Config, load_config
+from icehouse_server.errors import ConfigError, Reason
 
 
 def write(folder: Path, text: str) -> Path:

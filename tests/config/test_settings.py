@@ -3,10 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from service.config import SETTINGS, Config
-from service.config.setting import Kind, Setting, size_text
-from service.errors import ConfigError
+from icehouse_server.config import SETTINGS, Config
+from icehouse_server.config.setting import Kind, Setting, size_text
+from icehouse_server.errors import ConfigError
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.key)

@@ -20,14 +20,13 @@ from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2
-
-from service.cli import main as command_line
+from icehouse_server.cli import main as command_line
 
 BOUND_S = 60.0
 """Longest a test waits for a process before it fails."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["service.cli.serve", "tests.crash.server_process"])
+_context.set_forkserver_preload(["icehouse_server.cli.serve", "tests.crash.server_process"])
 
 
 def _serve(arguments: list[str], log: str, break_it: Callable[[], None] | None) -> None:

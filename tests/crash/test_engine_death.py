@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse.v1 import inference_service_pb2_grpc as pb_grpc
 from icehouse.v1 import prompt_pb2
+from icehouse_server.engine.runner.runner import MlxRunner
 
-from service.engine.mlx_runner import MlxRunner
 from tests.crash.server_process import BOUND_S, ServerProcess
 from tests.models import tiny_model_dir
 

@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.directory.reconcile import Finding
+from icehouse_server.storage.files import SystemFiles
 
-from service.clock import SystemClock
-from service.kv.files import SystemFiles
-from service.kv.offline_store import OfflineStore
-from service.kv.reconcile import Finding
 from tests.cache.house import House
 from tests.cache.test_reuse import prompt
 from tests.crash.load import EventTrigger, Reference, Seen, ask, run_until_gone

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.files import SystemFiles
 
-from service.clock import SystemClock
-from service.kv.files import SystemFiles
-from service.kv.offline_store import OfflineStore
 from tests.cache.house import House
 from tests.cache.test_reuse import prompt
 from tests.crash.load import EventTrigger, Reference, Seen, ask

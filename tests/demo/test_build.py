@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-
-from service.demo import build
-from service.errors import ModelError, Reason
+from icehouse_server.demo import build
+from icehouse_server.errors import ModelError, Reason
 
 
 def fake_write(partial: Path, on_progress: build.OnProgress) -> str:

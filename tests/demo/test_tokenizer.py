@@ -5,8 +5,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-
-from service.demo.tokenizer import (
+from icehouse_server.demo.tokenizer import (
     CHAT_TEMPLATE,
     SPACE,
     PieceKind,

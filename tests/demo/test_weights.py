@@ -7,8 +7,7 @@ import pytest
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-
-from service.demo.weights import Tensor, mlx_name, model_config, to_bfloat16, write_weights
+from icehouse_server.demo.weights import Tensor, mlx_name, model_config, to_bfloat16, write_weights
 
 METADATA = {
     "general.architecture": "gemma3",

@@ -12,10 +12,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from icehouse_server.cli import serve
+from icehouse_server.config import SETTINGS, Config, load_config
 
 from docs.generate import pages
-from service.cli import serve
-from service.config import SETTINGS, Config, load_config
 from tests.tidy.tree import ROOT
 
 DEPLOY = ROOT / "deploy"

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from service.demo.build import demo_model_folder, is_built, package_installed
+from icehouse_server.demo.build import demo_model_folder, is_built, package_installed
 
 
 @pytest.mark.skipif(
@@ -17,7 +16,7 @@ from service.demo.build import demo_model_folder, is_built, package_installed
 )
 @pytest.mark.timeout(400)
 def test_the_demo_shows_every_tier_and_equal_texts() -> None:
-    command = [sys.executable, "-m", "service.cli.main", "demo", "--max-output-tokens", "4"]
+    command = [sys.executable, "-m", "icehouse_server.cli.main", "demo", "--max-output-tokens", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split("  ")[0]: line for line in done.stdout.splitlines()}

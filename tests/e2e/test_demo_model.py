@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from service.cli.demo import free_port, running_server
-from service.demo.build import demo_model_folder, ensure_demo_model, is_built, package_installed
-from service.rpc.dial import CallFailed, Connection, Prompt, Summary
+from icehouse_server.cli.demo import free_port, running_server
+from icehouse_server.demo.build import demo_model_folder, ensure_demo_model, is_built, package_installed
+from icehouse_server.rpc.client.generate import CallFailed, Connection, Prompt, Summary
 
 pytestmark = [
     pytest.mark.skipif(
@@ -51,7 +50,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def icehouse(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli.main", *arguments]
+    command = [sys.executable, "-m", "icehouse_server.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

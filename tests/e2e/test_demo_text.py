@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from icehouse_server.demo.build import demo_model_folder, is_built
+from icehouse_server.text.detokenizer import Detokenizer
 from tokenizers import Tokenizer
-
-from service.demo.build import demo_model_folder, is_built
-from service.engine.text import Detokenizer
 
 pytestmark = pytest.mark.skipif(not is_built(demo_model_folder()), reason="the demo model was not made yet")
 

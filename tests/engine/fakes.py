@@ -6,23 +6,19 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
-from service.domain.embedding import Pooling, Vector
-from service.domain.events import Delta, Event, Failed, Finished
-from service.domain.ids import AdapterName, Fingerprint, RequestId
-from service.domain.logprobs import LogprobsWanted, TokenLogprobs
-from service.domain.model import EngineState, ModelInfo
-from service.domain.request import GenerationRequest
-from service.domain.sampling import SamplingParams
-from service.engine.decode_row import DecodeRow
-from service.engine.ids import SequenceId
-from service.engine.memory_guard import MemoryModel, ModelShape
-from service.engine.ports import Drawn, MemoryUse
-from service.engine.prefix_cache import PrefixCache
-from service.engine.prefix_desk import PrefixDesk
-from service.engine.prefix_ports import CacheFacts
-from service.engine.prefix_settings import PrefixSettings
-from service.errors import IcehouseError
+from icehouse_server.domain.events import Delta, Event, Failed, Finished
+from icehouse_server.domain.ids import AdapterName, Fingerprint, RequestId, SequenceId
+from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.domain.request import GenerationRequest, LogprobsWanted, Pooling, TokenLogprobs, Vector
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.memory_model import MemoryModel, ModelShape
+from icehouse_server.engine.core.ports import Drawn, MemoryUse
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.errors import IcehouseError
 
 EOS = 0
 BOUND_S = 30.0

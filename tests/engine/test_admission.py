@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from service.domain.events import Failed, Finished
-from service.engine.waiting import WaitingLimits
-from service.errors import Overloaded, Reason
+from icehouse_server.domain.events import Failed, Finished
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import Overloaded, Reason
+
 from tests.engine.test_loop import House
 
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.request import Pooling, Vector
+from icehouse_server.engine.core.mailbox import Submit
 
-from service.domain.embedding import Pooling, Vector
-from service.domain.events import Finished
-from service.engine.messages import Submit
 from tests.engine.fakes import request
 from tests.engine.test_loop import House
 

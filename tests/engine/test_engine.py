@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.events import Failed, Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
 
-from service.clock import SystemClock
-from service.domain.events import Failed, Finished
-from service.domain.ids import RequestId
-from service.domain.model import EngineState, ModelInfo
-from service.engine.engine import Engine
-from service.engine.scheduler import SchedulerLimits
-from service.engine.waiting import WaitingLimits
-from service.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
 from tests.engine.fakes import BOUND_S, FakeRunner, Recorder, decode_ascii, no_prefix, request
 
 LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, cast
 
 import pytest
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.flush import flush
 
-from service.engine.flush import flush
-from service.engine.prefix_cache import PrefixCache
 from tests.engine.fakes import FakeClock
 
 

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers import PreTrainedTokenizerFast
-
-from service.domain.constraint import Constraint
-from service.domain.response_format import (
+from icehouse_server.domain.response_format import (
     Choice,
+    Constraint,
     JsonObject,
     JsonSchema,
     JsonTag,
@@ -22,10 +19,13 @@ from service.domain.response_format import (
     ResponseFormat,
     TaggedJson,
 )
-from service.engine.grammar import fill_masks
-from service.engine.grammar_compiler import STACK_BYTES_PER_BYTE, GrammarCompiler
-from service.engine.tokenizer import Tokenizer
-from service.errors import InvalidRequest, Reason
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.structured_output.compiler import STACK_BYTES_PER_BYTE, GrammarCompiler
+from icehouse_server.structured_output.matcher import fill_masks
+from icehouse_server.text.tokenizer import Tokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerFast
+
 from tests.models.vocabulary import (
     EOS_ID,
     PAD_ID,

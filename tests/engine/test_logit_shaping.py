@@ -8,12 +8,12 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.sampling.logits_processors import shape_logits
+from icehouse_server.engine.sampling.row import SamplingRow
 from mlx_lm.sample_utils import make_logits_processors
 
-from service.domain.sampling import SamplingParams
-from service.engine.decode_row import DecodeRow
-from service.engine.logit_shaping import shape_logits
-from service.engine.sampling_row import SamplingRow
 from tests.engine.allow_only import AllowOnly
 
 VOCABULARY = 50

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from service.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
-from service.domain.ids import RequestId
-from service.domain.logprobs import LogprobsWanted
-from service.engine.endings import cancelled_by_client
-from service.engine.loop import EngineLoop
-from service.engine.mailbox import Mailbox
-from service.engine.memory_guard import MemoryGuard
-from service.engine.messages import Cancel, Drain, Message, QueryStats, Submit
-from service.engine.scheduler import Scheduler, SchedulerLimits
-from service.engine.waiting import WaitingLimits, WaitingRoom
-from service.errors import EngineFailed, Reason
+from icehouse_server.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import LogprobsWanted
+from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.refusals import cancelled_by_client
+from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.errors import EngineFailed, Reason
+
 from tests.engine.fakes import (
     EOS,
     FakeClock,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from service.engine.mailbox import Mailbox
+from icehouse_server.engine.core.mailbox import Mailbox
+
 from tests.engine.fakes import BOUND_S
 
 

@@ -13,15 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.ids import NO_ADAPTER, SequenceId
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 
-from service.clock import SystemClock
-from service.domain.ids import NO_ADAPTER
-from service.domain.sampling import SamplingParams
-from service.engine import model_loader
-from service.engine.decode_row import DecodeRow
-from service.engine.ids import SequenceId
-from service.engine.memory_guard import MemoryGuard
-from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from tests.models import tiny_model_dir
 
 _MOST = 2.5

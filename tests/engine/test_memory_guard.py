@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from icehouse_server.domain.events import Failed, Finished
+from icehouse_server.engine.core.memory_model import MemoryModel, ModelShape
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.errors import CannotFit, Overloaded, Reason
 
-from service.domain.events import Failed, Finished
-from service.engine.memory_guard import MemoryGuard, MemoryModel, ModelShape
-from service.errors import CannotFit, Overloaded, Reason
 from tests.engine.fakes import memory_model
 from tests.engine.test_loop import House
 

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.ids import NO_ADAPTER, SequenceId
+from icehouse_server.domain.request import LogprobsWanted
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
 
-from service.clock import SystemClock
-from service.domain.ids import NO_ADAPTER
-from service.domain.logprobs import LogprobsWanted
-from service.domain.sampling import SamplingParams
-from service.engine import model_loader
-from service.engine.decode_row import DecodeRow
-from service.engine.ids import SequenceId
-from service.engine.mlx_runner import MlxRunner, RunnerSettings
 from tests.models import VOCABULARY_SIZE, tiny_model_dir
 
 STEPS = 14

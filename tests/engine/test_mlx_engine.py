@@ -8,20 +8,20 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.events import Failed, Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import ModelError
 from mlx_lm.models.cache import make_prompt_cache
 
-from service.clock import SystemClock
-from service.domain.events import Failed, Finished
-from service.domain.ids import RequestId
-from service.domain.model import EngineState
-from service.domain.request import GenerationRequest
-from service.domain.sampling import SamplingParams
-from service.engine import model_loader
-from service.engine.engine import Engine
-from service.engine.mlx_runner import MlxRunner, RunnerSettings
-from service.engine.scheduler import SchedulerLimits
-from service.engine.waiting import WaitingLimits
-from service.errors import ModelError
 from tests.engine.fakes import BOUND_S, Recorder, no_prefix
 from tests.models import build, tiny_model_dir
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.sampling import top_p
+from icehouse_server.engine.sampling.sampler import filter_logits, sample
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
-from service.domain.sampling import SamplingParams
-from service.engine import nucleus
-from service.engine.sampler import filter_logits, sample
 from tests.engine.test_sampler import row_of
 
-VOCABULARY = 2 * nucleus.CANDIDATE_COUNT
+VOCABULARY = 2 * top_p.CANDIDATE_COUNT
 SHARP, FLAT = 6.0, 0.1
 """Spreads of logits whose nucleus lies within the candidates and beyond them."""
 
@@ -34,8 +34,8 @@ def test_it_keeps_what_mlx_lm_keeps(spread: float, may_wait: bool) -> None:
     ours = kept(table, SamplingParams(temperature=1, top_p=0.9), may_wait=may_wait)
     # mlx-lm adds the masses up from below: among thousands of equal ones the edge may be one token off.
     assert (ours != np.isfinite(np.array(apply_top_p(logprobs, 0.9)))).sum() <= (1 if spread == FLAT else 0)
-    assert (ours.sum() > nucleus.CANDIDATE_COUNT) == (spread == FLAT), "both ways are gone"
-    for top_k in (7, nucleus.CANDIDATE_COUNT, nucleus.CANDIDATE_COUNT + 1):
+    assert (ours.sum() > top_p.CANDIDATE_COUNT) == (spread == FLAT), "both ways are gone"
+    for top_k in (7, top_p.CANDIDATE_COUNT, top_p.CANDIDATE_COUNT + 1):
         ours = kept(table, SamplingParams(temperature=1, top_k=top_k), may_wait=may_wait)
         assert (ours == np.isfinite(np.array(apply_top_k(logprobs, top_k)))).all()
         late = SamplingParams(temperature=1, top_k=top_k, xtc_probability=1.0, xtc_threshold=0.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.engine.oldest_share import OldestShare
+from icehouse_server.engine.scheduling.prefill_budget import OldestShare
 
 
 def test_a_quarter_of_the_time_is_owed() -> None:

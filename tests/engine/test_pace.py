@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from service.engine.pace import PrefillPace
+from icehouse_server.engine.scheduling.prefill_budget import PrefillPace
 
 
 def taught(*chunks: tuple[int, float], context: int = 100) -> PrefillPace:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.text.detokenizer import TextStream
 
-from service.domain.blocks import RegionKind
-from service.engine.ids import SequenceId
-from service.engine.prefix_capture import CaptureRules
-from service.engine.prefix_ports import CacheFacts
-from service.engine.sequence import Phase, Sequence
-from service.engine.text import TextStream
 from tests.engine.fakes import decode_ascii, request
 
 KV, WINDOW, CHECKPOINT = RegionKind.KV, RegionKind.WINDOW, RegionKind.CHECKPOINT

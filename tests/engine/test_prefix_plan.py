@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
 
-from service.domain.blocks import RegionKind
-from service.domain.events import ReuseLimit
-from service.engine.prefix_plan import Planner, PrefixPlan, Rates
 from tests.kv.known_blocks import (
     FINGERPRINT,
     HYBRID,

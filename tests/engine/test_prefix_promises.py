@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from service.domain.blocks import block_hash, root_hash
-from service.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
-from service.engine.ids import SequenceId
-from service.engine.prefix_promises import Promises
-from service.engine.sequence import Sequence
-from service.engine.text import TextStream
+from icehouse_server.domain.blocks import block_hash, root_hash
+from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, SequenceId, Tenant
+from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.prefix_cache.in_flight import Promises
+from icehouse_server.text.detokenizer import TextStream
+
 from tests.engine.fakes import decode_ascii, request
 
 ROOT = root_hash(fingerprint=Fingerprint(b"f" * 32), tenant=DEFAULT_TENANT)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits, Shares
+from icehouse_server.storage.worker.credit import Credit, Meter
 
-from service.domain.blocks import HostBlock, RegionKind
-from service.domain.cache_stats import SpillDropCause
-from service.domain.ids import RequestId
-from service.engine.prefix_counters import PrefixCounters
-from service.engine.prefix_ports import CacheFacts
-from service.engine.prefix_shares import ShareLimits, Shares
-from service.engine.prefix_spill import Spills
-from service.kv.credit import Credit, Meter
-from service.kv.entry import Entry
-from service.kv.ram_tier import RamTier
 from tests.cache.token_runner import TokenRegion, TokenRunner
 from tests.kv.known_blocks import FINGERPRINT, SIZE, Shelf, record_of
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Evict, Pin
+from icehouse_server.domain.cache_stats import MissTokens, SpillDropCause
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.engine.prefix_cache.stats import _percentiles
 
-from service.domain.cache_orders import Evict, Pin
-from service.domain.cache_stats import MissTokens, SpillDropCause
-from service.domain.events import ReuseLimit
-from service.domain.request import CacheUse
-from service.engine.prefix_stats import _percentiles
 from tests.cache.step_house import BLOCK, BLOCK_BYTES, StepHouse, prompt
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampler import filter_logits, row_key, sample
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from service.domain.sampling import SamplingParams
-from service.engine.decode_row import DecodeRow
-from service.engine.sampler import filter_logits, row_key, sample
-from service.engine.sampling_row import SamplingRow
 from tests.engine.allow_only import AllowOnly
 
 VOCABULARY = 50

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.events import Finished, FinishReason
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
 
-from service.domain.events import Finished, FinishReason
-from service.domain.ids import RequestId
-from service.domain.request import GenerationRequest
-from service.domain.sampling import SamplingParams
 from tests.engine.test_mlx_engine import Running, start
 from tests.models import tiny_model_dir
 from tests.models.vocabulary import EOS_ID

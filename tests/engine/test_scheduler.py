@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.scheduling.scheduler import (
+    DecodeStep,
+    Idle,
+    Join,
+    PrefillChunk,
+    RestoreSlice,
+    Scheduler,
+    SchedulerLimits,
+)
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.text.detokenizer import TextStream
 
-from service.engine.ids import SequenceId
-from service.engine.scheduler import Scheduler, SchedulerLimits
-from service.engine.sequence import Sequence
-from service.engine.text import TextStream
-from service.engine.waiting import WaitingLimits, WaitingRoom
-from service.engine.work import DecodeStep, Idle, Join, PrefillChunk, RestoreSlice
 from tests.engine.fakes import decode_ascii, request
 
 LIMITS = SchedulerLimits(

@@ -17,16 +17,23 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain.events import Failed, Finished, FinishReason
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.domain.response_format import (
+    Choice,
+    JsonObject,
+    JsonSchema,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+)
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.structured_output.compiler import GrammarCompiler
 
-from service.domain.events import Failed, Finished, FinishReason
-from service.domain.ids import RequestId
-from service.domain.request import CacheUse, GenerationRequest
-from service.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex, ResponseFormat
-from service.domain.sampling import SamplingParams
-from service.engine import model_loader
-from service.engine.decode_row import DecodeRow
-from service.engine.grammar_compiler import GrammarCompiler
-from service.errors import InvalidRequest, Reason
 from tests.cache.house import House
 from tests.engine.test_mixed_rows import ids, run, runner_of
 from tests.models import VOCABULARY_SIZE, tiny_model_dir

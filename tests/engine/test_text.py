@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from icehouse_server.text.detokenizer import Detokenizer, StopFilter, TextStream
 
-from service.engine.text import Detokenizer, StopFilter, TextStream
 from tests.models.vocabulary import tokenizer
 
 TOKENIZER = tokenizer()

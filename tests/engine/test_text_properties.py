@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from icehouse_server.domain.events import Delta, Finished, FinishReason
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.request import TokenLogprobs
+from icehouse_server.engine.core.ports import Drawn
+from icehouse_server.engine.core.sequence import Sequence as EngineSequence
+from icehouse_server.engine.output import Delivery
+from icehouse_server.text.detokenizer import Detokenizer, StopFilter
 from tokenizers import Tokenizer
 
-from service.domain.events import Delta, Finished, FinishReason
-from service.domain.logprobs import TokenLogprobs
-from service.engine.delivery import Delivery
-from service.engine.ids import SequenceId
-from service.engine.ports import Drawn
-from service.engine.sequence import Sequence as EngineSequence
-from service.engine.text import Detokenizer, StopFilter
 from tests.engine.fakes import Recorder, request
 from tests.models.vocabulary import EOS_ID, byte_fallback_tokenizer, tokenizer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner.model_loader import ModelSource, load, load_tokenizer
+from icehouse_server.errors import ModelError, Reason
 
-from service.engine import upstream
-from service.engine.model_loader import ModelSource, load, load_tokenizer
-from service.errors import ModelError, Reason
 from tests.models import tiny_model_dir
 
 _RAN = "ran"
@@ -63,6 +63,6 @@ def test_a_template_cannot_reach_beyond_its_sandbox(folder: Path) -> None:
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     rewrite(folder / "tokenizer_config.json", lambda config: config.update(chat_template=escape))
     (folder / "chat_template.jinja").write_text(escape)
-    wrapper = upstream.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
+    wrapper = mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
     with pytest.raises(Exception, match="unsafe"):
         wrapper.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.runner import mlx_lm
 from mlx_lm.generate import _extend_cache, _merge_caches
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -19,7 +21,6 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.utils import _tokenizer_defaults, load_tokenizer
 
-from service.engine import upstream
 from tests.models import ARCHITECTURES, build
 from tests.models.vocabulary import TURN_END_ID, write_tokenizer
 
@@ -43,7 +44,7 @@ def test_the_private_functions_have_the_shape_we_call() -> None:
     ],
 )
 def test_which_classes_batch(cache, expected: bool) -> None:
-    assert upstream.can_batch([cache]) is expected
+    assert batching.can_batch([cache]) is expected
 
 
 @pytest.mark.parametrize(("lengths", "kept"), [((3, 7), 1), ((3, 7), 0), ((7, 3), 1)])
@@ -52,20 +53,20 @@ def test_rows_join_leave_and_come_out_again(architecture: str, lengths: tuple[in
     model = build(architecture)
     rows = []
     for length in lengths:
-        caches = upstream.make_caches(model)
-        mx.eval(model(mx.arange(5, 5 + length)[None], cache=caches), upstream.cache_states(caches))
+        caches = batching.make_caches(model)
+        mx.eval(model(mx.arange(5, 5 + length)[None], cache=caches), batching.cache_states(caches))
         rows.append(caches)
-    if not upstream.can_batch(rows[0]):
+    if not batching.can_batch(rows[0]):
         with pytest.raises(ValueError, match="batching"):
-            upstream.merge_caches(rows)
+            batching.merge_caches(rows)
         return
-    batch = upstream.extend_caches(upstream.merge_caches(rows[:1]), upstream.merge_caches(rows[1:]))
+    batch = batching.extend_caches(batching.merge_caches(rows[:1]), batching.merge_caches(rows[1:]))
     mx.eval(model(mx.array([[9], [9]]), cache=batch))
     for cache in batch:
         cache.filter([kept])
     out = [cache.extract(0) for cache in batch]
     alone = model(mx.array([[9]]), cache=rows[kept])
-    mx.eval(alone, upstream.cache_states(out))
+    mx.eval(alone, batching.cache_states(out))
     again = model(mx.array([[11]]), cache=out)
     expected = model(mx.array([[11]]), cache=rows[kept])
     assert mx.allclose(again, expected, atol=1e-4).item()
@@ -82,7 +83,7 @@ def tokenizer_folder(folder: Path, **config: object) -> Path:
 @pytest.mark.parametrize("eos_token_ids", [None, TURN_END_ID, [TURN_END_ID]])
 def test_the_tokenizer_is_the_one_that_mlx_lm_reads(tmp_path: Path, eos_token_ids: object) -> None:
     folder = tokenizer_folder(tmp_path)
-    ours = upstream.read_tokenizer(folder, eos_token_ids=eos_token_ids, trust_remote_code=False)
+    ours = mlx_lm.read_tokenizer(folder, eos_token_ids=eos_token_ids, trust_remote_code=False)
     theirs = load_tokenizer(folder, eos_token_ids=eos_token_ids)
     assert ours.eos_token_ids == theirs.eos_token_ids
     turns = [{"role": "user", "content": "the café 🧊"}]
@@ -93,6 +94,6 @@ def test_the_tokenizer_is_the_one_that_mlx_lm_reads(tmp_path: Path, eos_token_id
 
 def test_a_chat_template_written_in_python_is_found(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path, chat_template_type="deepseek_v32")
-    wrapper = upstream.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
+    wrapper = mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
     text = wrapper.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert "<｜User｜>hi" in text

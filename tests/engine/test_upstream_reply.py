@@ -8,12 +8,12 @@ import json
 import pkgutil
 
 import pytest
+from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.text.mlx_lm_parsers import read_reply_format
 from mlx_lm import tool_parsers
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import _infer_tool_parser, load
 
-from service.engine import upstream
-from service.engine.upstream_reply import read_reply_format
 from tests.models.chat_templates import ALTERNATING, HEADERS, REMEMBERING, THINKING, Family, write_family
 
 PARSERS = [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]
@@ -42,7 +42,7 @@ def test_every_parser_has_markers_and_takes_a_text_and_tools(name: str) -> None:
 )
 def test_the_format_is_the_one_that_mlx_lm_finds(tmp_path, family: Family, parser: str) -> None:
     folder = write_family(tmp_path, family)
-    ours = upstream.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
+    ours = mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
     theirs = load(folder)
     assert (ours.tool_call_start, ours.tool_call_end) == (theirs.tool_call_start, theirs.tool_call_end)
     assert ours.tool_parser is theirs.tool_parser
@@ -57,7 +57,7 @@ def test_the_format_is_the_one_that_mlx_lm_finds(tmp_path, family: Family, parse
 
 def test_without_tools_the_machine_leaves_calls_alone(tmp_path) -> None:
     folder = write_family(tmp_path, THINKING)
-    found = read_reply_format(upstream.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False))
+    found = read_reply_format(mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False))
     segments = found.make_machine(False, "").split("<think>a</think>b<tool_call>c</tool_call>")
     assert [text for state, text in segments if state == "normal"] == ["", "b<tool_call>c</tool_call>"]
 
@@ -66,5 +66,5 @@ def test_a_parser_named_by_the_folder_is_used(tmp_path) -> None:
     folder = write_family(tmp_path, HEADERS)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tool_parser_type": "pythonic"}))
-    found = read_reply_format(upstream.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False))
+    found = read_reply_format(mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False))
     assert (found.parser_name, found.call_start) == ("pythonic", "<|tool_call_start|>")

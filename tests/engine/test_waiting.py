@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from service.domain.ids import Tenant
-from service.engine.ids import SequenceId
-from service.engine.sequence import Sequence
-from service.engine.text import TextStream
-from service.engine.waiting import WaitingLimits, WaitingRoom
+from icehouse_server.domain.ids import SequenceId, Tenant
+from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.text.detokenizer import TextStream
+
 from tests.engine.fakes import decode_ascii, request
 
 

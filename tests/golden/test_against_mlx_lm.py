@@ -10,8 +10,8 @@ from pathlib import Path
 
 import mlx_lm
 import pytest
+from icehouse_server.domain.request import CacheUse
 
-from service.domain.request import CacheUse
 from tests.cache.house import BLOCK, House
 from tests.models import ARCHITECTURES, tiny_model_dir
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-from service.domain.blocks import (
+from icehouse_server.domain.blocks import (
     LAYOUT_ABI,
     BlockHeader,
     HostBlock,
@@ -20,11 +20,11 @@ from service.domain.blocks import (
     pack_tokens,
     root_hash,
 )
-from service.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
-from service.kv.block_file import prepare_block, write_block
-from service.kv.files import SystemFiles
-from service.kv.store_paths import StorePaths
-from service.kv.vault_aes import AesVault, unwrap_key
+from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
+from icehouse_server.storage.block_format.file import prepare_block, write_block
+from icehouse_server.storage.encryption.aes_gcm import AesVault, unwrap_key
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.paths import StorePaths
 
 FINGERPRINT = Fingerprint(bytes(range(32)))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from service.domain.blocks import RegionKind, block_hash, root_hash
-from service.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, Tenant
-from service.kv.entry import Entry
-from service.kv.index import BlockIndex, IndexRules
-from service.kv.records import BlockRecord
+from icehouse_server.domain.blocks import RegionKind, block_hash, root_hash
+from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, Tenant
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, IndexRules
+from icehouse_server.storage.record import BlockRecord
 
 FINGERPRINT = Fingerprint(b"i" * 32)
 SIZE = 4

@@ -9,13 +9,12 @@ import stat
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from service.kv import files as files_module
-from service.kv.files import SystemFiles
-from service.kv.lock_file import take_lock
-from service.kv.space import SECONDS_PER_DAY, Space
-from service.kv.store_paths import StorePaths
-from service.kv.write_gate import WriteGate, is_disk_full
+from icehouse_server.storage import files as files_module
+from icehouse_server.storage.directory.lock import take_lock
+from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Space
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.worker.write_breaker import WriteGate, is_disk_full
 
 FILES = SystemFiles()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.prefix_cache.tiers.index import IndexRules
 
-from service.domain.blocks import RegionKind
-from service.kv.index import IndexRules
 from tests.kv.known_blocks import (
     HYBRID,
     KV_ONLY,

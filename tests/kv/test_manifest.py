@@ -9,11 +9,11 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.storage.block_facts import BlockFile, BlockOutline, FileRegion
+from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.record import BlockRecord, record_of
 
-from service.domain.blocks import RegionKind
-from service.kv.file_facts import BlockFile, BlockOutline, FileRegion
-from service.kv.manifest import Manifest
-from service.kv.records import BlockRecord, record_of
 from tests.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block
 
 

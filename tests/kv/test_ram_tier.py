@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from service.domain.blocks import RegionKind
-from service.kv.entry import Entry
-from service.kv.ram_tier import RamTier
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+
 from tests.kv.known_blocks import SIZE, Shelf, SizedRegion
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc, prompt_pb2
+from icehouse_server.clock import SystemClock
+from icehouse_server.config import ServerConfig
+from icehouse_server.domain.events import Event
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.engine.core.ports import Drawn
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import IcehouseError
+from icehouse_server.rpc.engine_client.ports import OrderReply, ServedModel, StatsReply
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.server import RpcServer
 
-from service.clock import SystemClock
-from service.config import ServerConfig
-from service.domain.events import Event
-from service.domain.ids import RequestId
-from service.domain.model import EngineState
-from service.domain.request import GenerationRequest
-from service.engine.engine import Engine
-from service.engine.ports import Drawn
-from service.engine.scheduler import SchedulerLimits
-from service.engine.waiting import WaitingLimits
-from service.errors import IcehouseError
-from service.rpc.ports import OrderReply, ServedModel, StatsReply
-from service.rpc.router import Router
-from service.rpc.server import RpcServer
 from tests.engine.fakes import BOUND_S, FakeRunner, no_prefix
 from tests.rpc.fake_engine import FakeTokenizer
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_server.domain.events import Delta, PrefillProgress
+from icehouse_server.domain.request import LogprobsWanted
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.ports import Drawn, MemoryUse
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.runner.runner import MlxRunner
 
-from service.domain.events import Delta, PrefillProgress
-from service.domain.logprobs import LogprobsWanted
-from service.domain.sampling import SamplingParams
-from service.engine.engine import Engine
-from service.engine.mlx_runner import MlxRunner
-from service.engine.ports import Drawn, MemoryUse
 from tests.cache import house as cache_house
 from tests.cache.house import BLOCK, House
 from tests.cache.test_reuse import prompt

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import grpc
 import pytest
+from icehouse_server.domain.ids import RequestId
 
-from service.domain.ids import RequestId
 from tests.engine.fakes import BOUND_S
 from tests.load.live_server import live_server, request, rest_of
 from tests.rpc.details import refusal_of

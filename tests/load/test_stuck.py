@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse_server.config import ServerConfig
 
-from service.config import ServerConfig
 from tests.engine.fakes import BOUND_S
 from tests.load.live_server import is_finished, live_server, request
 

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
+from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
+from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
 from mlx_lm.models.cache import make_prompt_cache
 
-from service.kv.layout import CacheLayout
-from service.kv.layout_regions import ArrayRegion, from_host, to_host
-from service.kv.layout_source import RestoreBlock, RestoreSource
-from service.kv.layout_target import KvShape, KvTarget
 from tests.models import VOCABULARY_SIZE, build
 
 BLOCK: Final = 16

@@ -6,12 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate
 from mlx_lm.generate import PromptProcessingBatch, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from service.kv.layout import CacheLayout
-from service.kv.layout_regions import ArrayRegion, evaluate
 from tests.mlx.runs import BLOCK, CHUNK, Recording, feed, model_of, prompt, same_bits, uninterrupted
 from tests.models import ARCHITECTURES
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from icehouse_server.domain.blocks import RegionKind
 from mlx_lm.models.cache import QuantizedKVCache
 
 from docs import capacity
-from service.domain.blocks import RegionKind
 from tests.mlx.runs import BLOCK, Recording, model_of, prompt
 from tests.models import ARCHITECTURES, tiny_config
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
+from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
-from service.domain.blocks import RegionKind
-from service.kv.layout import CacheLayout
-from service.kv.layout_regions import ArrayRegion, from_host, to_host
-from service.kv.layout_source import RestoreBlock, RestoreSource
 from tests.mlx.runs import (
     BLOCK,
     CHUNK,

@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
+from icehouse_server.errors import ModelError, Reason
 
-from service.engine.fingerprint import ModelFingerprint, model_fingerprint
-from service.errors import ModelError, Reason
 from tests.models import tiny_model_dir
 
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icehouse_server.engine.kv_cache.cache_classes import held
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, ChunkedKVCache, KVCache, RotatingKVCache
-
-from service.kv.layout_held import held
 
 WINDOW = 8
 TAG = 1000

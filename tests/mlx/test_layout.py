@@ -6,6 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
+from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.errors import Reason
 from mlx_lm.models.cache import (
     BatchKVCache,
     CacheList,
@@ -16,9 +19,6 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from service.errors import Reason
-from service.kv.layout import CacheLayout, CacheUnsupported
-from service.kv.layout_source import RestoreBlock, RestoreSource
 from tests.mlx.runs import BLOCK, Recording, model_of, prompt, same_bits
 from tests.models import ARCHITECTURES
 

@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
+from icehouse_server.engine.kv_cache.cache_classes import held
+from icehouse_server.engine.kv_cache.layout import KvCutting
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
 
-from service.domain.blocks import HostRegion, HostTensor, RegionKind
-from service.kv.layout_cutting import KvCutting
-from service.kv.layout_held import held
-from service.kv.layout_regions import ArrayRegion, evaluate, from_host, to_host
 from tests.mlx.runs import BLOCK, CHUNK, Recording, feed, greedy, model_of, prompt, same_regions
 
 

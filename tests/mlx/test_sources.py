@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.blocks import HostRegion
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, to_host
+from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource
+from icehouse_server.errors import Reason, StorageError
 
-from service.domain.blocks import HostRegion
-from service.errors import Reason, StorageError
-from service.kv.layout_regions import ArrayRegion, evaluate, to_host
-from service.kv.layout_source import LoadedKv, RestoreBlock, RestoreSource
 from tests.mlx.runs import (
     BLOCK,
     CHUNK,

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
+from icehouse_server.engine.kv_cache.regions import to_host
+from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreSource
 
-from service.kv.layout_regions import to_host
-from service.kv.layout_source import LoadedKv, RestoreSource
-from service.kv.layout_target import KvShape, KvTarget
 from tests.mlx.runs import BLOCK, CHUNK, Recording, greedy, made_target, model_of, prompt
 
 SHAPES = (KvShape("000.k", mx.bfloat16, 2, 4), KvShape("000.v", mx.float32, 1, 8))

@@ -6,11 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.regions import ArrayRegion
+from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from service.kv.layout import CacheLayout
-from service.kv.layout_regions import ArrayRegion
-from service.kv.layout_source import RestoreBlock, RestoreSource
 from tests.mlx.runs import (
     BLOCK,
     CHUNK,

@@ -8,13 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from icehouse_server.domain.ids import AdapterName
+from icehouse_server.engine.runner.fingerprint import adapter_digest
+from icehouse_server.engine.runner.model_loader import AdapterSource
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
-
-from service.domain.ids import AdapterName
-from service.engine.fingerprint import adapter_digest
-from service.engine.model_loader import AdapterSource
 
 RANK = 4
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
+from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
+from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.rpc.calls.watchers import Telemetry
+from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.server import RpcServer
 
-from service.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
-from service.domain.model import EngineState, ModelInfo
-from service.rpc.ports import ServedModel
-from service.rpc.router import Router
-from service.rpc.server import RpcServer
-from service.rpc.telemetry import Telemetry
 from tests.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.rpc.fake_grammars import FakeGrammars
 from tests.rpc.stubs import Stubs

@@ -7,10 +7,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from service.domain.cache_orders import CacheAnswer, CacheOrder
-from service.domain.cache_stats import CacheStats
-from service.domain.chat import Conversation, RenderedChat
-from service.domain.events import (
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse_server.domain.events import (
     CacheReport,
     Delta,
     Event,
@@ -21,14 +21,13 @@ from service.domain.events import (
     Started,
     Usage,
 )
-from service.domain.ids import RequestId
-from service.domain.model import ModelInfo
-from service.domain.request import GenerationRequest
-from service.domain.speculation import DraftCounts, SpeculationLimit
-from service.domain.stats import EngineStats
-from service.errors import Cancelled, CannotFit, IcehouseError, InvalidRequest, Overloaded, Reason
-from service.rpc.ports import OrderReply, SplitterPort, StatsReply
-from service.rpc.router import Router
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import DraftCounts, GenerationRequest, SpeculationLimit
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.errors import Cancelled, CannotFit, IcehouseError, InvalidRequest, Overloaded, Reason
+from icehouse_server.rpc.engine_client.ports import OrderReply, SplitterPort, StatsReply
+from icehouse_server.rpc.engine_client.router import Router
 
 Script = Callable[[GenerationRequest], Iterable[Event]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from service.domain.response_format import Regex, ResponseFormat
-from service.errors import InvalidRequest, Reason
+from icehouse_server.domain.response_format import Regex, ResponseFormat
+from icehouse_server.errors import InvalidRequest, Reason
 
 HELD = Regex("held")
 """Compiles until `let_go` is set."""

@@ -9,11 +9,10 @@ import grpc
 import pytest
 from icehouse.v1 import cache_service_pb2, model_service_pb2
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.domain.cache_commands import Evict, Explain, Pin, Unpin
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, CacheScope
+from icehouse_server.domain.model import AdapterInfo
 
-from service.domain.adapter import AdapterInfo
-from service.domain.cache_orders import Evict, Explain, Pin, Unpin
-from service.domain.cache_scope import CacheScope
-from service.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refused
 from tests.rpc.fake_engine import MODEL_INFO

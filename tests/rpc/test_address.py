@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.config import SecurityConfig, ServerConfig
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.rpc.address import bind, is_loopback
 
-from service.config import SecurityConfig, ServerConfig
-from service.errors import Reason, StartError
-from service.rpc.address import bind, is_loopback
 from tests.rpc.conftest import House, running_house
 
 NOBODY = 65534

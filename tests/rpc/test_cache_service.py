@@ -11,8 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from icehouse.v1 import cache_policy_pb2, prompt_pb2
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import model_service_pb2 as model_messages
-
-from service.domain.cache_orders import (
+from icehouse_server.domain.cache_commands import (
     BlockMatch,
     Evict,
     EvictReport,
@@ -25,10 +24,10 @@ from service.domain.cache_orders import (
     Verify,
     VerifyReport,
 )
-from service.domain.cache_scope import CacheScope
-from service.domain.events import CacheReport
-from service.domain.ids import BlockHash, Tenant
-from service.errors import NotFound, Reason
+from icehouse_server.domain.events import CacheReport
+from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+from icehouse_server.errors import NotFound, Reason
+
 from tests.rpc.conftest import House
 from tests.rpc.details import refused
 from tests.rpc.fake_engine import MODEL_INFO, REPORT, finished, started

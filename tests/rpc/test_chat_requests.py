@@ -9,8 +9,8 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from icehouse.v1 import cache_service_pb2, tool_pb2
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
 
-from service.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
 from tests.rpc.conftest import House
 from tests.rpc.details import refused
 

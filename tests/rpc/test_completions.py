@@ -10,12 +10,11 @@ import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import logprobs_pb2, sampling_pb2, usage_pb2
+from icehouse_server.config import TenantConfig
+from icehouse_server.domain.events import Delta, Event, Failed, PrefillProgress
+from icehouse_server.domain.request import GenerationRequest, TokenLogprobs
+from icehouse_server.errors import Overloaded, Reason
 
-from service.config import TenantConfig
-from service.domain.events import Delta, Event, Failed, PrefillProgress
-from service.domain.logprobs import TokenLogprobs
-from service.domain.request import GenerationRequest
-from service.errors import Overloaded, Reason
 from tests.rpc.conftest import SEED, House, running_house
 from tests.rpc.details import refusal_of, refused
 from tests.rpc.fake_engine import finished, hanging, overloaded, started

@@ -10,9 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hyperframe.frame import DataFrame, GoAwayFrame, SettingsFrame
 from icehouse.v1 import inference_service_pb2
+from icehouse_server.config import ConnectionConfig
+from icehouse_server.domain.events import Delta
 
-from service.config import ConnectionConfig
-from service.domain.events import Delta
 from tests.rpc.conftest import House, channel_options, running_house
 from tests.rpc.details import refused
 from tests.rpc.fake_engine import finished, hanging

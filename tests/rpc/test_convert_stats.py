@@ -15,14 +15,14 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2, cache_stats_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.domain import cache_stats
+from icehouse_server.domain.cache_commands import Tier
+from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
+from icehouse_server.domain.events import FinishReason, ReuseLimit
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.rpc.messages.stats import cache_stats_proto, engine_stats_proto
 
-from service.domain import cache_stats
-from service.domain.cache_orders import Tier
-from service.domain.cache_stats import CacheStats, SpillDropCause
-from service.domain.events import FinishReason, ReuseLimit
-from service.domain.request import CacheUse
-from service.domain.stats import EngineStats
-from service.rpc.convert_stats import cache_stats_proto, engine_stats_proto
 from tests.rpc.conftest import House
 
 DERIVED = {"miss_token_total"}

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from icehouse.v1 import embedding_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
+from icehouse_server.domain.events import Event, Failed
+from icehouse_server.domain.request import CacheUse, GenerationRequest, Pooling
+from icehouse_server.errors import Overloaded, Reason
 
-from service.domain.embedding import Pooling
-from service.domain.events import Event, Failed
-from service.domain.request import CacheUse, GenerationRequest
-from service.errors import Overloaded, Reason
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refused
 from tests.rpc.fake_engine import MODEL_INFO, finished, started

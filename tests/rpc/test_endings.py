@@ -12,11 +12,11 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1.cache_service_pb2 import WatchStatsRequest
+from icehouse_server.domain.events import Delta, Event, Failed, Finished
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.errors import Cancelled, EngineFailed, Reason
 
-from service.domain.events import Delta, Event, Failed, Finished
-from service.domain.model import EngineState
-from service.domain.request import GenerationRequest
-from service.errors import Cancelled, EngineFailed, Reason
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refusal_of, refused
 from tests.rpc.fake_engine import finished, hanging, started

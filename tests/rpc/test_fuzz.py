@@ -28,12 +28,11 @@ from icehouse.v1 import (
     model_service_pb2,
     rerank_service_pb2,
 )
+from icehouse_server.domain.events import Delta, Event
+from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogprobs
+from icehouse_server.errors import Reason
+from icehouse_server.rpc.calls.reason_table import TABLE
 
-from service.domain.events import Delta, Event
-from service.domain.logprobs import Logprob, TokenLogprobs
-from service.domain.request import GenerationRequest
-from service.errors import Reason
-from service.rpc.reason_table import TABLE
 from tests.rpc.conftest import House, running_house
 from tests.rpc.fake_engine import finished, started
 from tests.rpc.test_embeddings import EMBEDDING

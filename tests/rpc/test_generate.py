@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2, speculation_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.domain.events import Delta, FinishReason, PrefillProgress
+from icehouse_server.domain.events import Finished as FinishedEvent
+from icehouse_server.domain.request import CacheUse, Logprob, LogprobsWanted, TokenLogprobs
+from icehouse_server.domain.sampling import SamplingParams
 
-from service.domain.events import Delta, FinishReason, PrefillProgress
-from service.domain.events import Finished as FinishedEvent
-from service.domain.logprobs import Logprob, LogprobsWanted, TokenLogprobs
-from service.domain.request import CacheUse
-from service.domain.sampling import SamplingParams
 from tests.rpc.conftest import SEED, House
 from tests.rpc.fake_engine import started, usage_of
 

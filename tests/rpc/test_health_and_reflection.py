@@ -9,9 +9,9 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from icehouse_server.domain.model import EngineState
+from icehouse_server.rpc.server import SERVICE_NAMES
 
-from service.domain.model import EngineState
-from service.rpc.server import SERVICE_NAMES
 from tests.rpc.conftest import House, running_house
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2, sampling_pb2
-
-from service.rpc.one_of import SCANNED_FIELD_LIMIT, clashing_fields, field_numbers
+from icehouse_server.rpc.oneof_interceptor import SCANNED_FIELD_LIMIT, clashing_fields, field_numbers
 
 DESCRIPTOR = messages.GenerateRequest.DESCRIPTOR
 

@@ -7,11 +7,10 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from service.domain.events import CacheReport, Delta, Event, Failed, PrefillProgress, Started
-from service.domain.logprobs import TokenLogprobs
-from service.errors import Cancelled, Overloaded, Reason
-from service.rpc.outbox import Outbox
+from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, PrefillProgress, Started
+from icehouse_server.domain.request import TokenLogprobs
+from icehouse_server.errors import Cancelled, Overloaded, Reason
+from icehouse_server.rpc.engine_client.outbox import Outbox
 
 STARTED = Started(prompt_token_count=1, cache=CacheReport(), queue_s=0)
 CANCELLED = Failed(Cancelled(Reason.CANCELLED, "cancelled"))

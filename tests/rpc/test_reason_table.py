@@ -6,11 +6,11 @@ import ast
 from collections import defaultdict
 
 import pytest
+from icehouse_server import errors
+from icehouse_server.errors import IcehouseError, Reason
+from icehouse_server.rpc.calls.reason_table import TABLE, markdown
+from icehouse_server.rpc.calls.status import code_of
 
-from service import errors
-from service.errors import IcehouseError, Reason
-from service.rpc.reason_table import TABLE, markdown
-from service.rpc.status import code_of
 from tests.tidy.tree import ROOT, modules
 
 LOCAL = (errors.ConfigError, errors.ModelError, errors.StartError)
@@ -39,7 +39,9 @@ RAISED = raised_classes()
 
 
 def test_every_reason_is_in_the_table_and_has_words() -> None:
-    assert set(TABLE) == set(Reason), "give it a row in service/rpc/reason_table.py, then make gen"
+    assert set(TABLE) == set(Reason), (
+        "give it a row in service/icehouse_server/rpc/calls/reason_table.py, then make gen"
+    )
     assert all(row.meaning.endswith(".") and row.advice.endswith(".") for row in TABLE.values())
     assert not any("|" in row.meaning + row.advice for row in TABLE.values())
 

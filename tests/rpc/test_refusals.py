@@ -11,11 +11,10 @@ import grpc
 import pytest
 from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2
 from icehouse.v1 import inference_service_pb2 as messages
-
-from service.cli.logs import JsonFormatter, fields_of
-from service.domain.events import Failed
-from service.domain.model import EngineState
-from service.errors import (
+from icehouse_server.cli.terminal.logs import JsonFormatter, fields_of
+from icehouse_server.domain.events import Failed
+from icehouse_server.domain.model import EngineState
+from icehouse_server.errors import (
     AlreadyExists,
     Cancelled,
     CannotFit,
@@ -26,6 +25,7 @@ from service.errors import (
     Reason,
     Unavailable,
 )
+
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refusal_of, refused
 from tests.rpc.fake_engine import MODEL_INFO, overloaded

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from icehouse.v1 import cache_policy_pb2
 from icehouse.v1 import rerank_service_pb2 as messages
+from icehouse_server.domain.events import Delta, Event, Failed
+from icehouse_server.domain.request import CacheUse, GenerationRequest, Logprob, LogprobsWanted, TokenLogprobs
+from icehouse_server.errors import Overloaded, Reason
 
-from service.domain.events import Delta, Event, Failed
-from service.domain.logprobs import Logprob, LogprobsWanted, TokenLogprobs
-from service.domain.request import CacheUse, GenerationRequest
-from service.errors import Overloaded, Reason
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refused
 from tests.rpc.fake_engine import MODEL_INFO, finished, started

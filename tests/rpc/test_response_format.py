@@ -9,8 +9,15 @@ import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import response_format_pb2 as formats
+from icehouse_server.domain.response_format import (
+    Choice,
+    JsonObject,
+    JsonSchema,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+)
 
-from service.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex, ResponseFormat
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refused
 

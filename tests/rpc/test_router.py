@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from service.domain.events import CacheReport, Delta, Event, Failed, Started
-from service.domain.ids import RequestId
-from service.domain.model import EngineState
-from service.errors import AlreadyExists, Cancelled, EngineFailed, Reason, Unavailable
-from service.rpc.outbox import Outbox
-from service.rpc.router import Router
+from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Started
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState
+from icehouse_server.errors import AlreadyExists, Cancelled, EngineFailed, Reason, Unavailable
+from icehouse_server.rpc.engine_client.outbox import Outbox
+from icehouse_server.rpc.engine_client.router import Router
 
 A, B = RequestId("a"), RequestId("b")
 STARTED = Started(prompt_token_count=1, cache=CacheReport(), queue_s=0)

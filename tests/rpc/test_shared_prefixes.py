@@ -8,10 +8,9 @@ import grpc
 import pytest
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.config import TenantConfig
+from icehouse_server.domain.ids import CacheScope, Tenant
 
-from service.config import TenantConfig
-from service.domain.cache_scope import CacheScope
-from service.domain.ids import Tenant
 from tests.rpc.conftest import House
 from tests.rpc.details import refused
 from tests.rpc.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_house

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.rpc.calls.slow_requests import KEPT_COUNT, RECENT_S, SHOWN_COUNT, SlowRequests
+from icehouse_server.rpc.messages.stats import slow_request_proto
 
-from service.rpc.convert_slow import slow_request_proto
-from service.rpc.slow_requests import KEPT_COUNT, RECENT_S, SHOWN_COUNT, SlowRequests
 from tests.rpc.conftest import FakeClock, House
 from tests.telemetry.facts import call_record
 

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import speculation_pb2
+from icehouse_server.domain.request import Drafting, Speculation, SpeculationLimit
+from icehouse_server.rpc.messages.speculation import LIMITS
 
-from service.domain.speculation import Drafting, Speculation, SpeculationLimit
-from service.rpc.speculation_fields import LIMITS
 from tests.rpc.conftest import House
 from tests.rpc.details import refused
 

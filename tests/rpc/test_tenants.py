@@ -10,14 +10,14 @@ import grpc
 import pytest
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.config import TenantConfig
+from icehouse_server.domain.cache_stats import CacheStats, TenantShare
+from icehouse_server.domain.events import Event
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.stats import TenantUse
+from icehouse_server.rpc.access import tenants as tenants_module
 
-from service.config import TenantConfig
-from service.domain.cache_stats import CacheStats, TenantShare
-from service.domain.events import Event
-from service.domain.ids import Tenant
-from service.domain.request import GenerationRequest
-from service.domain.tenant_use import TenantUse
-from service.rpc import tenants as tenants_module
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import refused
 from tests.rpc.fake_engine import counting, hanging

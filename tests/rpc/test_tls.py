@@ -15,10 +15,10 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
+from icehouse_server.config import SecurityConfig
+from icehouse_server.domain.events import Delta
+from icehouse_server.errors import Reason, StartError
 
-from service.config import SecurityConfig
-from service.domain.events import Delta
-from service.errors import Reason, StartError
 from tests.rpc.authority import Authority, dns, uri
 from tests.rpc.conftest import House, channel_options, running_house
 from tests.rpc.details import refused

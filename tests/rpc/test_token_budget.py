@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from icehouse_server.rpc.access.tenants import TokenBudget
 
-from service.rpc.token_budget import TokenBudget
 from tests.rpc.conftest import FakeClock
 
 

@@ -14,12 +14,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2, inference_service_pb2, model_service_pb2
+from icehouse_server.config import SecurityConfig, TenantConfig
+from icehouse_server.domain.cache_commands import EvictReport, VerifyReport
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import TOKEN_COUNT_LIMIT, TokenFile, digest_of, line_of, new_token
 
-from service.config import SecurityConfig, TenantConfig
-from service.domain.cache_orders import EvictReport, VerifyReport
-from service.errors import Reason, StartError
-from service.rpc.caller import Role
-from service.rpc.tokens import TOKEN_COUNT_LIMIT, TokenFile, digest_of, line_of, new_token
 from tests.rpc.conftest import House, running_house
 from tests.rpc.details import Refusal, refused
 

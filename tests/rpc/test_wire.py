@@ -12,16 +12,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc, load_report_pb2
+from icehouse_server.domain.cache_stats import CacheStats, LookupStats, MissTokens
+from icehouse_server.domain.call import CallRecord, PeerKind, WireRecord
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.stats import EngineStats, Rates, Snapshot
+from icehouse_server.rpc.access.caller import peer_kind
+from icehouse_server.rpc.calls.watchers import Telemetry
+from icehouse_server.rpc.monitoring.load_report import TRAILER_KEY, report_of
 
-from service.domain.cache_stats import CacheStats, LookupStats, MissTokens
-from service.domain.call import CallRecord, PeerKind, WireRecord
-from service.domain.events import ReuseLimit
-from service.domain.model import EngineState
-from service.domain.snapshot import Rates, Snapshot
-from service.domain.stats import EngineStats
-from service.rpc.load_report import TRAILER_KEY, report_of
-from service.rpc.peer import peer_kind
-from service.rpc.telemetry import Telemetry
 from tests.rpc.conftest import House, running_house
 from tests.rpc.fake_engine import REPORT, hanging
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from service.domain.blocks import RegionKind
-from service.domain.cache_stats import CacheStats
-from service.domain.stats import EngineStats
-from service.kv.storage_stats import StorageStats
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.storage.messages import StorageStats
+
 from tests.cache.step_house import check_shares
 from tests.sim.house import House
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from service.domain.cache_orders import (
+from icehouse_server.domain.cache_commands import (
     CacheAnswer,
     CacheOrder,
     Evict,
@@ -18,12 +18,13 @@ from service.domain.cache_orders import (
     Verify,
     VerifyReport,
 )
-from service.domain.cache_stats import CacheStats
-from service.domain.ids import BlockHash
-from service.domain.stats import EngineStats
-from service.engine.messages import Order, QueryStats
-from service.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
-from service.kv.entry import Entry
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.core.mailbox import Order, QueryStats
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
+
 from tests.sim.house import House
 from tests.sim.ledger import Ledger
 

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from service.kv.files import FileInfo, SystemFiles
+from icehouse_server.storage.files import FileInfo, SystemFiles
+
 from tests.storage.faults import Crash
 
 _FREE_BYTES = 1 << 40

@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.domain.blocks import HostBlock
-from service.domain.ids import BlockHash, RequestId
-from service.engine.loop import EngineLoop
-from service.engine.mailbox import Mailbox
-from service.engine.memory_guard import MemoryGuard
-from service.engine.messages import Drain, Message
-from service.engine.prefix_cache import PrefixCache
-from service.engine.prefix_desk import PrefixDesk
-from service.engine.scheduler import Scheduler
-from service.engine.waiting import WaitingRoom
-from service.errors import Reason, Unavailable
-from service.kv.messages import Outcome, StorageClosed, StorageFailed
-from service.kv.storage import Storage
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
+from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.scheduler import Scheduler
+from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.errors import Reason, Unavailable
+from icehouse_server.storage.messages import Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.worker.storage import Storage
+
 from tests.engine.fakes import Recorder, decode_ascii, model_info
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger

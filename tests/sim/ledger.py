@@ -6,14 +6,22 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from service.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
-from service.domain.ids import BlockHash
-from service.domain.request import CacheUse, GenerationRequest
-from service.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
-from service.kv.damage import Damage
-from service.kv.loads import BlockFailure, Loaded, LoadFailed
-from service.kv.messages import Evicted, Inventory, Outcome, Persisted, StatsAnswer, Verified
-from service.kv.storage_stats import StorageStats
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from icehouse_server.storage.loads import BlockFailure, Loaded, LoadFailed
+from icehouse_server.storage.messages import (
+    Evicted,
+    Inventory,
+    Outcome,
+    Persisted,
+    StatsAnswer,
+    StorageStats,
+    Verified,
+)
+
 from tests.sim.disk import Rot
 from tests.sim.model import Reply
 

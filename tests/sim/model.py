@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from service.domain.events import FinishReason
-from service.domain.ids import AdapterName
-from service.domain.request import GenerationRequest
+from icehouse_server.domain.events import FinishReason
+from icehouse_server.domain.ids import AdapterName
+from icehouse_server.domain.request import GenerationRequest
 
 EOS = 0
 CONTEXT_TOKEN_LIMIT = 96

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from service.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash
+
 from tests.sim.house import House
 from tests.sim.ledger import Ledger
 

@@ -7,18 +7,16 @@ import random
 import struct
 from collections.abc import Collection, Sequence
 
-from service.domain.blocks import HostRegion, HostTensor, RegionKind
-from service.domain.embedding import Pooling, Vector
-from service.domain.ids import AdapterName
-from service.domain.logprobs import LogprobsWanted, TokenLogprobs
-from service.domain.model import ModelInfo
-from service.engine.decode_row import DecodeRow
-from service.engine.ids import SequenceId
-from service.engine.memory_guard import MemoryModel
-from service.engine.ports import Drawn, MemoryUse
-from service.engine.prefix_ports import CacheFacts, RestoreInput
-from service.errors import Reason, StorageError
-from service.kv.entry import Region
+from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
+from icehouse_server.domain.ids import AdapterName, SequenceId
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import LogprobsWanted, Pooling, TokenLogprobs, Vector
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.memory_model import MemoryModel
+from icehouse_server.engine.core.ports import Drawn, MemoryUse
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
+from icehouse_server.errors import Reason, StorageError
+
 from tests.engine.fakes import memory_model, model_info
 from tests.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
 

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from service.domain.cache_orders import CacheOrder, Evict, Explain, Pin, Unpin, Verify
-from service.domain.cache_scope import CacheScope
-from service.domain.cache_stats import CacheStats
-from service.domain.ids import NO_ADAPTER, RequestId, Tenant
-from service.domain.request import CacheUse, GenerationRequest
-from service.domain.sampling import SamplingParams
-from service.domain.stats import EngineStats
-from service.engine.endings import cancelled_by_client
-from service.engine.messages import Cancel, QueryStats, Submit
-from service.kv.store_paths import StorePaths
+from icehouse_server.domain.cache_commands import CacheOrder, Evict, Explain, Pin, Unpin, Verify
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import NO_ADAPTER, CacheScope, RequestId, Tenant
+from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.core.mailbox import Cancel, QueryStats, Submit
+from icehouse_server.engine.core.refusals import cancelled_by_client
+from icehouse_server.storage.paths import StorePaths
+
 from tests.sim.checks import (
     check_agreement,
     check_counters,

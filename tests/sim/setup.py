@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from service.domain.ids import AdapterDigest, AdapterName, Fingerprint
-from service.engine.prefix_settings import PrefixSettings
-from service.engine.prefix_shares import ShareLimits
-from service.engine.scheduler import SchedulerLimits
-from service.engine.waiting import WaitingLimits
-from service.kv.manifest import LOG_ALLOWANCE_BYTES
-from service.kv.storage_settings import StorageSettings
-from service.kv.vault import Vault
+from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.settings import StorageSettings
+
 from tests.sim.model import ModelSpec
 
 BLOCK = 4

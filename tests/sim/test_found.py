@@ -8,15 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import (
+    CacheAnswer,
+    CacheOrder,
+    Evict,
+    EvictReport,
+    Pin,
+    PinReport,
+    Verify,
+)
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.ids import CacheScope, RequestId
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.mailbox import Order, Submit
+from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 
-from service.domain.cache_orders import CacheAnswer, CacheOrder, Evict, EvictReport, Pin, PinReport, Verify
-from service.domain.cache_scope import CacheScope
-from service.domain.events import Finished
-from service.domain.ids import RequestId
-from service.domain.request import GenerationRequest
-from service.domain.sampling import SamplingParams
-from service.engine.messages import Order, Submit
-from service.errors import IcehouseError, NotFound, Overloaded
 from tests.sim.checks import check_agreement, check_ram, check_rest
 from tests.sim.house import House, Life, SimClock
 from tests.sim.ledger import Ledger, Promise

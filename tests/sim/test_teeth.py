@@ -7,13 +7,17 @@ import os
 from collections.abc import Callable
 
 import pytest
+from icehouse_server.domain.ids import CacheScope, Tenant
+from icehouse_server.engine import requests
+from icehouse_server.engine.core.sequence import Phase
+from icehouse_server.engine.output import Delivery
+from icehouse_server.engine.prefix_cache import cache, commands, controller
+from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
+from icehouse_server.engine.scheduling import scheduler
+from icehouse_server.storage.block_format import reader
+from icehouse_server.storage.directory import commit, space, store
+from icehouse_server.storage.worker import credit, spiller
 
-from service.domain.cache_scope import CacheScope
-from service.domain.ids import Tenant
-from service.engine import live_requests, prefix_cache, prefix_desk, prefix_orders, scheduler
-from service.engine.delivery import Delivery
-from service.engine.sequence import Phase
-from service.kv import block_reader, commit, credit, index, ram_tier, space, spiller, store
 from tests.sim.scenario import SimulationFailed
 from tests.sim.stories import play
 
@@ -53,42 +57,42 @@ def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_one_row_off(patch: pytest.MonkeyPatch) -> None:
-    real = block_reader.KvBuffers.segments
+    real = reader.KvBuffers.segments
 
     def segments(self, region, *, start_token_index, token_count):
         late = start_token_index > self.origin_token_index
         return real(self, region, start_token_index=start_token_index - late, token_count=token_count)
 
-    patch.setattr(block_reader.KvBuffers, "segments", segments)
+    patch.setattr(reader.KvBuffers, "segments", segments)
 
 
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_desk.PrefixDesk._adopted
+    real = controller.PrefixDesk._adopted
 
     def adopted(self, restore):
         real(self, restore)
         restore.sequence.processed_token_count = max(0, restore.sequence.processed_token_count - 4)
 
-    patch.setattr(prefix_desk.PrefixDesk, "_adopted", adopted)
+    patch.setattr(controller.PrefixDesk, "_adopted", adopted)
 
 
 def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_cache.PrefixCache.root
+    real = cache.PrefixCache.root
     patch.setattr(
-        prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
+        cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
     )
 
 
 def forget_the_adapter(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_cache.PrefixCache.root
-    patch.setattr(prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
+    real = cache.PrefixCache.root
+    patch.setattr(cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
 
 
 def start_from_anybody(patch: pytest.MonkeyPatch) -> None:
     def shared_root(self, scope):
         return self.root(CacheScope(Tenant("other")))
 
-    patch.setattr(prefix_cache.PrefixCache, "shared_root", shared_root)
+    patch.setattr(cache.PrefixCache, "shared_root", shared_root)
 
 
 def trust_every_region(patch: pytest.MonkeyPatch) -> None:
@@ -112,7 +116,7 @@ def trust_every_region(patch: pytest.MonkeyPatch) -> None:
     class NoHash:
         xxh3_64 = NoDigest
 
-    patch.setattr(block_reader, "xxhash", NoHash)
+    patch.setattr(reader, "xxhash", NoHash)
 
 
 def unlink_before_the_row(patch: pytest.MonkeyPatch) -> None:
@@ -149,7 +153,7 @@ def never_sync_the_folder(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_orders.PrefixOrders._pin
+    real = commands.PrefixOrders._pin
 
     def pin(self, token_ids, scope, *, pinned):
         report = real(self, token_ids, scope, pinned=pinned)
@@ -157,7 +161,7 @@ def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
             entry.is_pinned = True
         return report
 
-    patch.setattr(prefix_orders.PrefixOrders, "_pin", pin)
+    patch.setattr(commands.PrefixOrders, "_pin", pin)
 
 
 def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
@@ -198,21 +202,21 @@ def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_cache.PrefixCache, "forget_stored", lambda self, block: None)
+    patch.setattr(cache.PrefixCache, "forget_stored", lambda self, block: None)
 
 
 def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_desk.PrefixDesk, "_give_up", lambda self, restore: [])
+    patch.setattr(controller.PrefixDesk, "_give_up", lambda self, restore: [])
 
 
 def end_twice(patch: pytest.MonkeyPatch) -> None:
-    real = live_requests.LiveRequests._end
+    real = requests.LiveRequests._end
 
     def end(self, sequence, event):
         real(self, sequence, event)
         self.tell(sequence, event)
 
-    patch.setattr(live_requests.LiveRequests, "_end", end)
+    patch.setattr(requests.LiveRequests, "_end", end)
 
 
 def forget_the_tokens_of_a_stop(patch: pytest.MonkeyPatch) -> None:

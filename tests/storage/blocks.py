@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-
-from service.domain.blocks import (
+from icehouse_server.domain.blocks import (
     BlockHeader,
     HostBlock,
     HostRegion,
@@ -13,8 +12,8 @@ from service.domain.blocks import (
     block_hash,
     root_hash,
 )
-from service.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint
-from service.kv.vault import Vault
+from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint
+from icehouse_server.storage.encryption.cipher import Vault
 
 FINGERPRINT = Fingerprint(b"\x11" * 32)
 OTHER_FINGERPRINT = Fingerprint(b"\x22" * 32)

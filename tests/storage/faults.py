@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from service.kv.files import SystemFiles
+from icehouse_server.storage.files import SystemFiles
 
 VERBS = (
     "make_dir",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from service.kv.files import SystemFiles
-from service.kv.messages import Evicted, Inventory, Persisted, StatsAnswer, StorageClosed
-from service.kv.storage import Storage
-from service.kv.storage_settings import StorageSettings
-from service.kv.store import BlockStore
-from service.kv.store_paths import StorePaths
+from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.messages import Evicted, Inventory, Persisted, StatsAnswer, StorageClosed
+from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.worker.storage import Storage
+
 from tests.storage.blocks import FINGERPRINT
 
 

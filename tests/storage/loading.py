@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-
-from service.domain.blocks import HostBlock
-from service.kv.loads import Loaded, LoadId, LoadRequest, PlannedBlock
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest, PlannedBlock
 
 
 def plan(blocks, *, last_token_count=None, regions=None, capacity=64, origin=None) -> LoadRequest:

@@ -12,16 +12,24 @@ import safetensors
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain.blocks import (
+    BlockHeader,
+    Damage,
+    HostBlock,
+    HostRegion,
+    HostTensor,
+    RegionKind,
+    block_hash,
+)
+from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.storage.block_facts import BlockFile
+from icehouse_server.storage.block_format.damage import BlockFileError
+from icehouse_server.storage.block_format.file import prepare_block, read_head, write_block
+from icehouse_server.storage.block_format.header import DTYPE_BYTES, parse_head
+from icehouse_server.storage.block_format.reader import verify_block
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import SystemFiles
 
-from service.domain.blocks import BlockHeader, HostBlock, HostRegion, HostTensor, RegionKind, block_hash
-from service.domain.ids import BlockHash, Fingerprint
-from service.kv.block_file import prepare_block, read_head, write_block
-from service.kv.block_head import DTYPE_BYTES, parse_head
-from service.kv.block_reader import verify_block
-from service.kv.damage import BlockFileError, Damage
-from service.kv.file_facts import BlockFile
-from service.kv.files import SystemFiles
-from service.kv.vault import Vault
 from tests.storage.blocks import make_block
 from tests.storage.vaults import BOTH_WAYS
 

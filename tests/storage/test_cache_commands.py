@@ -6,10 +6,10 @@ import json
 import os
 
 import pytest
+from icehouse_server.cli.cache.commands import app
+from icehouse_server.errors import NotFound, Reason, StartError
 from typer.testing import CliRunner
 
-from service.cli.cache import app
-from service.errors import NotFound, Reason, StartError
 from tests.storage.blocks import make_chain
 from tests.storage.house import StorageHouse
 

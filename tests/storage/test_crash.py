@@ -7,14 +7,14 @@ import os
 import sqlite3
 
 import pytest
+from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.directory.reconcile import Walk
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded, LoadFailed
+from icehouse_server.storage.messages import Persisted
+from icehouse_server.storage.paths import StorePaths
 
-from service.kv.files import SystemFiles
-from service.kv.loads import Loaded, LoadFailed
-from service.kv.manifest import Manifest
-from service.kv.messages import Persisted
-from service.kv.reconcile import Walk
-from service.kv.store_paths import StorePaths
-from service.kv.vault import Vault
 from tests.storage.blocks import make_block, make_chain
 from tests.storage.faults import Crash, CrashingFiles
 from tests.storage.house import ManualClock, StorageHouse

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from icehouse_server.storage.directory.data_keys import find_key, open_key, rewrap
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.paths import StorePaths
 
-from service.kv.data_keys import find_key, open_key, rewrap
-from service.kv.files import SystemFiles
-from service.kv.store_paths import StorePaths
 from tests.storage.faults import Crash, CrashingFiles
 
 MINE, YOURS, THEIRS = (bytes([number]) * 32 for number in (1, 2, 3))

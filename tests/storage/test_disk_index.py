@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-
-from service.domain.ids import BlockHash, Fingerprint
-from service.kv.disk_index import DiskIndex
-from service.kv.records import BlockRecord
+from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.storage.directory.disk_index import DiskIndex
+from icehouse_server.storage.record import BlockRecord
 
 
 def record(name: int, parent: int) -> BlockRecord:

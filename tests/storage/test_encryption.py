@@ -9,13 +9,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.encryption.cipher import KEY_DETAIL, Vault, sealed_fingerprint
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded, LoadFailed
 
-from service.kv.damage import Damage
-from service.kv.files import SystemFiles
-from service.kv.loads import Loaded, LoadFailed
-from service.kv.manifest import Manifest
-from service.kv.offline_store import OfflineStore
-from service.kv.vault import KEY_DETAIL, Vault, sealed_fingerprint
 from tests.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.storage.house import ManualClock, StorageHouse
 from tests.storage.loading import assert_holds, plan

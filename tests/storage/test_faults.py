@@ -8,11 +8,11 @@ import shutil
 import sqlite3
 
 import pytest
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.loads import Loaded, LoadFailed
+from icehouse_server.storage.messages import Evicted, Health, Inventory, Persisted, SpillDropped, TaskGivenUp
 
-from service.domain.cache_stats import SpillDropCause
-from service.kv.damage import Damage
-from service.kv.loads import Loaded, LoadFailed
-from service.kv.messages import Evicted, Health, Inventory, Persisted, SpillDropped, TaskGivenUp
 from tests.storage.blocks import make_block, make_chain
 from tests.storage.faults import VERBS, FaultyFiles
 from tests.storage.house import ManualClock, StorageHouse
@@ -184,7 +184,7 @@ def test_a_manifest_that_fails_at_run_time_is_opened_anew(tmp_path, monkeypatch)
             raise sqlite3.OperationalError("disk I/O error")
 
         with monkeypatch.context() as patch:
-            patch.setattr("service.kv.manifest.Manifest.insert", refuse)
+            patch.setattr("icehouse_server.storage.directory.manifest.Manifest.insert", refuse)
             house.spill(blocks[1])
         outcomes = house.take()
         assert [type(o) for o in outcomes] == [SpillDropped, Health]

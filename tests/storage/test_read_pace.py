@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from icehouse_server.storage.block_format.file import GROUP_BYTES
+from icehouse_server.storage.block_format.reader import ReadPace
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded
+from icehouse_server.storage.worker.reader_pool import ReaderPool
 
-from service.kv.block_file import GROUP_BYTES
-from service.kv.files import SystemFiles
-from service.kv.loads import Loaded
-from service.kv.read_pace import ReadPace
-from service.kv.reader_pool import ReaderPool
 from tests.storage.blocks import FINGERPRINT, make_chain
 from tests.storage.house import ManualClock, StorageHouse
 from tests.storage.loading import assert_holds, plan

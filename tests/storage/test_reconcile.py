@@ -6,11 +6,11 @@ import os
 import sqlite3
 
 import pytest
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.directory.reconcile import Finding
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.paths import StorePaths
 
-from service.kv.files import SystemFiles
-from service.kv.offline_store import OfflineStore
-from service.kv.reconcile import Finding
-from service.kv.store_paths import StorePaths
 from tests.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block, make_chain
 from tests.storage.house import ManualClock, StorageHouse
 from tests.storage.test_crash import check_is_clean
@@ -129,8 +129,8 @@ def test_an_edited_row_of_contents_is_seen_by_verify(place):
 
 
 def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
-    for module in ("block_head", "records", "reconcile", "clean_mark"):
-        monkeypatch.setattr(f"service.kv.{module}.LAYOUT_ABI", 2)
+    for module in ("block_format.header", "record", "directory.reconcile", "directory.lock"):
+        monkeypatch.setattr(f"icehouse_server.storage.{module}.LAYOUT_ABI", 2)
     assert place.findings() == [Finding.OTHER_ABI] * 3
     report, known = place.reopen()
     assert (report.other_abi_deleted, known) == (3, [False] * 3)
@@ -139,8 +139,8 @@ def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
 
 def test_other_abi_without_row_is_deleted(place, monkeypatch):
     os.unlink(place.paths.manifest)
-    for module in ("block_head", "records", "reconcile", "clean_mark"):
-        monkeypatch.setattr(f"service.kv.{module}.LAYOUT_ABI", 2)
+    for module in ("block_format.header", "record", "directory.reconcile", "directory.lock"):
+        monkeypatch.setattr(f"icehouse_server.storage.{module}.LAYOUT_ABI", 2)
     report, _ = place.reopen()
     assert report.other_abi_deleted == 3 and report.quarantined == 0
 

@@ -7,10 +7,10 @@ import errno
 import os
 
 import pytest
+from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.storage.loads import Loaded
+from icehouse_server.storage.messages import Evicted, Persisted, SpillDropped
 
-from service.domain.blocks import HostBlock, RegionKind
-from service.kv.loads import Loaded
-from service.kv.messages import Evicted, Persisted, SpillDropped
 from tests.storage.blocks import make_block
 from tests.storage.faults import FaultyFiles
 from tests.storage.house import StorageHouse

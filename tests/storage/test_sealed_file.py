@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import safetensors
 import xxhash
+from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind, pack_tokens
+from icehouse_server.storage.block_facts import BlockFile, BlockOutline
+from icehouse_server.storage.block_format.damage import BlockFileError
+from icehouse_server.storage.block_format.encrypted_header import Sealing, encode_sealed_head, is_sealed_head
+from icehouse_server.storage.block_format.file import prepare_block, write_block
+from icehouse_server.storage.block_format.reader import verify_block
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import SystemFiles
 
-from service.domain.blocks import HostBlock, RegionKind, pack_tokens
-from service.kv.block_file import prepare_block, write_block
-from service.kv.block_reader import verify_block
-from service.kv.damage import BlockFileError, Damage
-from service.kv.file_facts import BlockFile, BlockOutline
-from service.kv.files import SystemFiles
-from service.kv.sealed_head import Sealing, encode_sealed_head, is_sealed_head
-from service.kv.vault import Vault
 from tests.storage.blocks import make_block
 from tests.storage.test_block_file import head_of, write
 from tests.storage.vaults import OTHER_VAULT, VAULT, forge

@@ -8,13 +8,11 @@ import queue
 from pathlib import Path
 
 import pytest
-
-from service.domain.blocks import HostBlock, RegionKind
-from service.domain.cache_stats import SpillDropCause
-from service.kv.damage import Damage
-from service.kv.files import SystemFiles
-from service.kv.loads import Loaded, LoadFailed
-from service.kv.messages import (
+from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded, LoadFailed
+from icehouse_server.storage.messages import (
     Evicted,
     Flushed,
     Inventory,
@@ -26,7 +24,8 @@ from service.kv.messages import (
     StorageFailed,
     Verified,
 )
-from service.kv.storage import Storage
+from icehouse_server.storage.worker.storage import Storage
+
 from tests.storage.blocks import BLOCK_TOKEN_LIMIT, OTHER_FINGERPRINT, make_block, make_chain
 from tests.storage.house import StorageHouse
 from tests.storage.loading import assert_holds, plan

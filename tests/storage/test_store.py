@@ -6,13 +6,13 @@ import os
 import stat
 
 import pytest
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.storage.block_format.file import prepare_block, read_head
+from icehouse_server.storage.directory.space import Room
+from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.files import SystemFiles
 
-from service.domain.ids import BlockHash
-from service.errors import Reason, StartError
-from service.kv.block_file import prepare_block, read_head
-from service.kv.files import SystemFiles
-from service.kv.space import Room
-from service.kv.store import BlockStore
 from tests.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.storage.house import ManualClock, open_store, settings_for
 

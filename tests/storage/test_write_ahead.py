@@ -9,11 +9,11 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES, LOG_ALLOWANCE_BYTES
+from icehouse_server.storage.messages import Evicted, Persisted, SpillDropped
+from icehouse_server.storage.paths import PARTIAL_SUFFIX
 
-from service.domain.cache_stats import SpillDropCause
-from service.kv.manifest import GROWTH_ALLOWANCE_BYTES, LOG_ALLOWANCE_BYTES
-from service.kv.messages import Evicted, Persisted, SpillDropped
-from service.kv.store_paths import PARTIAL_SUFFIX
 from tests.storage.blocks import make_block, make_chain
 from tests.storage.faults import FaultyFiles
 from tests.storage.house import StorageHouse

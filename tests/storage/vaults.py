@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
-
-from service.kv.block_head import assemble_head
-from service.kv.vault_aes import AesVault
+from icehouse_server.storage.block_format.header import assemble_head
+from icehouse_server.storage.encryption.aes_gcm import AesVault
 
 VAULT = AesVault(bytes(range(32)))
 OTHER_VAULT = AesVault(bytes(range(1, 33)))

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-from service.domain.cache_stats import (
+from icehouse_server.domain.cache_stats import (
     AgePercentiles,
     CacheStats,
     DiskStats,
@@ -20,13 +20,12 @@ from service.domain.cache_stats import (
     TenantShare,
     TierStats,
 )
-from service.domain.call import CallRecord, PeerKind
-from service.domain.events import CacheReport, ReuseLimit, Started, Usage
-from service.domain.ids import Tenant
-from service.domain.model import EngineState
-from service.domain.snapshot import Snapshot
-from service.domain.stats import EngineStats
-from service.domain.tenant_use import TenantUse
+from icehouse_server.domain.call import CallRecord, PeerKind
+from icehouse_server.domain.events import CacheReport, ReuseLimit, Started, Usage
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.stats import EngineStats, Snapshot, TenantUse
+
 from tests.rpc.fake_engine import MODEL_INFO
 
 _numbers = itertools.count(1)

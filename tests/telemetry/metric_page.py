@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from service.telemetry.table import METRICS
+from icehouse_server.telemetry.table import METRICS
+
 from tests.tidy.tree import ROOT
 
 PAGE = ROOT / "deploy/observability/METRICS.md"

@@ -11,11 +11,11 @@ import grpc
 import promql_parser as promql
 import pytest
 import yaml
+from icehouse_server.config import SETTINGS
+from icehouse_server.errors import Reason
+from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 
-from service.config import SETTINGS
-from service.errors import Reason
-from service.telemetry.metric import Kind, Metric
-from service.telemetry.table import METRICS, OBSERVED_METRICS
 from tests.telemetry.facts import SNAPSHOT
 from tests.telemetry.metric_page import PAGE, page
 from tests.tidy.tree import ROOT

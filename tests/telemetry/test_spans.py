@@ -8,17 +8,17 @@ import time
 from typing import Any
 
 import pytest
+from icehouse_server.bootstrap.telemetry import TelemetryRoom
+from icehouse_server.config import load_config
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord, TraceContext
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.errors import ConfigError
+from icehouse_server.storage.messages import Outcome, Persisted, SpillDropped
+from icehouse_server.telemetry import spans as module
+from icehouse_server.telemetry.spans import Spans, otlp_exporter
+from icehouse_server.telemetry.stages import stages_of
 
-from service.cli.telemetry import TelemetryRoom
-from service.config import load_config
-from service.domain.cache_stats import SpillDropCause
-from service.domain.call import CallRecord, SpanNames, SpillRecord, TraceContext
-from service.domain.ids import RequestId
-from service.errors import ConfigError
-from service.kv.messages import Outcome, Persisted, SpillDropped
-from service.telemetry import spans as module
-from service.telemetry.spans import Spans, otlp_exporter
-from service.telemetry.stages import stages_of
 from tests.kv.known_blocks import Shelf, record_of
 from tests.telemetry.collector import Collector, Sent, collecting
 from tests.telemetry.facts import call_record
@@ -167,7 +167,7 @@ def test_traces_without_the_extra_are_refused_with_the_cure(monkeypatch: pytest.
     original = builtins.__import__
 
     def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("service.telemetry.spans"):
+        if name.startswith("icehouse_server.telemetry.spans"):
             raise ModuleNotFoundError("gone", name="opentelemetry")
         return original(name, *rest, **named)
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from icehouse_server.domain.call import WireRecord
+from icehouse_server.domain.stats import Snapshot
+from icehouse_server.errors import StartError
+from icehouse_server.telemetry.call_metrics import CALL_METRICS, CallMetrics
+from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.domain.call import WireRecord
-from service.domain.snapshot import Snapshot
-from service.errors import StartError
-from service.telemetry.call_metrics import CALL_METRICS, CallMetrics
-from service.telemetry.metric import Kind, Metric
-from service.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
-from service.telemetry.table import METRICS, OBSERVED_METRICS
 from tests.telemetry.facts import EMPTY, SNAPSHOT, call_record
 
 UNITS = {"s", "By", "By/s", "{token}/s", "1"}

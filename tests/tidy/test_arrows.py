@@ -1,4 +1,4 @@
-"""The arrows between rooms, proved from the syntax trees."""
+"""The arrows between rooms, and who owns which foreign package, proved from the syntax trees."""
 
 from __future__ import annotations
 
@@ -6,71 +6,126 @@ import ast
 
 import pytest
 
-from tests.tidy.tree import Module, imports_of, modules
+from tests.tidy.tree import SERVER, Module, imports_of, modules
 
-RANKS = {"domain": 0, "telemetry": 1, "kv": 1, "engine": 2, "rpc": 3, "demo": 3, "cli": 4}
-"""Imports go to the same or a lower rank."""
+PACKAGE = "icehouse_server"
 
-FOR_EVERYONE = {"config", "errors", "clock"}
+ROOMS = (
+    "clock",
+    "errors",
+    "config",
+    "domain",
+    "telemetry",
+    "demo",
+    "text",
+    "structured_output",
+    "storage.encryption",
+    "storage",
+    "storage.block_format",
+    "storage.directory",
+    "storage.worker",
+    "engine.core",
+    "engine.prefix_cache.tiers",
+    "engine.prefix_cache",
+    "engine.kv_cache",
+    "engine.sampling",
+    "engine.runner",
+    "engine.scheduling",
+    "engine",
+    "rpc.client",
+    "rpc.access",
+    "rpc.engine_client",
+    "rpc.calls",
+    "rpc.messages",
+    "rpc.monitoring",
+    "rpc.services",
+    "rpc",
+    "bootstrap",
+    "cli.terminal",
+    "cli.cache",
+    "cli.doctor",
+    "cli.top",
+    "cli",
+)
+"""From the ground up: a room imports from itself and from rooms named before it. So there is no circle."""
 
-# Who may import what, by full module name or by prefix with a dot at the end.
+ENGINE_FACES = {"engine", "engine.core"}
+"""What rpc and the command line may see of the engine; the composition root opens every room."""
+
+# Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
-    "mlx": (
-        "service.engine.mlx_runner",
-        "service.engine.model_loader",
-        "service.engine.adapters",  # a module tree for each
-        "service.engine.upstream",
-        "service.engine.sampler",
-        "service.engine.logit_shaping",  # what rows ask of their logits, as arrays
-        "service.engine.nucleus",  # what top_p and top_k keep of them
-        "service.engine.token_logprobs",
-        "service.engine.decode_batch",
-        "service.engine.speculative_lane",
-        "service.engine.draft_model",
-        "service.engine.memory",
-        "service.kv.layout",
-        "service.kv.layout_",
-        "service.kv.ram_tier",
-        "service.cli.device",
-    ),
-    "mlx_lm": ("service.engine.upstream", "service.kv.layout", "service.kv.layout_"),
-    "grpc": ("service.rpc.",),
-    "grpc_health": ("service.rpc.",),
-    "grpc_reflection": ("service.rpc.",),
-    "grpc_status": ("service.rpc.",),
-    "google": ("service.rpc.",),
-    "icehouse": ("service.rpc.",),
-    "llguidance": ("service.engine.grammar",),
-    "sqlite_utils": ("service.kv.manifest",),
-    "sqlite3": ("service.kv.",),
-    "cryptography": ("service.kv.vault_aes",),
-    "prometheus_client": ("service.telemetry.prometheus",),
-    "opentelemetry": ("service.telemetry.spans",),
-    "typer": ("service.cli.",),
-    "rich": ("service.cli.",),
+    "mlx": ("engine.kv_cache.", "engine.runner.", "engine.sampling.", "bootstrap.machine"),
+    "mlx_lm": ("engine.kv_cache.", "engine.runner.mlx_lm", "text.mlx_lm_parsers"),
+    "transformers": ("engine.runner.mlx_lm",),
+    "grpc": ("rpc.",),
+    "grpc_health": ("rpc.",),
+    "grpc_reflection": ("rpc.reflection",),
+    "grpc_status": ("rpc.calls.status",),
+    "google": ("rpc.",),
+    "icehouse": ("rpc.",),
+    "jinja2": ("text.chat_template",),
+    "llguidance": ("structured_output.",),
+    "sqlite_utils": ("storage.directory.manifest", "storage.directory.migrations"),
+    "sqlite3": ("storage.directory.", "storage.worker."),
+    "cryptography": ("storage.encryption.aes_gcm",),
+    "prometheus_client": ("telemetry.prometheus",),
+    "opentelemetry": ("telemetry.spans",),
+    "huggingface_hub": ("bootstrap.model_source",),
+    "safetensors": ("demo.weights",),
+    "tokenizers": ("demo.tokenizer",),
+    "typer": ("cli.",),
+    "rich": ("cli.",),
 }
+SQLITE_ERRORS_ONLY = ("storage.directory.manifest",)
+"""The one module that uses sqlite3 itself; elsewhere it is an error to catch."""
 
-SERVICE = modules("service")
-
-
-def may_own(owners: tuple[str, ...], name: str) -> bool:
-    return any(name == owner or (name.startswith(owner) and owner[-1] in "._") for owner in owners)
-
-
-def own_name_or_prefix(owners: tuple[str, ...], name: str) -> bool:
-    return may_own(owners, name) or any(name.startswith(f"{owner}_") for owner in owners)
+SERVICE = modules(SERVER)
+FOLDER_OF = {module.name: module.folder for module in SERVICE}
 
 
-@pytest.mark.parametrize("module", SERVICE, ids=lambda m: m.name)
-def test_imports_go_downwards(module: Module) -> None:
-    wrong = []
+def is_owner(owners: tuple[str, ...], name: str) -> bool:
+    """Whether a module's name without the package is one of the owners or lies in one of their rooms."""
+    return any(name == owner or (owner.endswith(".") and name.startswith(owner)) for owner in owners)
+
+
+def inner(name: str) -> str:
+    return name.removeprefix(f"{PACKAGE}.")
+
+
+def rooms_of(module: Module) -> list[tuple[int, str]]:
+    """Return line and room of everything of ours that a module imports."""
+    found = []
     for line, name in imports_of(module):
-        parts = name.split(".")
-        if parts[0] != "service" or len(parts) < 2 or parts[1] in FOR_EVERYONE:
-            continue
-        assert parts[1] in RANKS, f"{module.path}:{line}: {parts[1]} is no room"
-        if module.room in FOR_EVERYONE or RANKS[parts[1]] > RANKS.get(module.room, 99):
-            wrong.append(f"{module.path}:{line}: {module.room} imports {name}")
+        if name.split(".")[0] == PACKAGE:
+            home = name if name in FOLDER_OF else name.rpartition(".")[0]
+            found.append((line, FOLDER_OF[home]))
+    return found
+
+
+def test_every_room_has_its_place_and_every_place_its_room() -> None:
+    assert sorted(ROOMS) == sorted({module.folder for module in SERVICE if module.folder})
+
+
+@pytest.mark.parametrize("module", [m for m in SERVICE if m.folder], ids=lambda m: m.name)
+def test_imports_go_downwards(module: Module) -> None:
+    own = ROOMS.index(module.folder)
+    wrong = [
+        f"{module.path}:{line}: {room}" for line, room in rooms_of(module) if room and ROOMS.index(room) > own
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [m for m in SERVICE if m.folder.startswith(("rpc", "cli"))],
+    ids=lambda m: m.name,
+)
+def test_only_the_composition_root_looks_into_the_engine(module: Module) -> None:
+    wrong = [
+        f"{module.path}:{line}: {room}"
+        for line, room in rooms_of(module)
+        if room.startswith("engine") and room not in ENGINE_FACES
+    ]
     assert wrong == []
 
 
@@ -79,14 +134,27 @@ def test_foreign_packages_stay_in_their_rooms(module: Module) -> None:
     wrong = [
         f"{module.path}:{line}: {name}"
         for line, name in imports_of(module)
-        if (owners := OWNERS.get(name.split(".")[0])) and not own_name_or_prefix(owners, module.name)
+        if (owners := OWNERS.get(name.split(".")[0])) and not is_owner(owners, inner(module.name))
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", [m for m in SERVICE if m.room == "kv"], ids=lambda m: m.name)
+@pytest.mark.parametrize("package", OWNERS)
+def test_every_permit_is_used(package: str) -> None:
+    users = [
+        inner(module.name)
+        for module in SERVICE
+        if any(name.split(".")[0] == package for _, name in imports_of(module))
+    ]
+    stale = [owner for owner in OWNERS[package] if not any(is_owner((owner,), user) for user in users)]
+    assert stale == []
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in SERVICE if m.folder.startswith("storage")], ids=lambda m: m.name
+)
 def test_outside_the_manifest_sqlite_is_an_error_to_catch_and_nothing_else(module: Module) -> None:
-    if module.name.startswith("service.kv.manifest"):
+    if inner(module.name) in SQLITE_ERRORS_ONLY:
         return
     used = {
         node.attr
@@ -101,6 +169,6 @@ def test_nothing_below_tests_or_bench_is_imported_by_the_service() -> None:
         f"{module.path}:{line}"
         for module in SERVICE
         for line, name in imports_of(module)
-        if name.split(".")[0] in ("tests", "bench", "clients")
+        if name.split(".")[0] in ("tests", "bench", "clients", "icehouse_client")
     ]
     assert wrong == []

@@ -1,17 +1,20 @@
-"""Files of one noun, functions of one thought, a sentence on everything public."""
+"""Files of one noun, functions of one thought, folders one can look over, a sentence on everything public."""
 
 from __future__ import annotations
 
 import ast
+import collections
 
 import pytest
 
-from tests.tidy.tree import Module, functions_of, modules
+from tests.tidy.tree import SERVER, Module, functions_of, modules
 
-FILE_LINE_LIMIT = 320
+FILE_LINE_LIMIT = 500
 FUNCTION_LINE_LIMIT = 62
+FOLDER_MODULE_LIMIT = 12
+PREFIX_MODULE_LIMIT = 2
 
-SERVICE = modules("service")
+SERVICE = modules(SERVER)
 
 
 @pytest.mark.parametrize("module", SERVICE, ids=lambda m: m.name)
@@ -27,6 +30,18 @@ def test_functions_are_short(module: Module) -> None:
         if f.end_lineno is not None and f.end_lineno - f.lineno >= FUNCTION_LINE_LIMIT
     ]
     assert long == []
+
+
+def test_folders_are_small() -> None:
+    sizes = collections.Counter(m.path.parent for m in SERVICE if not m.is_package)
+    assert {folder: size for folder, size in sizes.items() if size > FOLDER_MODULE_LIMIT} == {}
+
+
+def test_a_prefix_that_three_files_share_is_a_folder() -> None:
+    shared = collections.Counter(
+        (m.path.parent, m.path.stem.partition("_")[0]) for m in SERVICE if not m.is_package
+    )
+    assert {place: count for place, count in shared.items() if count > PREFIX_MODULE_LIMIT} == {}
 
 
 @pytest.mark.parametrize("module", SERVICE, ids=lambda m: m.name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-from service.cli import cache
-from service.cli import main as cli
-from service.cli.flags import value_text
-from service.config import SETTINGS
+from icehouse_server.cli import main as cli
+from icehouse_server.cli.cache import commands as cache
+from icehouse_server.cli.flags import value_text
+from icehouse_server.config import SETTINGS
+
 from tests.tidy.tree import ROOT, text_files
 
 # Spelled in pieces, so that this file does not find itself.

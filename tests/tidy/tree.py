@@ -25,20 +25,29 @@ class Module:
     tree: ast.Module
 
     @property
-    def room(self) -> str:
-        """The part after `service.`: a room, or a module that all rooms may import."""
-        return self.name.split(".")[1] if "." in self.name else ""
+    def is_package(self) -> bool:
+        """Whether this is a folder's `__init__`."""
+        return self.path.name == "__init__.py"
+
+    @property
+    def folder(self) -> str:
+        """The room, as in `engine.scheduling`; of a module that lies in none its own name."""
+        inner = self.name.split(".")[1:]
+        return ".".join(inner if self.is_package or len(inner) == 1 else inner[:-1])
+
+
+SERVER = "service/icehouse_server"
 
 
 @functools.cache
 def modules(folder: str) -> tuple[Module, ...]:
-    """Return every Python module below `folder`."""
+    """Return every Python module below `folder`, named as it is imported."""
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         relative = path.relative_to(ROOT)
         if _is_skipped(relative):
             continue
-        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__").removeprefix("service.")
         text = path.read_text(encoding="utf-8")
         found.append(Module(name, relative, text, ast.parse(text)))
     assert found, f"{folder} has no Python files"

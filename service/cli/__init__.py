@@ -1,1 +1,0 @@
-"""The `icehouse` command: the composition root, where configuration becomes objects."""

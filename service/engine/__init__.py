@@ -1,1 +1,0 @@
-"""The inference thread: mailbox, scheduler, runner, text. Owns every mx.array."""

@@ -1,0 +1,128 @@
+"""The prefix cache's part of the composition: budgets, fingerprint, SSD tier, desk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from icehouse_server.bootstrap.encryption import open_vault
+from icehouse_server.bootstrap.machine import cache_limit
+from icehouse_server.bootstrap.preload import runs_on_cpu
+from icehouse_server.clock import Clock
+from icehouse_server.config import CacheConfig, ModelConfig, TenantConfig
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
+from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
+from icehouse_server.engine.runner.model_loader import AdapterSource
+from icehouse_server.engine.runner.runner import MlxRunner
+from icehouse_server.storage.encryption.cipher import KEY_DETAIL, sealed_fingerprint
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.messages import Outcome
+from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.worker.storage import Storage
+
+_MIN_REUSE_TOKEN_COUNT = 16
+_LOAD_QUEUE_COUNT = 64
+_TASK_QUEUE_COUNT = 4096
+_READ_SHARE_ON_SHARED_CORES = 0.07
+"""Of one core, where decode runs on the CPU. Beside restores without a break p99 of decode was then 1.09 of
+idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench-cache`, 2 x86 cores)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """Settings and SSD tier of one model's prefix cache; `storage` is None without an SSD tier."""
+
+    settings: PrefixSettings
+    """Without the RAM tier's budget, which is known on the inference thread."""
+    ram_limit_bytes: Callable[[], int]
+    adopt_budget_s: float
+    storage: Storage | None
+
+    def open_desk(self, runner: MlxRunner, clock: Clock) -> PrefixDesk:
+        """Make the engine's side; on the inference thread, after the model was loaded."""
+        cache = PrefixCache(
+            settings=dataclasses.replace(self.settings, ram_limit_bytes=self.ram_limit_bytes()),
+            facts=runner.blocks.facts,
+            runner=runner.blocks,
+            storage=self.storage,
+            clock=clock,
+        )
+        return PrefixDesk(cache=cache, runner=runner.blocks, clock=clock, adopt_budget_s=self.adopt_budget_s)
+
+
+def build_cache_room(
+    config: CacheConfig,
+    tenants: TenantConfig,
+    fingerprint: ModelFingerprint,
+    *,
+    adapters: Sequence[AdapterSource],
+    clock: Clock,
+    post: Callable[[Outcome], None],
+) -> CacheRoom:
+    """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here.
+
+    With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
+    """
+    files = SystemFiles()
+    has_storage = config.enabled and config.ssd_enabled
+    vault = open_vault(config, files) if has_storage else None
+    # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
+    filed_as = sealed_fingerprint(fingerprint.value, vault.key_id) if vault else fingerprint.value
+    details = {**fingerprint.details, **({KEY_DETAIL: vault.key_id.hex()} if vault else {})}
+    settings = PrefixSettings(
+        fingerprint=filed_as,
+        name_secret=vault.name_secret if vault else b"",
+        block_token_count=config.block_token_count,
+        is_enabled=config.enabled,
+        ram_limit_bytes=0,
+        checkpoint_interval_tokens=config.checkpoint_interval_tokens,
+        spill_policy=config.spill_policy,
+        min_prefix_token_count=config.min_prefix_token_count,
+        may_recompute=config.restore_or_recompute,
+        shares=ShareLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
+        min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
+        adapters={adapter.name: adapter.digest for adapter in adapters},
+    )
+    storage = None
+    if has_storage:
+        storage = Storage(
+            StorageSettings(
+                directory=str(config.block_directory),
+                fingerprint=filed_as,
+                fingerprint_details=tuple(sorted(details.items())),
+                limit_bytes=config.ssd_bytes,
+                free_floor_bytes=config.free_space_floor_bytes,
+                daily_write_limit_bytes=config.daily_write_bytes,
+                spill_queue_limit_bytes=config.write_queue_bytes,
+                load_queue_limit_count=_LOAD_QUEUE_COUNT,
+                task_queue_limit_count=_TASK_QUEUE_COUNT,
+                reader_thread_count=config.reader_thread_count,
+                share_beside_decode=_READ_SHARE_ON_SHARED_CORES if runs_on_cpu() else 1.0,
+            ),
+            files=files,
+            clock=clock,
+            post=post,
+            vault=vault,
+        )
+    return CacheRoom(
+        settings=settings,
+        ram_limit_bytes=cache_limit(config.ram_bytes),
+        adopt_budget_s=config.adopt_budget_ms / 1000,
+        storage=storage,
+    )
+
+
+def fingerprint_of(path: Path, *, model: ModelConfig, cache: CacheConfig, dtype: str) -> ModelFingerprint:
+    """Return the fingerprint of the model as it will be served."""
+    quantized = f"affine {cache.kv_bits}-bit, group {cache.kv_group_size}"
+    return model_fingerprint(
+        path,
+        dtype=dtype or "stored",
+        kv_format=quantized if cache.kv_bits else "as computed",
+        block_token_count=cache.block_token_count,
+        adapter_dir=Path(model.adapter_path) if model.adapter_path else None,
+    )

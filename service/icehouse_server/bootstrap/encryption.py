@@ -1,0 +1,190 @@
+"""From the configured key to what encrypts blocks. `cryptography` is needed from here on only.
+
+The key that the cache's data keys are wrapped by: from a file or from a command, never from a flag.
+
+A flag's value can be read by every user of the machine (`ps`), and a variable's by those who may
+debug the process; a private file and a keychain cannot.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+from icehouse_server.config import CacheConfig
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.storage.directory.lock import take_lock
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.paths import StorePaths
+
+_log = logging.getLogger("icehouse.boot")
+
+
+def open_vault(cache: CacheConfig, files: Files) -> Vault | None:
+    """Return what a server encrypts its blocks with; None when no key is configured.
+
+    Makes the directory and its data key at the first start. Raises StartError: better no server
+    than one that writes prompts in the clear where a key was configured.
+    """
+    if not cache.is_encrypted:
+        return None
+    data_keys = encryption()
+    master_key = read_master_key(cache)
+    assert master_key is not None, "an encrypted cache has a key"
+    paths = StorePaths(str(cache.block_directory.absolute()))
+    try:
+        lock = take_lock(files, paths)
+        try:
+            opened = data_keys.open_key(files, paths, master_key=master_key)
+        finally:
+            files.close(lock)
+    except OSError as error:
+        raise _unusable(paths, error) from error
+    vault = _vault(opened.data_key)
+    _log.info("cache_key_opened", extra={"key": vault.key_id.hex(), "is_new": opened.is_new})
+    if opened.is_new and opened.other_key_count:
+        _log.warning(
+            "cache_key_unknown",
+            extra={
+                "other_keys": opened.other_key_count,
+                "detail": "this key opens none of the data keys here, so the cache begins empty; blocks "
+                "under other keys stay, unread, until they age out. Was it meant to be another key?",
+            },
+        )
+    return vault
+
+
+def find_vault(cache: CacheConfig, files: Files) -> Vault | None:
+    """Return what opens the directory's blocks, for looking only; None without a key that does."""
+    if not cache.is_encrypted:
+        return None
+    data_keys = encryption()
+    master_key = read_master_key(cache)
+    assert master_key is not None, "an encrypted cache has a key"
+    paths = StorePaths(str(cache.block_directory.absolute()))
+    try:
+        data_key = data_keys.find_key(files, paths, master_key=master_key)
+    except OSError as error:
+        raise _unusable(paths, error) from error
+    return None if data_key is None else _vault(data_key)
+
+
+def encryption() -> ModuleType:
+    """Return the module of data keys. Raises StartError when `cryptography` is not installed."""
+    try:
+        from icehouse_server.storage.directory import data_keys
+    except ImportError as error:
+        raise StartError(
+            Reason.ENCRYPTION_MISSING,
+            f"encrypting blocks needs a package that cannot be loaded ({error.name}); "
+            "pip install 'icehouse[encryption]'",
+            metadata={"package": error.name},
+        ) from error
+    return data_keys
+
+
+def _vault(data_key: bytes) -> Vault:
+    from icehouse_server.storage.encryption.aes_gcm import AesVault
+
+    return AesVault(data_key)
+
+
+def _unusable(paths: StorePaths, error: OSError) -> StartError:
+    return StartError(
+        Reason.STORE_UNUSABLE,
+        f"the keys of cache directory {paths.root} cannot be had: {error}; "
+        "check its path and permissions, or start without a key",
+        metadata={"directory": paths.root},
+    )
+
+
+KEY_BYTES = 32
+_LIMIT_BYTES = 4096
+_COMMAND_TIMEOUT_S = 60.0
+"""A keychain may ask its user first."""
+_ADVICE = "it must be 32 random bytes as base64 or hexadecimal text, as `icehouse key new` prints them"
+
+
+def new_key_text() -> str:
+    """Return a new random key as text."""
+    return base64.b64encode(os.urandom(KEY_BYTES)).decode()
+
+
+def read_master_key(cache: CacheConfig) -> bytes | None:
+    """Return the configured key; None without one. Raises StartError when it cannot be had."""
+    if cache.key_file is not None:
+        return key_of_file(Path(cache.key_file).expanduser())
+    return None if cache.key_command is None else key_of_command(cache.key_command)
+
+
+def key_of_file(path: Path) -> bytes:
+    """Return the key in a file that only its owner can read. Raises StartError."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(_LIMIT_BYTES)
+    except OSError as error:
+        raise _refuse(f"the key file {path} cannot be read: {error.strerror}", what=str(path)) from error
+    if mode & 0o077:
+        raise _refuse(
+            f"the key file {path} has mode {mode:04o}, so others may read it; chmod 600 {path}",
+            what=str(path),
+        )
+    return _parse(text, f"the key file {path}")
+
+
+def key_of_command(command: str) -> bytes:
+    """Return the key that a command prints. Raises StartError."""
+    what = f"the key command {command!r}"
+    try:
+        words = shlex.split(command)
+        if not words:
+            raise ValueError("it names no program")
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, ValueError) as error:
+        raise _refuse(f"{what} cannot be run: {error}", what=command) from error
+    except subprocess.TimeoutExpired as error:
+        raise _refuse(f"{what} did not end within {_COMMAND_TIMEOUT_S:.0f} s", what=command) from error
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _refuse(
+            f"{what} ended with {done.returncode}: {said[-1] if said else 'it said nothing'}", what=command
+        )
+    return _parse(done.stdout, f"what {what} prints")
+
+
+def _parse(text: bytes, what: str) -> bytes:
+    words = text.decode("ascii", errors="replace").split()
+    if len(words) == 1:
+        for decode in (_from_hex, _from_base64):
+            key = decode(words[0])
+            if key is not None and len(key) == KEY_BYTES:
+                return key
+    raise _refuse(f"{what} is no key: {_ADVICE}", what=what)
+
+
+def _from_hex(word: str) -> bytes | None:
+    try:
+        return bytes.fromhex(word)
+    except ValueError:
+        return None
+
+
+def _from_base64(word: str) -> bytes | None:
+    try:
+        return base64.b64decode(word, validate=True)
+    except ValueError:
+        return None
+
+
+def _refuse(message: str, *, what: str) -> StartError:
+    return StartError(Reason.CACHE_KEY_INVALID, message, metadata={"source": what})

@@ -1,0 +1,69 @@
+"""From what `--model` says to a folder on this disk and the name that callers use."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+
+from icehouse_server.config import ModelConfig
+from icehouse_server.demo.build import OnProgress, ensure_demo_model
+from icehouse_server.errors import ModelError, Reason
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
+_HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model folder on this disk, and its name for callers."""
+
+    path: Path
+    model_id: str
+
+
+def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel:
+    """Return the folder of `config.model`, making (demo) or downloading (hub id) it when needed.
+
+    Raises ModelError saying what to do.
+    """
+    if config.model == "demo":
+        path = ensure_demo_model(on_progress=on_progress)
+        return LocalModel(path, config.model_name or path.name)
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        return LocalModel(path, config.model_name or path.resolve().name)
+    if _HUB_ID.match(config.model):
+        return LocalModel(_download(config.model), config.model_name or config.model)
+    raise ModelError(
+        Reason.MODEL_NOT_FOUND,
+        f"there is no model folder at {config.model!r}; name a folder with an MLX model, a hub id such as "
+        "mlx-community/Qwen3-0.6B-4bit, or demo",
+        metadata={"model": config.model},
+    )
+
+
+def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel | None:
+    """Return the folder of `config.draft_model`, as `locate_model` does; None without one."""
+    if config.draft_model is None:
+        return None
+    asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
+    return locate_model(asked, on_progress=on_progress)
+
+
+def _download(hub_id: str) -> Path:
+    # Imported here: it takes a while, and most servers serve a folder.
+    from huggingface_hub import snapshot_download
+
+    logging.getLogger("icehouse.boot").info("hub_searched", extra={"model": hub_id})
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub client raises its own, its HTTP library's and plain OSErrors
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(
+            Reason.MODEL_NOT_FOUND,
+            f"{hub_id!r} is neither a folder here nor a model that the hub gives us ({first_line}); "
+            "check the name and the network, or name a folder",
+            metadata={"model": hub_id},
+        ) from error

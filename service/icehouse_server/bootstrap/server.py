@@ -1,0 +1,291 @@
+"""The composition: from a configuration to the rooms, wired but not started."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from icehouse_server.bootstrap.cache import build_cache_room, fingerprint_of
+from icehouse_server.bootstrap.machine import memory_limit
+from icehouse_server.bootstrap.model_source import LocalModel
+from icehouse_server.bootstrap.preload import openblas_loaded, runs_on_cpu
+from icehouse_server.bootstrap.telemetry import TelemetryRoom
+from icehouse_server.clock import Clock
+from icehouse_server.config import Config, EngineConfig, ModelConfig
+from icehouse_server.config.named_paths import NamedPath
+from icehouse_server.domain.cache_commands import CacheOrder
+from icehouse_server.domain.events import Event
+from icehouse_server.domain.ids import AdapterName, RequestId
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.runner.fingerprint import adapter_digest
+from icehouse_server.engine.runner.model_loader import (
+    AdapterSource,
+    ModelSource,
+    load_tokenizer,
+    read_config,
+    vocabulary_size,
+)
+from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import IcehouseError
+from icehouse_server.rpc.engine_client.ports import OrderReply, ServedModel, StatsReply
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.server import RpcServer
+from icehouse_server.storage.messages import Outcome
+from icehouse_server.storage.worker.storage import Storage
+from icehouse_server.structured_output.compiler import GrammarCompiler
+from icehouse_server.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What 0 in the engine's settings means."""
+
+    decode_batch_limit: int
+    lane_row_limit: int
+    prefill_chunk_token_count: int
+    prefill_grid_token_count: int
+
+
+# Measured with mlx 0.32.4 on 2 x86 cores: 64 clients get as much in all as 16 do when 24 rows decode at
+# once (more rows cost more at every join and leave than they gain), and prefill runs at its full rate
+# from chunks of 32 tokens on.
+CPU_DEFAULTS = DeviceDefaults(
+    decode_batch_limit=24, lane_row_limit=24, prefill_chunk_token_count=64, prefill_grid_token_count=4
+)
+GPU_DEFAULTS = DeviceDefaults(
+    decode_batch_limit=128, lane_row_limit=128, prefill_chunk_token_count=1024, prefill_grid_token_count=16
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class House:
+    """The rooms of one server, in the order they start in reverse: the edge needs the engine."""
+
+    engine: Engine
+    server: RpcServer
+    router: Router
+    clock: Clock
+    storage: Storage | None
+    """None without an SSD tier."""
+    telemetry: TelemetryRoom
+
+
+def build_house(
+    config: Config, *, model: LocalModel, router: Router, clock: Clock, draft: LocalModel | None = None
+) -> House:
+    """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    source = model_source(config, model)
+    tokenizer = load_tokenizer(source)
+    fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
+    limits, lane_row_limit = engine_limits(config)
+    announcer = _Announcer(router, tokenizer)
+    runner = MlxRunner(
+        source=source,
+        tokenizer=tokenizer,
+        settings=RunnerSettings(
+            lane_row_limit=lane_row_limit,
+            is_pipelined=not runs_on_cpu(),
+            block_token_count=config.cache.block_token_count,
+            kv_bits=config.cache.kv_bits,
+            kv_group_size=config.cache.kv_group_size,
+        ),
+        clock=clock,
+        fingerprint_hex=fingerprint.value.hex(),
+        draft_source=draft_source(config.model, draft),
+    )
+    telemetry = TelemetryRoom(config)
+    room = build_cache_room(
+        config.cache,
+        config.tenant,
+        fingerprint,
+        adapters=source.adapters,
+        clock=clock,
+        post=telemetry.watching(announcer.pass_on),
+    )
+    engine = Engine(
+        runner=runner,
+        make_prefix=lambda: room.open_desk(runner, clock),
+        flush_timeout_s=config.cache.flush_timeout_s,
+        limits=limits,
+        waiting=waiting_limits(config.engine),
+        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
+        mailbox_limit=config.engine.mailbox_limit,
+        listener=announcer,
+        clock=clock,
+        decode=tokenizer.decode,
+        decode_with_markers=tokenizer.decode_with_markers,
+    )
+    announcer.engine = engine
+    server = build_edge(
+        config,
+        engine,
+        router=router,
+        clock=clock,
+        grammars=grammar_compiler(config, source, tokenizer),
+        telemetry=telemetry,
+    )
+    return House(
+        engine=engine,
+        server=server,
+        router=router,
+        clock=clock,
+        storage=room.storage,
+        telemetry=telemetry,
+    )
+
+
+def build_edge(
+    config: Config,
+    engine: Engine,
+    *,
+    router: Router,
+    clock: Clock,
+    grammars: GrammarCompiler,
+    telemetry: TelemetryRoom,
+) -> RpcServer:
+    """Wire the edge around an engine."""
+    return RpcServer(
+        config=config.server,
+        connection=config.connection,
+        security=config.security,
+        tenants=config.tenant,
+        tenant_running_limit=config.engine.tenant_running_limit,
+        engine=_EngineDoor(engine),
+        router=router,
+        clock=clock,
+        grammars=grammars,
+        heartbeat_timeout_s=config.server.stuck_timeout_s,
+        telemetry=telemetry.watchers,
+    )
+
+
+def draft_source(config: ModelConfig, draft: LocalModel | None) -> ModelSource | None:
+    """Return where the draft model is; its weights have the type that the model's would have."""
+    if draft is None:
+        return None
+    return ModelSource(
+        path=draft.path,
+        model_id=draft.model_id,
+        dtype=weights_dtype(config),
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
+    """Return what compiles response formats for the model's table of tokens."""
+    return GrammarCompiler(
+        tokenizer,
+        vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
+        kept_count=config.server.grammar_cache_count,
+    )
+
+
+def model_source(config: Config, model: LocalModel) -> ModelSource:
+    """Return what to load; raises ModelError when an adapter's folder holds none."""
+    return ModelSource(
+        path=model.path,
+        model_id=model.model_id,
+        dtype=weights_dtype(config.model),
+        adapter_path=config.model.adapter_path,
+        adapters=tuple(adapter_source(named) for named in config.model.adapters),
+        context_token_limit=config.model.context_token_limit,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def adapter_source(named: NamedPath) -> AdapterSource:
+    """Return an adapter of the config; raises ModelError when its folder holds none."""
+    path = Path(named.path).expanduser()
+    return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
+
+
+def weights_dtype(config: ModelConfig) -> str:
+    """Return the weights' type to load, "" for the model's own.
+
+    On a CPU with OpenBLAS float32 is by far the fastest type; the reference BLAS is slower with it.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if runs_on_cpu() and openblas_loaded() else ""
+
+
+def engine_limits(whole: Config) -> tuple[SchedulerLimits, int]:
+    """Return the scheduler's limits and the rows of a lane, with the device's defaults for 0."""
+    config = whole.engine
+    defaults = CPU_DEFAULTS if runs_on_cpu() else GPU_DEFAULTS
+    chunk_token_count = config.prefill_chunk_token_count or defaults.prefill_chunk_token_count
+    limits = SchedulerLimits(
+        running_limit=config.decode_batch_limit or defaults.decode_batch_limit,
+        prefilling_limit=config.prefilling_limit,
+        prefill_chunk_token_count=chunk_token_count,
+        prefill_grid_token_count=math.gcd(chunk_token_count, defaults.prefill_grid_token_count),
+        prefill_chunk_s=config.prefill_chunk_ms / 1000,
+        prefill_slice_s=config.prefill_slice_ms / 1000,
+    )
+    return limits, config.lane_row_limit or defaults.lane_row_limit
+
+
+def waiting_limits(config: EngineConfig) -> WaitingLimits:
+    """Return what may wait for a slot."""
+    return WaitingLimits(
+        request_limit=config.waiting_limit,
+        token_limit=config.waiting_token_limit,
+        tenant_running_limit=config.tenant_running_limit,
+        aging_s=config.aging_s,
+    )
+
+
+class _Announcer:
+    """The engine's listener: the router, told of the model just before it is told READY."""
+
+    def __init__(self, router: Router, tokenizer: Tokenizer) -> None:
+        self._router = router
+        self._tokenizer = tokenizer
+        self.engine: Engine | None = None
+
+    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
+        self._router.publish(events)
+
+    def pass_on(self, outcome: Outcome) -> None:
+        """Carry what the storage and reader threads tell into the engine's mailbox."""
+        assert self.engine is not None, "the storage thread started before the house was wired"
+        self.engine.take_outcome(outcome)
+
+    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
+        if state is EngineState.READY:
+            assert self.engine is not None, "the engine started before the house was wired"
+            self._router.model_loaded(ServedModel(self.engine.model, self._tokenizer))
+        self._router.state_changed(state, error)
+
+
+class _EngineDoor:
+    """The engine as the edge wants it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def heartbeat_time(self) -> float:
+        return self._engine.heartbeat_time
+
+    @property
+    def step_allowance_s(self) -> float:
+        return self._engine.step_allowance_s
+
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
+        self._engine.submit(request, siblings)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self._engine.cancel(request_id)
+
+    def request_stats(self, reply: StatsReply) -> None:
+        self._engine.request_stats(reply)
+
+    def give_order(self, order: CacheOrder, reply: OrderReply) -> None:
+        self._engine.give_order(order, reply)

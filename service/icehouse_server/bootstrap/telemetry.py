@@ -1,0 +1,108 @@
+"""Telemetry as the configuration wants it: which watchers the edge gets, what starts and stops with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from icehouse_server.config import Config, TelemetryConfig
+from icehouse_server.domain.call import SpillRecord
+from icehouse_server.domain.request import call_of
+from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.rpc.calls.watchers import Telemetry
+from icehouse_server.rpc.monitoring.stats_poller import Sampler
+from icehouse_server.storage.messages import Outcome, Persisted
+from icehouse_server.telemetry.call_metrics import CallMetrics
+from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+
+if TYPE_CHECKING:
+    from icehouse_server.telemetry.spans import Spans
+
+_log = logging.getLogger("icehouse.boot")
+
+
+class TelemetryRoom:
+    """Made before the edge, started after it is bound, stopped last."""
+
+    def __init__(self, config: Config) -> None:
+        settings = config.telemetry
+        self._endpoint: PrometheusEndpoint | None = None
+        metrics: tuple[CallMetrics, ...] = ()
+        if settings.metrics_port is not None:
+            meter = PrometheusMeter()
+            self._endpoint = PrometheusEndpoint(meter, host=settings.metrics_host, port=settings.metrics_port)
+            metrics = (CallMetrics(meter),)
+        self._spans = _open_spans(settings)
+        wants_samples = self._endpoint is not None or settings.load_report_enabled
+        self.watchers = Telemetry(
+            wire=metrics,
+            calls=metrics,
+            tracer=self._spans,
+            has_load_report=settings.load_report_enabled,
+            has_access_log=config.log.access_enabled,
+            sample_interval_s=settings.sample_interval_s if wants_samples else None,
+        )
+
+    def watching(self, post: Callable[[Outcome], None]) -> Callable[[Outcome], None]:
+        """Return `post`, with the spills that pass it traced. It is called on the storage thread."""
+        tracer = self._spans
+        if tracer is None:
+            return post
+
+        def pass_on(outcome: Outcome) -> None:
+            post(outcome)
+            if isinstance(outcome, Persisted) and outcome.request_id is not None:
+                tracer.spilled(
+                    SpillRecord(
+                        request_id=call_of(outcome.request_id),
+                        start_time=outcome.start_time,
+                        duration_s=outcome.duration_s,
+                        token_count=outcome.record.token_count,
+                        size_bytes=outcome.record.file_bytes,
+                    )
+                )
+
+        return pass_on
+
+    def start(self, sampler: Sampler) -> None:
+        """Open the metrics endpoint; raises StartError when its address cannot be had."""
+        if self._endpoint is not None:
+            url = self._endpoint.start(lambda: sampler.latest)
+            _log.info("metrics_opened", extra={"url": url})
+
+    def stop(self) -> None:
+        """Close the endpoint, send the last spans. May wait for seconds: not for the event loop."""
+        if self._endpoint is not None:
+            self._endpoint.stop()
+        if self._spans is not None:
+            self._spans.stop()
+
+
+def _open_spans(settings: TelemetryConfig) -> Spans | None:
+    if settings.traces_endpoint is None:
+        return None
+    try:
+        # Of an optional extra, and slow to import: only who asks for traces pays for it.
+        from icehouse_server.telemetry.spans import Spans, otlp_exporter
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"telemetry.traces_endpoint is set, and the package {error.name} is not installed; "
+            "install the extra, `pip install 'icehouse[otel]'`, or leave the setting away",
+            field="telemetry.traces_endpoint",
+            metadata={"package": error.name or ""},
+        ) from error
+    return Spans(
+        otlp_exporter(settings.traces_endpoint),
+        sample_ratio=settings.traces_sample_ratio,
+        version=_version(),
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("icehouse")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"  # Run from a checkout that was never installed.

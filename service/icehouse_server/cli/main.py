@@ -1,0 +1,102 @@
+"""The command line: `icehouse serve`, `generate`, `cache`, `key`, `doctor` and what else `--help` lists."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from icehouse_server.cli import flags, key, token
+from icehouse_server.cli.cache import commands
+from icehouse_server.cli.flags import with_settings
+from icehouse_server.cli.generate import generate
+from icehouse_server.cli.terminal.console import complain, out
+from icehouse_server.cli.top.top import top
+from icehouse_server.config import LoadedConfig
+from icehouse_server.config.load import quiet_grpc
+from icehouse_server.errors import ConfigError, IcehouseError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+
+DEMO_PROMPT = "The best way to keep ice through a hot summer is to"
+
+app = typer.Typer(
+    name="icehouse",
+    help="Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _serve(loaded: LoadedConfig) -> None:
+    """Serve a model until SIGTERM or Ctrl-C."""
+    from icehouse_server.cli.serve import serve
+
+    serve(loaded)
+
+
+def _config(loaded: LoadedConfig) -> None:
+    """Print the effective settings and where each came from."""
+    flags.show_config(loaded)
+
+
+def _doctor(loaded: LoadedConfig) -> None:
+    """Check whether this machine is ready to serve, and say what to do if not."""
+    from icehouse_server.cli.doctor.doctor import doctor
+
+    if not doctor(loaded.config):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+app.command("serve")(with_settings(_serve))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="What the model continues.")] = DEMO_PROMPT,
+    max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
+) -> None:
+    """Make the demo model, stream a continuation, show one prompt cold, from RAM and from SSD."""
+    from icehouse_server.cli.demo import run_demo
+
+    if not run_demo(prompt=prompt, max_output_tokens=max_output_tokens):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+app.command("generate")(generate)
+app.command("top")(top)
+app.command("doctor")(with_settings(_doctor))
+app.command("config")(with_settings(_config))
+app.add_typer(commands.app, name="cache")
+app.add_typer(key.app, name="key")
+app.add_typer(token.app, name="token")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(importlib.metadata.version("icehouse"))
+
+
+def main() -> None:
+    """Run the command line; operating errors become one line and an exit code."""
+    quiet_grpc()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal of another encoding shows a question mark for what it lacks; nothing may end by that.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        app()
+    except IcehouseError as error:
+        complain(error.message)
+        sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""`icehouse serve`: start the house, tell how it goes, drain it when told to stop.
+
+Start: model folder, tokenizer, address, engine. The address is bound before the model is loaded, so
+that a taken port is known at once; health stays NOT_SERVING until the model is warm.
+Stop: no new calls, running ones finish within the grace, then the engine's thread ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Iterator
+
+from icehouse_server.bootstrap.machine import give_back_large_arrays
+from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
+from icehouse_server.bootstrap.preload import restart_with_openblas
+from icehouse_server.bootstrap.server import House, build_house
+from icehouse_server.cli.terminal.console import build_progress
+from icehouse_server.cli.terminal.logs import setup_logging
+from icehouse_server.clock import Clock, SystemClock
+from icehouse_server.config import Config, LoadedConfig
+from icehouse_server.domain.model import EngineState
+from icehouse_server.errors import EngineFailed, IcehouseError, Reason
+from icehouse_server.rpc.engine_client.router import Router
+
+_log = logging.getLogger("icehouse.boot")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_CLOSE_S = 10.0
+"""How long the storage thread may take to close the manifest."""
+
+_STUCK_S = 10.0
+"""How long the inference thread may go on after everything was cancelled: one long prefill chunk."""
+
+
+def serve(loaded: LoadedConfig) -> None:
+    """Serve until a signal. Raises IcehouseError when the house cannot start or its engine dies."""
+    if loaded.config.engine.preload_enabled:
+        restart_with_openblas()
+    give_back_large_arrays()
+    setup_logging(loaded.config.log)
+    asyncio.run(_serve(loaded.config, SystemClock()))
+
+
+async def _serve(config: Config, clock: Clock) -> None:
+    narrator = Narrator(clock)
+    with narrator.phase("model_found") as fields, build_progress() as on_progress:
+        model = locate_model(config.model, on_progress=on_progress)
+        fields.update(model=model.model_id, path=model.path)
+        draft = locate_draft_model(config.model, on_progress=on_progress)
+        if draft is not None:
+            fields.update(draft_model=draft.model_id, draft_path=draft.path)
+    router = Router(asyncio.get_running_loop())
+    with narrator.phase("tokenizer_read"):
+        house = build_house(config, model=model, draft=draft, router=router, clock=clock)
+    stop_signal = _listen_for_signals()
+    address = await house.server.start()
+    try:
+        house.telemetry.start(house.server.sampler)
+        _open_storage(house, config, narrator)
+    except IcehouseError:
+        house.telemetry.stop()
+        await house.server.stop(grace_s=0)
+        raise
+    house.engine.start()
+    try:
+        with narrator.phase("model_loaded") as fields:
+            await _until(house, EngineState.READY, stop_signal)
+            if router.model is not None:
+                info = router.model.info
+                fields.update(parameters=info.parameter_count, dtype=info.dtype, device=info.device)
+        _log.info(
+            "serving_started", extra={"address": address, "model": model.model_id, "boot_s": narrator.total_s}
+        )
+        await _until(house, EngineState.STOPPED, stop_signal)
+    finally:
+        await _drain(house, grace_s=config.server.drain_grace_s, narrator=narrator)
+    if router.state is EngineState.FAILED:
+        raise house.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+
+
+def _open_storage(house: House, config: Config, narrator: Narrator) -> None:
+    """Take the cache directory; raises StartError naming its owner when another process has it."""
+    if house.storage is None:
+        return
+    with narrator.phase("cache_locked") as fields:
+        house.storage.lock()
+        house.storage.start()
+        fields.update(directory=config.cache.block_directory)
+
+
+class Narrator:
+    """Tells each phase of the start with how long it took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._start_time = clock.monotonic()
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock.monotonic() - self._start_time
+
+    @contextlib.contextmanager
+    def phase(self, event: str) -> Iterator[dict[str, object]]:
+        """Log `event` with its duration and the yielded fields when the block ends well."""
+        began = self._clock.monotonic()
+        fields: dict[str, object] = {}
+        yield fields
+        _log.info(event, extra={**fields, "duration_s": round(self._clock.monotonic() - began, 3)})
+
+
+def _listen_for_signals() -> asyncio.Event:
+    """Return an event that the first signal sets; the second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        _log.info("drain_started", extra={"signal": number.name, "detail": "a second signal ends at once"})
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def _until(house: House, state: EngineState, stop: asyncio.Event) -> None:
+    """Return when the engine reaches `state` or FAILED, or `stop` is set."""
+    changed = asyncio.Event()
+    house.router.add_listener(changed.set)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while house.router.state not in (state, EngineState.FAILED) and not stop.is_set():
+            changed.clear()
+            changing = asyncio.create_task(changed.wait())
+            await asyncio.wait((changing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            changing.cancel()
+    finally:
+        stopping.cancel()
+
+
+async def _drain(house: House, *, grace_s: float, narrator: Narrator) -> None:
+    with narrator.phase("server_drained"):
+        house.engine.drain(grace_s=grace_s)
+        # The engine ends what does not finish in time, so the edge need not cut in before it has told.
+        await house.server.stop(grace_s=grace_s + 1)
+        ended = await asyncio.to_thread(house.engine.join, timeout_s=_STUCK_S)
+        if house.storage is not None:
+            house.storage.close(deadline_time=house.clock.monotonic() + _CLOSE_S)
+            await asyncio.to_thread(house.storage.join, timeout_s=_CLOSE_S)
+        await asyncio.to_thread(house.telemetry.stop)
+    if not ended:
+        _log.error("stuck_inference_abandoned", extra={"waited_s": _STUCK_S})
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""What every command prints with: the console, errors on it, logs."""

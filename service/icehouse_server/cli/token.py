@@ -1,0 +1,49 @@
+"""`icehouse token new`: make a bearer token and the line that lets it in."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated
+
+import typer
+
+from icehouse_server.cli.terminal.console import err, out
+from icehouse_server.errors import ConfigError, Reason
+
+app = typer.Typer(help="Make bearer tokens for callers.", no_args_is_help=True)
+
+
+@app.callback()
+def token() -> None:
+    """Keep `new` a command of its own, whatever else comes."""
+
+
+@app.command()
+def new(
+    tenant: Annotated[str, typer.Option(help="Whose token it is: A-Z a-z 0-9 . _ : / @ -, 128 at most.")],
+    operator: Annotated[
+        bool, typer.Option("--operator", help="Let it act for all tenants and command the whole cache.")
+    ] = False,
+    days: Annotated[
+        int | None, typer.Option(min=1, help="Let it expire after so many days; without it, never.")
+    ] = None,
+) -> None:
+    """Print a new token, once, and the line for the token file, which holds its hash only."""
+    # Imported here, so that commands that need no gRPC start without it.
+    from icehouse_server.rpc.access.caller import Role
+    from icehouse_server.rpc.access.tokens import TENANT_PATTERN, line_of, new_token
+
+    if TENANT_PATTERN.fullmatch(tenant) is None:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"--tenant is {tenant!r}; it must have 1 to 128 of A-Z a-z 0-9 . _ : / @ -",
+            field="tenant",
+        )
+    made = new_token()
+    role = Role.OPERATOR if operator else Role.TENANT
+    today = datetime.datetime.now(datetime.UTC).date()
+    expire_date = None if days is None else today + datetime.timedelta(days=days)
+    err.print("the token, for the caller; it is shown this once:")
+    out.print(made, markup=False)
+    err.print("the line for the file that --token-file names (chmod 600); a running server takes it up:")
+    out.print(line_of(made, tenant=tenant, role=role, expire_date=expire_date), markup=False)

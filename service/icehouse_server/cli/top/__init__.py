@@ -1,0 +1,1 @@
+"""`icehouse top`: a server's numbers on a terminal."""

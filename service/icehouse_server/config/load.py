@@ -1,0 +1,217 @@
+"""From flags, environment and file to one validated `Config`, remembering where each value came from.
+
+Precedence: flag, then environment variable, then file, then default. This module and `paths` are the
+only readers of the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from icehouse_server.config.sections import SECTIONS, SETTINGS, Config
+from icehouse_server.config.security import SecurityConfig
+from icehouse_server.config.setting import Setting, Value
+from icehouse_server.errors import ConfigError, Reason
+
+FILE_VARIABLE = "ICEHOUSE_CONFIG"
+"""Names the TOML file, like `--config`."""
+
+PRELOADED_VARIABLE = "ICEHOUSE_PRELOADED"
+"""Set by the launcher for the process that it starts again; never by people."""
+
+_OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """The effective configuration and, per `section.name`, the source of each value."""
+
+    config: Config
+    sources: Mapping[str, str]
+
+
+def environment() -> Mapping[str, str]:
+    """Return the process's environment. The composition root passes it on; nobody else reads it."""
+    return os.environ
+
+
+def quiet_grpc() -> None:
+    """Keep gRPC's C core from writing lines of its own; our errors say what it would. Before its import."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def load_config(
+    *,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> LoadedConfig:
+    """Merge the sources and validate once.
+
+    `flags` maps `section.name` to what the command line gave (None: not given). `environ` is the
+    process's environment by default; `file` wins over its ICEHOUSE_CONFIG. Raises ConfigError for
+    an unknown key or variable, a value of the wrong kind or range, and values that contradict.
+    """
+    environ = environment() if environ is None else environ
+    flags = flags or {}
+    if file is None and environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE])
+    _refuse_unknown_variables(environ)
+    from_file = {} if file is None else _read_file(file)
+    values: dict[str, Value] = {}
+    sources: dict[str, str] = {}
+    for setting in SETTINGS:
+        raw, source = _pick(setting, flags=flags, environ=environ, from_file=from_file, file=file)
+        values[setting.key] = setting.default if source == "default" else setting.parse(raw, source=source)
+        sources[setting.key] = source
+    config = _build(values)
+    _refuse_contradictions(config)
+    return LoadedConfig(config=config, sources=sources)
+
+
+def _pick(
+    setting: Setting,
+    *,
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    from_file: Mapping[str, object],
+    file: Path | None,
+) -> tuple[object, str]:
+    if flags.get(setting.key) is not None:
+        return flags[setting.key], setting.flag
+    if setting.variable in environ:
+        return environ[setting.variable], setting.variable
+    if setting.key in from_file:
+        return from_file[setting.key], str(file)
+    return setting.default, "default"
+
+
+def _build(values: Mapping[str, Value]) -> Config:
+    sections: dict[str, Any] = {}
+    for name, owner in SECTIONS.items():
+        prefix = f"{name}."
+        sections[name] = owner(
+            **{k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+        )
+    return Config(**sections)
+
+
+def _read_file(file: Path) -> dict[str, object]:
+    try:
+        document = tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _invalid(
+            f"cannot read the config file {file}: {error.strerror}; check --config", field="config"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _invalid(f"the config file {file} is not valid TOML: {error}", field="config") from error
+    known = {s.key for s in SETTINGS}
+    found: dict[str, object] = {}
+    for section, table in document.items():
+        if section not in SECTIONS:
+            raise _unknown(f"section [{section}] in {file}", section, SECTIONS)
+        if not isinstance(table, dict):
+            raise _invalid(
+                f"{section} in {file} is a value, but must be a section: [{section}]", field=section
+            )
+        for name, value in table.items():
+            if f"{section}.{name}" not in known:
+                names = [k.partition(".")[2] for k in known if k.startswith(f"{section}.")]
+                raise _unknown(f"key {name!r} in section [{section}] of {file}", name, names)
+            found[f"{section}.{name}"] = value
+    return found
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    known = {s.variable for s in SETTINGS} | set(_OTHER_VARIABLES)
+    for variable in sorted(environ):
+        if variable.startswith("ICEHOUSE_") and variable not in known:
+            raise _unknown(f"environment variable {variable}", variable, known)
+
+
+def _refuse_contradictions(config: Config) -> None:
+    block = config.cache.block_token_count
+    chunk = config.engine.prefill_chunk_token_count
+    if chunk and chunk % block and block % chunk:
+        raise _invalid(
+            f"engine.prefill_chunk_token_count = {chunk} neither divides cache.block_token_count = {block} "
+            "nor is a multiple of it",
+            field="engine.prefill_chunk_token_count",
+        )
+    interval = config.cache.checkpoint_interval_tokens
+    if interval % block:
+        raise _invalid(
+            f"cache.checkpoint_interval_tokens = {interval} is not a multiple of "
+            f"cache.block_token_count = {block}",
+            field="cache.checkpoint_interval_tokens",
+        )
+    if config.cache.kv_bits not in (0, 2, 3, 4, 6, 8):
+        raise _invalid(
+            f"cache.kv_bits = {config.cache.kv_bits} is none of 0, 2, 3, 4, 6, 8", field="cache.kv_bits"
+        )
+    if config.cache.kv_group_size not in (32, 64, 128):
+        raise _invalid(
+            f"cache.kv_group_size = {config.cache.kv_group_size} is none of 32, 64, 128",
+            field="cache.kv_group_size",
+        )
+    if config.model.adapter_path is not None and config.model.adapters:
+        raise _invalid(
+            "model.adapter_path and model.adapters are both set: an adapter cannot be put on another; list "
+            "both in model.adapters and let requests choose",
+            field="model.adapters",
+        )
+    default, limit = config.server.default_max_output_tokens, config.server.max_output_tokens_limit
+    if default > limit:
+        raise _invalid(
+            f"server.default_max_output_tokens = {default} is more than "
+            f"server.max_output_tokens_limit = {limit}",
+            field="server.default_max_output_tokens",
+        )
+    _refuse_half_security(config.security)
+    if config.cache.key_file is not None and config.cache.key_command is not None:
+        raise _invalid(
+            "cache.key_file and cache.key_command are both set; the key comes from one of them",
+            field="cache.key_command",
+        )
+    # sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero included.
+    if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
+        raise _invalid(
+            f"server.uds = {config.server.uds!r} is longer than the 103 bytes that a socket path may have",
+            field="server.uds",
+        )
+
+
+def _refuse_half_security(security: SecurityConfig) -> None:
+    if (security.tls_certificate is None) != (security.tls_key is None):
+        missing = "tls_key" if security.tls_key is None else "tls_certificate"
+        raise _invalid(
+            f"security.{missing} is missing: TLS needs a certificate and its key", field=f"security.{missing}"
+        )
+    if security.tls_client_ca is not None and security.tls_certificate is None:
+        raise _invalid(
+            "security.tls_client_ca is set without security.tls_certificate: clients show certificates "
+            "over TLS only",
+            field="security.tls_client_ca",
+        )
+    if security.operators is not None and security.tls_client_ca is None:
+        raise _invalid(
+            "security.operators names certificates, but security.tls_client_ca is not set; with tokens the "
+            "role stands in the token's line",
+            field="security.operators",
+        )
+
+
+def _unknown(what: str, word: str, known: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    hint = f"; did you mean {near[0]!r}?" if near else "; `icehouse config` lists all settings"
+    return _invalid(f"unknown {what}{hint}", field=word)
+
+
+def _invalid(message: str, *, field: str) -> ConfigError:
+    return ConfigError(Reason.CONFIG_INVALID, message, field=field)

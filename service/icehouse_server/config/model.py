@@ -1,0 +1,41 @@
+"""Settings of the model and of what is loaded beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.config.named_paths import NamedPath
+from icehouse_server.config.setting import Kind, setting
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served, and how it is loaded."""
+
+    model: str = setting(
+        "demo", Kind.TEXT, 'What to serve: "demo", a folder with an MLX model, or a hub id such as org/name.'
+    )
+    model_name: str | None = setting(
+        None, Kind.TEXT, "The name callers use for it; by default the folder's name or the hub id."
+    )
+    dtype: str = setting(
+        "auto",
+        Kind.CHOICE,
+        "Type of the weights in memory; auto keeps the model's own, or float32 on a CPU with OpenBLAS.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    adapter_path: str | None = setting(
+        None, Kind.PATH, "Folder with a LoRA adapter to apply to every request."
+    )
+    adapters: tuple[NamedPath, ...] = setting(
+        (), Kind.NAMED_PATHS, "LoRA adapters that requests may choose: name=folder,name=folder; or a table."
+    )
+    draft_model: str | None = setting(
+        None, Kind.TEXT, "A smaller model of the same vocabulary that guesses for requests that speculate."
+    )
+    context_token_limit: int | None = setting(
+        None, Kind.COUNT, "Longest prompt plus output; by default what the model was made for.", minimum=2
+    )
+    trust_remote_code: bool = setting(
+        False, Kind.SWITCH, "Let the tokenizer run Python code that comes with the model."
+    )

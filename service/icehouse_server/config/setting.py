@@ -1,0 +1,233 @@
+"""One setting: its kind, default, unit, range and help, declared once beside the field it fills.
+
+Flags, environment variables, TOML keys, `icehouse config` and the README's table are all
+derived from these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from typing import Any
+
+from icehouse_server.config.named_paths import NamedPath, read_named_paths
+from icehouse_server.errors import ConfigError, Reason
+
+Value = str | int | float | bool | tuple[NamedPath, ...] | None
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*$", re.IGNORECASE)
+_UNIT_BYTES = {
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)},
+}
+_SWITCH_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+class Kind(enum.Enum):
+    """What a setting holds and how its text is read."""
+
+    TEXT = "text"
+    PATH = "path"
+    COUNT = "count"
+    """A whole number."""
+    SECONDS = "seconds"
+    MILLISECONDS = "milliseconds"
+    RATIO = "ratio"
+    """From 0 to 1."""
+    BYTES = "bytes"
+    """A whole number of bytes; "4GiB" and "500 MB" are read too."""
+    SWITCH = "switch"
+    CHOICE = "choice"
+    NAMED_PATHS = "named paths"
+    """Folders by name: a TOML table, or "name=folder,name=folder"."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting. `section` and `name` come from the dataclass it stands in."""
+
+    section: str
+    name: str
+    kind: Kind
+    default: Value
+    help: str
+    minimum: float | None
+    maximum: float | None
+    choices: tuple[str, ...]
+    flag_override: str | None
+
+    @property
+    def optional(self) -> bool:
+        """Whether the setting may be absent altogether."""
+        return self.default is None
+
+    @property
+    def key(self) -> str:
+        """`section.name`, how messages and `icehouse config` call it."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        """The command line's name for it; a switch has `--no-...` beside it."""
+        if self.flag_override is not None:
+            return self.flag_override
+        return "--" + self.name.removesuffix("_enabled").replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable. The section is not said twice: ICEHOUSE_MODEL, ICEHOUSE_MODEL_NAME."""
+        rest = self.name.removeprefix(self.section).removeprefix("_")
+        return "_".join(part for part in ("ICEHOUSE", self.section, rest) if part).upper()
+
+    def parse(self, raw: object, *, source: str) -> Value:
+        """Return `raw` (text from a flag or variable, or a TOML value) as this setting's value.
+
+        Raises ConfigError naming the setting, the source, the value and what is allowed.
+        """
+        if raw is None or (raw == "" and self.optional):
+            if not self.optional:
+                raise self._refuse(raw, source, "is missing")
+            return None
+        value = self._read(raw, source)
+        self._check_range(value, source)
+        return value
+
+    def _read(self, raw: object, source: str) -> Value:
+        match self.kind:
+            case Kind.TEXT | Kind.PATH | Kind.CHOICE:
+                if not isinstance(raw, str) or not raw.strip():
+                    raise self._refuse(raw, source, "is not a text")
+                return raw
+            case Kind.SWITCH:
+                switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
+                if switch is None:
+                    raise self._refuse(raw, source, "is not true or false")
+                return switch
+            case Kind.BYTES:
+                return self._read_bytes(raw, source)
+            case Kind.NAMED_PATHS:
+                try:
+                    return read_named_paths(raw)
+                except ValueError as error:
+                    raise self._refuse(raw, source, str(error)) from error
+            case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
+                return self._read_number(raw, source)
+
+    def _read_number(self, raw: object, source: str) -> int | float:
+        whole = self.kind is Kind.COUNT
+        if (
+            isinstance(raw, bool)
+            or not isinstance(raw, str | int | float)
+            or (whole and isinstance(raw, float))
+        ):
+            raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number")
+        try:
+            number = int(raw) if whole else float(raw)
+            if math.isfinite(number):
+                return number
+            raise self._refuse(raw, source, "is not a finite number")
+        except ValueError:
+            raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number") from None
+
+    def _read_bytes(self, raw: object, source: str) -> int:
+        found = _SIZE.match(str(raw)) if isinstance(raw, str | int) and not isinstance(raw, bool) else None
+        if found is None:
+            raise self._refuse(raw, source, 'is not a size; write bytes, or say "500MB" or "4GiB"')
+        return int(float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()])
+
+    def _check_range(self, value: Value, source: str) -> None:
+        if self.choices and value not in self.choices:
+            raise self._refuse(value, source, f"is none of {', '.join(self.choices)}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            below = self.minimum is not None and not value >= self.minimum
+            above = self.maximum is not None and not value <= self.maximum
+            if below or above:
+                raise self._refuse(value, source, f"is outside {self.range_text}")
+
+    @property
+    def range_text(self) -> str:
+        """The allowed values in words, empty when every value of the kind is allowed."""
+        if self.choices:
+            return " | ".join(self.choices)
+        low = "" if self.minimum is None else _number_text(self.minimum)
+        high = "" if self.maximum is None else _number_text(self.maximum)
+        if low and high:
+            return f"{low} to {high}"
+        return f"{low} or more" if low else f"{high} or less" if high else ""
+
+    def _refuse(self, raw: object, source: str, complaint: str) -> ConfigError:
+        return ConfigError(
+            Reason.CONFIG_INVALID,
+            f"{self.key} = {raw!r} (from {source}) {complaint}",
+            field=self.key,
+            metadata={"value": raw, "source": source, "allowed": self.range_text},
+        )
+
+
+def _number_text(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else str(number)
+
+
+def setting(
+    default: Value,
+    kind: Kind,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+    flag: str | None = None,
+) -> Any:
+    """Declare a section's field. `help` is one sentence that says what, and what 0 or absence means."""
+    metadata = {
+        "kind": kind,
+        "help": help,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+        "flag": flag,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def settings_of(section: str, owner: type[Any]) -> tuple[Setting, ...]:
+    """Return the declarations of one section's dataclass, in order."""
+    return tuple(
+        Setting(
+            section=section,
+            name=field.name,
+            kind=field.metadata["kind"],
+            default=None if field.default is dataclasses.MISSING else field.default,
+            help=field.metadata["help"],
+            minimum=field.metadata["minimum"],
+            maximum=field.metadata["maximum"],
+            choices=field.metadata["choices"],
+            flag_override=field.metadata["flag"],
+        )
+        for field in dataclasses.fields(owner)
+    )
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size for people: 34359738368 -> "32 GiB"."""
+    size = float(size_bytes)
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.4g} {units[0]}"

@@ -1,0 +1,44 @@
+"""The settings of what operators look at: metrics, traces, load reports."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.config.setting import Kind, setting
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """What the server tells of itself beside its log. All of it is off unless asked for."""
+
+    metrics_port: int | None = setting(
+        None,
+        Kind.COUNT,
+        "Port of the Prometheus endpoint; absent: none; 0 lets the system choose a free one.",
+        minimum=0,
+        maximum=65535,
+    )
+    metrics_host: str = setting(
+        "127.0.0.1", Kind.TEXT, "Address of the Prometheus endpoint; loopback unless you mean otherwise."
+    )
+    traces_endpoint: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Collector that takes OpenTelemetry spans over OTLP/gRPC, as in http://localhost:4317; absent: none.",
+    )
+    traces_sample_ratio: float = setting(
+        1.0,
+        Kind.RATIO,
+        "Share of the traces that begin here and are kept; a caller's own decision is followed.",
+        minimum=0,
+        maximum=1,
+    )
+    load_report_enabled: bool = setting(
+        False, Kind.SWITCH, "Tell balancers how busy this server is, in an ORCA trailer of every call."
+    )
+    sample_interval_s: float = setting(
+        1.0,
+        Kind.SECONDS,
+        "How often the engine is asked for what metrics and load reports show.",
+        minimum=0.1,
+    )

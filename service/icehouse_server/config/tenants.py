@@ -1,0 +1,58 @@
+"""Settings of what one tenant may take of the house."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from icehouse_server.config.setting import Kind, setting
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """Limits for each tenant. How many requests of one run at once is `engine.tenant_running_limit`."""
+
+    waiting_limit: int = setting(
+        0,
+        Kind.COUNT,
+        "Requests of one tenant that may wait for a slot; 0 is unlimited.",
+        minimum=0,
+        flag="--tenant-waiting-limit",
+    )
+    tokens_per_minute: int = setting(
+        0,
+        Kind.COUNT,
+        "Prompt and output tokens of one tenant per minute; 0 is unlimited.",
+        minimum=0,
+        flag="--tenant-tokens-per-minute",
+    )
+    ram_bytes: int = setting(
+        0,
+        Kind.BYTES,
+        "RAM tier that one tenant's blocks may fill; 0 is all of it.",
+        minimum=0,
+        flag="--tenant-ram-bytes",
+    )
+    ssd_bytes: int = setting(
+        0,
+        Kind.BYTES,
+        "SSD tier that one tenant's blocks may fill; 0 is all of it.",
+        minimum=0,
+        flag="--tenant-ssd-bytes",
+    )
+    shared_prefixes: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Tenants whose cached prompts others may start from, by commas; `a=b+c` is for b and c only.",
+        flag="--shared-prefixes",
+    )
+
+    @property
+    def shared_prefix_grants(self) -> Mapping[str, frozenset[str] | None]:
+        """Who may start from the prompts of each shared tenant; None: every tenant."""
+        parts = [part.partition("=") for part in (self.shared_prefixes or "").split(",") if part.strip()]
+        return {name.strip(): _names(listed) if equals else None for name, equals, listed in parts}
+
+
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in listed.split("+") if name.strip())

@@ -1,0 +1,172 @@
+"""Blocks: fixed runs of tokens, their chained identity, and their bytes on the host.
+
+A block is named by its hash, h_i = SHA-256(h_{i-1} || token ids || extra), where h_0 is the
+root of one fingerprint, tenant and LoRA adapter. Nothing process-random goes in: the same tokens have the
+same hash in every process, for ever (golden vectors in the tests). A hash tells nobody its
+tokens, but whoever guesses them can prove the guess; where blocks are encrypted on SSD the
+hash is therefore an HMAC under a secret that comes from the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from icehouse_server.domain.ids import AdapterDigest, BlockHash, Fingerprint, Tenant
+
+LAYOUT_ABI = 1
+"""Version of the block file's layout. Files of another ABI are deleted, never read."""
+
+_ROOT_TAG = b"icehouse.block.root.v1\x00"
+_ADAPTED_ROOT_TAG = b"icehouse.block.root.adapted.v1\x00"
+_BLOCK_TAG = b"icehouse.block.v1\x00"
+
+
+def root_hash(
+    *, fingerprint: Fingerprint, tenant: Tenant, adapter: AdapterDigest | None = None, secret: bytes = b""
+) -> BlockHash:
+    """Return h_0, the parent of every first block of this fingerprint, tenant and adapter."""
+    salt = hashlib.sha256(tenant.encode("utf-8")).digest()
+    if adapter is None:
+        return _digest(_ROOT_TAG + fingerprint + salt, secret)
+    return _digest(_ADAPTED_ROOT_TAG + fingerprint + salt + adapter, secret)
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32, the form that is hashed and stored."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Invert `pack_tokens`."""
+    return tuple(np.frombuffer(packed, dtype="<u4").tolist())
+
+
+def block_hash(
+    *, parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"", secret: bytes = b""
+) -> BlockHash:
+    """Return the hash of the block with these tokens below `parent`.
+
+    `extra` is the concatenated digests of non-text inputs inside the block. The token
+    count is hashed too, so that a tail and a full block never share a name by chance. With a
+    `secret` nobody without it can tell whether a name is that of tokens they guessed.
+    """
+    count = len(token_ids).to_bytes(8, "little")
+    return _digest(_BLOCK_TAG + parent + count + pack_tokens(token_ids) + extra, secret)
+
+
+def _digest(data: bytes, secret: bytes) -> BlockHash:
+    return BlockHash(hmac.digest(secret, data, "sha256") if secret else hashlib.sha256(data).digest())
+
+
+class RegionKind(enum.StrEnum):
+    """The three parts of a block, in file order."""
+
+    KV = "kv"
+    """K/V of the layers with unlimited context, for exactly these tokens."""
+    WINDOW = "window"
+    """K/V of the sliding-window layers, last min(block, window) tokens, temporal order."""
+    CHECKPOINT = "checkpoint"
+    """The whole state of layers that cannot be cut, at the block's end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostTensor:
+    """One array in host memory. Cannot hold an mx.array: this type crosses to the storage thread.
+
+    `dtype` is the safetensors name (F32, BF16, F16, U32, ...); `data` is C-contiguous,
+    one-dimensional, of format "B", and keeps its owner alive.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        assert type(self.data) is memoryview and self.data.format == "B" and self.data.ndim == 1, self.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRegion:
+    """The tensors of one kind, in the order they lie in the file."""
+
+    kind: RegionKind
+    tensors: tuple[HostTensor, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.data.nbytes for t in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What a block is, without its bytes. Equal in the file, in the row and in memory."""
+
+    hash: BlockHash
+    parent: BlockHash
+    fingerprint: Fingerprint
+    start_token_index: int
+    """Position in the sequence of the block's first token; a multiple of `block_token_limit`."""
+    token_ids: tuple[int, ...]
+    block_token_limit: int
+    """Tokens of a full block (256 by default). Fewer tokens than this make a tail."""
+    extra: bytes = b""
+    """Concatenated digests of non-text inputs inside the block; part of the hash."""
+
+    @property
+    def token_count(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + len(self.token_ids)
+
+    @property
+    def is_tail(self) -> bool:
+        return len(self.token_ids) < self.block_token_limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostBlock:
+    """A block with its bytes, ready to be written or just read and verified."""
+
+    header: BlockHeader
+    regions: tuple[HostRegion, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(r.size_bytes for r in self.regions)
+
+
+class Region(Protocol):
+    """The arrays of one region of one block on the device."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays."""
+        ...
+
+
+class Damage(enum.StrEnum):
+    """Why a file is not the block it should be. Also the cause of a failed load."""
+
+    MISSING = "missing"
+    TRUNCATED = "truncated"
+    HEADER = "header"
+    CHECKSUM = "checksum"
+    MISMATCH = "mismatch"
+    SEAL = "seal"
+    """It is not what was encrypted: changed by somebody, or not encrypted at all."""
+    OTHER_ABI = "other_abi"
+    IO = "io"
+    LAYOUT = "layout"
+    """Its tensors are not those of the blocks before it."""
+    MEMORY = "memory"
+    """No memory to read it into; the file is not at fault."""

@@ -1,0 +1,125 @@
+"""Questions and orders to the prefix cache from outside a running request, and their answers.
+
+An order is given once and answered once, by its answer or by an `IcehouseError`:
+`CACHE_UNSUPPORTED` where there is no cache or not the tier it is about, `BLOCK_NOT_FOUND`
+where a pin finds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from icehouse_server.domain.events import CacheReport
+from icehouse_server.domain.ids import DEFAULT_SCOPE, BlockHash, CacheScope
+
+
+class Tier(enum.Enum):
+    """Where a block is."""
+
+    RAM = enum.auto()
+    """In RAM, perhaps on SSD too."""
+    SSD = enum.auto()
+    """On SSD only."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explain:
+    """What would a request reuse of this prompt? Answered by `Explanation`."""
+
+    prompt_token_ids: tuple[int, ...]
+    scope: CacheScope = DEFAULT_SCOPE
+    shared_scope: CacheScope | None = None
+    """Another one whose blocks it may start from."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockMatch:
+    """One known block of a prompt."""
+
+    hash: BlockHash
+    start_token_index: int
+    token_count: int
+    size_bytes: int
+    tier: Tier
+    has_checkpoint: bool
+    pinned: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would be reused, and all blocks that match. Predictions are None before anything was measured."""
+
+    cache: CacheReport
+    """`restore_s` is a prediction."""
+    blocks: tuple[BlockMatch, ...]
+    predicted_ttft_s: float | None = None
+    predicted_cold_ttft_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep the known blocks of this prompt from eviction by policy. Answered by `PinReport`."""
+
+    prompt_token_ids: tuple[int, ...]
+    scope: CacheScope = DEFAULT_SCOPE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unpin:
+    """Take pins off the known blocks of this prompt. Answered by `PinReport`."""
+
+    prompt_token_ids: tuple[int, ...]
+    scope: CacheScope = DEFAULT_SCOPE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PinReport:
+    """The blocks that are pinned now, or whose pin was taken off."""
+
+    block_count: int
+    token_count: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evict:
+    """Remove the known blocks of this prompt from both tiers; None: all of the model, every scope.
+
+    Pinned blocks go too. Answered by `EvictReport`.
+    """
+
+    prompt_token_ids: tuple[int, ...] | None
+    scope: CacheScope = DEFAULT_SCOPE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvictReport:
+    """What was removed, by tier. A block in both tiers counts in both."""
+
+    ram_block_count: int = 0
+    ram_bytes: int = 0
+    ssd_block_count: int = 0
+    ssd_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verify:
+    """Read blocks on SSD and compare checksums. Answered by `VerifyReport`."""
+
+    block_limit: int = 0
+    """Most blocks to read; 0: all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What the check found; damaged blocks are in quarantine."""
+
+    verified_block_count: int
+    verified_bytes: int
+    damaged_hashes: tuple[BlockHash, ...]
+    duration_s: float
+
+
+CacheOrder = Explain | Pin | Unpin | Evict | Verify
+CacheAnswer = Explanation | PinReport | EvictReport | VerifyReport

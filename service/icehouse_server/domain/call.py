@@ -1,0 +1,88 @@
+"""One ended call, as whoever watches calls is told of it. Never prompt or output text."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from icehouse_server.domain.events import Started, Usage
+from icehouse_server.domain.ids import RequestId
+
+
+class PeerKind(enum.StrEnum):
+    """How a caller reached the server; more than that would name people."""
+
+    UNIX = "unix"
+    LOOPBACK = "loopback"
+    NETWORK = "network"
+    UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceContext:
+    """The caller's W3C trace context, as it came; empty when it sent none."""
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallRecord:
+    """What one call was, cost and came to. Durations in seconds."""
+
+    method: str
+    """Full name, "icehouse.v1.InferenceService/Generate"."""
+    code: str
+    """Canonical gRPC status code, "OK" included."""
+    reason: str
+    """Why it was refused or ended, as in `errors.Reason`; empty when it was not."""
+    request_id: str
+    peer: PeerKind
+    tenant: str
+    model_id: str
+    """Empty when the call never came to a model."""
+    start_time: float
+    """`Clock.wall` when the call reached the edge."""
+    duration_s: float
+    tokenize_s: float
+    prompt_token_count: int
+    started: Started | None
+    """None when the request never left the queue."""
+    usage: Usage | None
+    """None unless it ran to its end."""
+    trace: TraceContext = TraceContext()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WireRecord:
+    """What one call of any service was on the wire, health and reflection included."""
+
+    method: str
+    code: str
+    duration_s: float
+    sent_bytes: int
+    """Of all messages, without framing."""
+    received_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpillRecord:
+    """A block that was written to SSD because a request's work made it leave RAM."""
+
+    request_id: RequestId
+    start_time: float
+    """`Clock.wall` when writing began."""
+    duration_s: float
+    """Until its row was committed."""
+    token_count: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpanNames:
+    """How the span of a call is found again."""
+
+    trace_id: str
+    """32 hex digits."""
+    traceresponse: str
+    """The W3C header of that name, for the caller."""

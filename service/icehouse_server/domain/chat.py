@@ -1,0 +1,129 @@
+"""A conversation as it is asked for: its turns, the tools on offer, and how the prompt is to end.
+
+What a chat's output is made of. The pieces of one output come in the order in which it was written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model has made; `arguments_json` is the text of one JSON object."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    token_ids: tuple[int, ...] = ()
+    """The tokens that were generated for this turn; empty when the caller does not say."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tool:
+    """A function on offer; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+class ToolMode(enum.Enum):
+    """Whether the model calls tools."""
+
+    AUTO = enum.auto()
+    NONE = enum.auto()
+    REQUIRED = enum.auto()
+    NAMED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether, and which tool, the model calls; `name` only with NAMED."""
+
+    mode: ToolMode = ToolMode.AUTO
+    name: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is rendered by a chat template."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adds_generation_prompt: bool = True
+    continues_final_message: bool = False
+
+    @property
+    def reads_tool_calls(self) -> bool:
+        """Whether calls in the reply are told as calls."""
+        return bool(self.tools) and self.tool_choice.mode is not ToolMode.NONE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation's tokens, and how the reply has begun inside them."""
+
+    token_ids: tuple[int, ...]
+    opening: str = ""
+    """Text at the prompt's end that is a part of the reply: the beginning of a tool call."""
+    is_reasoning: bool = False
+    """The prompt ends within the model's reasoning."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What the model says."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """What the model thinks before it speaks."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A piece of tool call `index`. The first of a call has its id and name and no arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments_json: str = ""
+    is_withdrawn: bool = False
+    """The call turned out to be malformed: what came for this index is void."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MalformedPiece:
+    """Text that began as a tool call and cannot be read as one; `problem` says why, in words."""
+
+    text: str
+    problem: str
+
+
+Piece = TextPiece | ReasoningPiece | CallPiece | MalformedPiece

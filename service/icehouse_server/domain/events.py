@@ -1,0 +1,129 @@
+"""What the engine tells one caller: `Started` once, then progress and deltas, then one end.
+
+The end is `Finished` or `Failed`. A request refused before it started gets `Failed` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from icehouse_server.domain.request import NO_DRAFTS, DraftCounts, TokenLogprobs, Vector
+from icehouse_server.errors import IcehouseError
+
+
+class FinishReason(enum.Enum):
+    """Why generation ended."""
+
+    STOP_TOKEN = enum.auto()
+    STOP_STRING = enum.auto()
+    LENGTH = enum.auto()
+    CONTEXT_LENGTH = enum.auto()
+    TOOL_CALLS = enum.auto()
+    """The model ended its turn after a tool call; told apart from STOP_TOKEN by who reads the text."""
+
+
+class ReuseLimit(enum.Enum):
+    """Why the cached prefix was not longer."""
+
+    NONE = enum.auto()
+    """Everything that may be reused was reused."""
+    NO_MATCH = enum.auto()
+    """No block with this beginning is known."""
+    DIVERGED = enum.auto()
+    """The prompt differs from every known one after the matched tokens."""
+    NO_CHECKPOINT = enum.auto()
+    """Blocks match further, but this model can resume only at a checkpoint."""
+    RECOMPUTE_FASTER = enum.auto()
+    """Loading was predicted to take longer than prefilling."""
+    LOAD_FAILED = enum.auto()
+    """A block on SSD was missing, damaged or not this prompt's; it was dropped."""
+    SWITCHED_OFF = enum.auto()
+    """The request or the server does not use the cache."""
+    UNSUPPORTED = enum.auto()
+    """This model's cache classes cannot be cut into blocks."""
+    PROMPT_LOGPROBS = enum.auto()
+    """The prompt's log probabilities were asked for, so every token of it ran."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What of the prompt was reused, from where, and why not more. Counts in tokens."""
+
+    ram_token_count: int = 0
+    ssd_token_count: int = 0
+    restore_s: float = 0.0
+    limit: ReuseLimit = ReuseLimit.SWITCHED_OFF
+
+    @property
+    def cached_token_count(self) -> int:
+        return self.ram_token_count + self.ssd_token_count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """What one request cost. Durations in seconds; `ttft_s` from arrival to the first token."""
+
+    prompt_token_count: int
+    output_token_count: int
+    cache: CacheReport
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    ttft_s: float
+    total_s: float
+    drafts: DraftCounts = NO_DRAFTS
+    """What speculation did."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the queue and its prefix was looked up."""
+
+    prompt_token_count: int
+    cache: CacheReport
+    queue_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """`processed_token_count` of the prompt's tokens are in KV now, reused ones included."""
+
+    processed_token_count: int
+    prompt_token_count: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens behind those told before, where asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """New text, whole characters only, and the tokens sampled since the last delta.
+
+    A token's text may come with a later delta (or never, when a stop string removed it).
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a token where asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a request that ran to its end."""
+
+    reason: FinishReason
+    stop_string: str | None
+    usage: Usage
+    embedding: Vector | None = None
+    """The pooled hidden states of the prompt, of a request that asked for them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a request that was refused, cancelled or broken."""
+
+    error: IcehouseError
+
+
+Event = Started | PrefillProgress | Delta | Finished | Failed

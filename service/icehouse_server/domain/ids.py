@@ -1,0 +1,47 @@
+"""Names for the identities that travel through the house.
+
+Within which requests KV is shared.
+
+Names of things that live inside the engine only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+Tenant = NewType("Tenant", str)
+"""Who may share KV with whom. The empty tenant is the default one."""
+
+AdapterName = NewType("AdapterName", str)
+"""A LoRA adapter, as the config calls it. The empty name is the model by itself."""
+
+AdapterDigest = NewType("AdapterDigest", bytes)
+"""32 bytes, SHA-256 over what an adapter computes: its weights and where they apply."""
+
+BlockHash = NewType("BlockHash", bytes)
+"""32 bytes, SHA-256 chained over parent, token ids and extra digests (see `domain.blocks`)."""
+
+Fingerprint = NewType("Fingerprint", bytes)
+"""32 bytes, SHA-256 over everything KV depends on."""
+
+NO_ADAPTER = AdapterName("")
+
+DEFAULT_TENANT = Tenant("")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheScope:
+    """Requests of one tenant with one adapter: the same tokens have the same KV, and may share it."""
+
+    tenant: Tenant = DEFAULT_TENANT
+    adapter: AdapterName = NO_ADAPTER
+
+
+DEFAULT_SCOPE = CacheScope()
+"""The default tenant's requests to the model by itself."""
+
+
+SequenceId = NewType("SequenceId", int)
+"""A running request's handle; never reused within a process."""

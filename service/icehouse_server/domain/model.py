@@ -1,0 +1,70 @@
+"""Facts about the served model and the state of the engine that serves it.
+
+A LoRA adapter that is served beside the model it was trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from icehouse_server.domain.ids import AdapterDigest, AdapterName
+
+
+class EngineState(enum.Enum):
+    """The engine's life, in order; FAILED can follow any."""
+
+    LOADING = enum.auto()
+    READY = enum.auto()
+    DRAINING = enum.auto()
+    STOPPED = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One loaded model, as `ModelService` shows it. Sizes in bytes."""
+
+    model_id: str
+    """The name callers use in `model`; the empty name means this model too."""
+    architecture: str
+    """`model_type` of config.json."""
+    vocabulary_size: int
+    context_token_limit: int
+    """Prompt plus output may not be longer than this."""
+    dtype: str
+    quantization: str
+    """"none" or, say, "4-bit, group 64"."""
+    parameter_count: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    """KV growth per token over all layers whose context is unlimited; 0 when unknown."""
+    cache_classes: tuple[str, ...]
+    """Distinct cache class names of the model's layers, in order of first appearance."""
+    fingerprint_hex: str
+    has_chat_template: bool
+    eos_token_ids: tuple[int, ...]
+    device: str
+    embedding_size: int = 0
+    """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
+    adapters: tuple[AdapterInfo, ...] = ()
+    """What requests may name in `adapter`, in the config's order."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all weights, those of the adapters included."""
+        return self.weight_bytes + sum(adapter.weight_bytes for adapter in self.adapters)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """One loaded adapter, as `ModelService` shows it."""
+
+    name: AdapterName
+    """The name callers use in `adapter`."""
+    kind: str
+    """`fine_tune_type` of its adapter_config.json: "lora", "dora" or "full"."""
+    digest: AdapterDigest
+    parameter_count: int
+    weight_bytes: int
+    """What it takes beside the model's weights, which are not held twice."""

@@ -1,0 +1,209 @@
+"""What one caller asks of the engine, after validation and tokenization.
+
+Vectors of texts: how hidden states are pooled, and what becomes of the vector.
+
+Log probabilities of tokens, as the model gave them.
+
+Speculative decoding as callers ask for it and hear of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, CacheScope, RequestId, Tenant
+from icehouse_server.domain.response_format import Grammar
+from icehouse_server.domain.sampling import SEED_RANGE, SamplingParams
+
+_PART_MARK = "#"
+"""Between a call's name and the number of one of its requests. No caller's name has it."""
+
+
+class CacheUse(enum.Enum):
+    """What a request may do with the prefix cache."""
+
+    READ_WRITE = enum.auto()
+    READ_ONLY = enum.auto()
+    WRITE_ONLY = enum.auto()
+    OFF = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to continue. Token ids are inside the vocabulary, limits already checked."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    max_output_tokens: int
+    """>= 1, or 0 for a warm-up that computes and keeps the prompt only."""
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    arrival_time: float
+    """`Clock.monotonic` when the call reached the edge; TTFT counts from here."""
+    deadline_time: float | None = None
+    """`Clock.monotonic` after which nobody waits for the answer."""
+    cache_use: CacheUse = CacheUse.READ_WRITE
+    tenant: Tenant = DEFAULT_TENANT
+    adapter: AdapterName = NO_ADAPTER
+    """One of those served, already checked."""
+    shared_tenant: Tenant | None = None
+    """Another tenant whose blocks it may start from. It writes none of them."""
+    priority: int = 0
+    """Higher runs first."""
+    shows_markers: bool = False
+    """Whether special tokens are a part of the text, but for those that begin, end or pad it."""
+    grammar: Grammar | None = None
+    """What the output must be, if anything."""
+    logprobs: LogprobsWanted | None = None
+    """None tells no log probabilities."""
+    speculation: Speculation | None = None
+    pooling: Pooling | None = None
+    """Asks for the prompt's pooled hidden states; every token of it then runs, and nothing is generated."""
+
+    @property
+    def scope(self) -> CacheScope:
+        """With whom its KV is shared."""
+        return CacheScope(self.tenant, self.adapter)
+
+    @property
+    def shared_scope(self) -> CacheScope | None:
+        """Whose KV it may start from too, if anybody's."""
+        return None if self.shared_tenant is None else CacheScope(self.shared_tenant, self.adapter)
+
+    def completion(self, index: int) -> GenerationRequest:
+        """Return the request for another output of the same prompt; 0 is this one.
+
+        It draws from a seed higher by `index` and leaves the prompt's log probabilities to the first.
+        """
+        if index == 0:
+            return self
+        seed = (self.sampling.seed + index) % SEED_RANGE
+        logprobs = self.logprobs
+        return dataclasses.replace(
+            self,
+            request_id=part_of(self.request_id, index),
+            sampling=dataclasses.replace(self.sampling, seed=seed),
+            logprobs=None if logprobs is None else dataclasses.replace(logprobs, of_prompt=False),
+        )
+
+
+def call_of(request_id: RequestId) -> RequestId:
+    """Return the name of the call that a request belongs to: itself, unless it is a further one of a call."""
+    return RequestId(request_id.partition(_PART_MARK)[0])
+
+
+def part_of(call: RequestId, index: int) -> RequestId:
+    """Return the name of a call's request; the first has the call's own."""
+    return RequestId(f"{call}{_PART_MARK}{index}") if index else call
+
+
+Vector = npt.NDArray[np.float32]
+
+
+class Pooling(enum.Enum):
+    """How the hidden states of an input's tokens become one vector."""
+
+    LAST_TOKEN = enum.auto()
+    MEAN = enum.auto()
+
+
+def finished(vector: Vector, *, dimension_count: int, is_normalized: bool) -> Vector:
+    """Return the leading dimensions, of length 1 if so wanted. A vector of zeros stays one."""
+    kept = vector[:dimension_count]
+    length = float(np.linalg.norm(kept))
+    return kept / np.float32(length) if is_normalized and length > 0 else kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogprobsWanted:
+    """What a request wants to be told: of every output token, and of the prompt's if `of_prompt`."""
+
+    top_count: int = 0
+    """How many of the likeliest tokens to tell beside each one."""
+    of_prompt: bool = False
+    token_ids: tuple[int, ...] = ()
+    """Tokens to tell in every place, likely or not. Inside the vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model thought of one token before it was drawn or read.
+
+    Of the model's own distribution: temperature, filters, penalties, bias and constraints come after.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token of the vocabulary; ties share the better rank."""
+    top: tuple[Logprob, ...] = ()
+    """The likeliest tokens, falling."""
+    asked: tuple[Logprob, ...] = ()
+    """The tokens asked for, in the order asked."""
+    text_offset: int | None = None
+    """Where its text begins in the output, in bytes of UTF-8. None for tokens of the prompt."""
+
+
+class Drafting(enum.Enum):
+    """How draft tokens are found."""
+
+    PROMPT_LOOKUP = enum.auto()
+    """What followed the last tokens where they stood before (Saxena 2023)."""
+    DRAFT_MODEL = enum.auto()
+    """The likeliest tokens of the server's draft model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request wants to speculate."""
+
+    draft_token_limit: int
+    """Draft tokens a step, >= 1."""
+    ngram_token_limit: int = 1
+    """Prompt lookup: last tokens that are looked for, >= 1; fewer where so many are nowhere found."""
+    drafting: Drafting = Drafting.PROMPT_LOOKUP
+
+
+class SpeculationLimit(enum.Enum):
+    """Why a request that asked for speculation decoded one token a step, or did so in the end."""
+
+    NONE = enum.auto()
+    CACHE = enum.auto()
+    """The model has caches that cannot take rejected tokens back."""
+    SAMPLING = enum.auto()
+    """Each token's draw depends on the token before it: penalties, bad words or a response format."""
+    NO_DRAFT_MODEL = enum.auto()
+    """The server has no draft model."""
+    ACCEPTANCE = enum.auto()
+    """Hardly a guess was right of late, so the end was decoded plainly."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Draft tokens of one step, or of a whole request, and what became of them."""
+
+    proposed_count: int = 0
+    accepted_count: int = 0
+    limit: SpeculationLimit = SpeculationLimit.NONE
+
+    def plus(self, step: DraftCounts) -> DraftCounts:
+        """Return the sum with a later step's, whose limit stands."""
+        return DraftCounts(
+            self.proposed_count + step.proposed_count, self.accepted_count + step.accepted_count, step.limit
+        )
+
+
+NO_DRAFTS = DraftCounts()
+"""Of a request that did not ask, or has not begun."""

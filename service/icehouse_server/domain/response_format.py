@@ -1,0 +1,141 @@
+"""The form an output must have, as the caller asked for it. Hashable: a compiled form is looked up by it.
+
+What keeps an output inside a form: a compiled grammar, and its use by one sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from icehouse_server.errors import IcehouseError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """One JSON value that validates against `schema` (JSON text); properties come in the schema's order."""
+
+    schema: str
+    is_compact: bool = False
+    """No white space between the tokens of JSON."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonObject:
+    """Any one JSON object."""
+
+    is_compact: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Regex:
+    """Text that `pattern` (Rust's syntax) matches from its beginning to its end."""
+
+    pattern: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LarkGrammar:
+    """Text that the rule `start` of a grammar in llguidance's Lark dialect derives."""
+
+    grammar: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One of these texts, in full."""
+
+    texts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonTag:
+    """JSON between two fixed texts, such as one tool's call in a model's own notation.
+
+    `begin` and `end` may spell special tokens of the model's vocabulary; those are then tokens.
+    """
+
+    begin: str
+    schema: str
+    """A JSON schema (JSON text) for what is in between."""
+    end: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaggedJson:
+    """At least one of `tags`, and nothing else but what is allowed here."""
+
+    tags: tuple[JsonTag, ...]
+    may_repeat: bool = False
+    """Several may follow each other, white space between them."""
+    may_begin_with_text: bool = False
+    """Any text may come before the first one, such as reasoning. It must contain no `begin`."""
+
+
+ResponseFormat = JsonSchema | JsonObject | Regex | LarkGrammar | Choice | TaggedJson
+
+
+def size_bytes(form: ResponseFormat) -> int:
+    """Return how much text a form holds, in UTF-8."""
+    match form:
+        case JsonSchema():
+            texts: tuple[str, ...] = (form.schema,)
+        case JsonObject():
+            texts = ()
+        case Regex():
+            texts = (form.pattern,)
+        case LarkGrammar():
+            texts = (form.grammar,)
+        case Choice():
+            texts = form.texts
+        case TaggedJson():
+            texts = tuple(text for tag in form.tags for text in (tag.begin, tag.schema, tag.end))
+    return sum(len(text.encode("utf-8")) for text in texts)
+
+
+class Constraint(Protocol):
+    """Says which tokens may come next. One per sequence and join, used on the inference thread only.
+
+    A sequence that was parked brings a fresh one, which is then told the output so far again.
+    """
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output is complete: nothing may follow, and `allowed_tokens` is not asked again."""
+        ...
+
+    @property
+    def error(self) -> IcehouseError | None:
+        """Why it cannot say any more what may follow; its sequence then ends with this."""
+        ...
+
+    def allows(self, token_id: int) -> bool:
+        """Say whether one token may come next, for far less than `allowed_tokens` costs.
+
+        Where only one text can follow, `allowed_tokens` may name one spelling of it and this allow others;
+        what `allowed_tokens` names is always allowed.
+        """
+        ...
+
+    def allowed_tokens(self) -> npt.NDArray[np.uint32]:
+        """Return the tokens that may come next, one bit each: token i is bit i % 32 of word i // 32.
+
+        At least one bit is set. Tokens behind the last word are not allowed. The array is read before
+        the next call.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Go on behind a token that was drawn."""
+        ...
+
+
+class Grammar(Protocol):
+    """A form ready for use. Never changes; any number of sequences on any thread may start from it."""
+
+    def start(self) -> Constraint:
+        """Return a constraint at the beginning of an output, owned by the caller's thread."""
+        ...

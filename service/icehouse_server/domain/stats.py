@@ -1,0 +1,86 @@
+"""Counters as the engine publishes them: frozen snapshots, taken between steps.
+
+What is known of the whole house at one moment.
+
+What one tenant runs and has used, as the edge counts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.model import EngineState, ModelInfo
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's own counters. `*_count` are now, `*_total` since start; bytes and seconds."""
+
+    uptime_s: float = 0.0
+    mailbox_count: int = 0
+    mailbox_limit: int = 0
+    waiting_count: int = 0
+    waiting_limit: int = 0
+    loading_count: int = 0
+    prefilling_count: int = 0
+    decoding_count: int = 0
+    decoding_limit: int = 0
+    step_total: int = 0
+    decode_step_p50_s: float = 0.0
+    decode_step_p99_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    accepted_total: int = 0
+    rejected_total: int = 0
+    finished_total: int = 0
+    cancelled_total: int = 0
+    failed_total: int = 0
+    prompt_token_total: int = 0
+    cached_token_total: int = 0
+    prefilled_token_total: int = 0
+    output_token_total: int = 0
+    active_memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    parked_total: int = 0
+    """Times a sequence gave way to memory pressure and went on later."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """Per second, between the last two samples."""
+
+    finished_per_s: float = 0.0
+    failed_per_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One sample. `engine` and `cache` are the last that the engine told, None before the first."""
+
+    state: EngineState
+    heartbeat_age_s: float
+    """Since the inference loop last turned; grows when it is stuck."""
+    sample_time: float
+    """`Clock.monotonic` of the engine's last answer."""
+    model: ModelInfo | None = None
+    engine: EngineStats | None = None
+    cache: CacheStats | None = None
+    rates: Rates = Rates()
+    tenants: tuple[TenantUse, ...] = ()
+    """As the edge counts them, in the order of their latest requests."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TenantUse:
+    """One tenant's numbers: `*_count` are now, `*_total` since it was first heard of."""
+
+    tenant: Tenant
+    waiting_count: int = 0
+    running_count: int = 0
+    accepted_total: int = 0
+    refused_total: int = 0
+    prompt_token_total: int = 0
+    cached_token_total: int = 0
+    output_token_total: int = 0

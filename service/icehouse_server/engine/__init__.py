@@ -1,0 +1,1 @@
+"""The inference thread: mailbox, scheduling, prefix cache, runner. Owns every mx.array."""

@@ -1,0 +1,1 @@
+"""What the engine's rooms share: sequences, the mailbox, ports, counters. No policy."""

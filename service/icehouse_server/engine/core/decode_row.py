@@ -1,0 +1,33 @@
+"""What a sequence brings along when it joins decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterName
+from icehouse_server.domain.request import LogprobsWanted, Speculation
+from icehouse_server.domain.response_format import Constraint
+from icehouse_server.domain.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Everything the next token depends on but the KV, which holds all tokens but the last one."""
+
+    sampling: SamplingParams
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...] = ()
+    """Drawn before the sequence was parked: the draws, the penalties and the constraint go on from there."""
+    adapter: AdapterName = NO_ADAPTER
+    """Rows decode in one forward pass with rows of the same adapter only."""
+    constraint: Constraint | None = None
+    """A fresh one; it is told `output_token_ids` when the row joins."""
+    logprobs: LogprobsWanted | None = None
+    """What to tell of each drawn token; None tells no log probabilities."""
+    speculation: Speculation | None = None
+    """Asked for; the runner tells with the first token whether it can."""
+
+    @property
+    def last_token_id(self) -> int:
+        """The token whose KV does not exist yet: it runs with the first step."""
+        return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]

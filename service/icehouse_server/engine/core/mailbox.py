@@ -1,0 +1,124 @@
+"""The one door into the inference thread.
+
+Any thread puts messages in; the inference thread alone takes them out, and waits here and
+nowhere else. New work is bounded by count; control messages (cancel, a query, a storage
+outcome) always fit, because each of their senders is bounded by work that was let in.
+
+What may come through the engine's mailbox.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.errors import IcehouseError
+from icehouse_server.storage.messages import Outcome
+
+Item = TypeVar("Item")
+
+
+class Mailbox(Generic[Item]):
+    """A queue with one reader. `limit` bounds the new-work messages that wait in it."""
+
+    def __init__(self, *, limit: int) -> None:
+        self.limit = limit
+        self._messages: collections.deque[tuple[bool, Item]] = collections.deque()
+        self._work_count = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def offer(self, message: Item, *, work_count: int = 1) -> bool:
+        """Put new work in, which counts as `work_count`; False, and nothing kept, when more than `limit`
+        would wait or the door is shut."""
+        with self._changed:
+            if self._closed or self._work_count + work_count > self.limit:
+                return False
+            self._work_count += work_count
+            self._messages.append((True, message))
+            self._changed.notify()
+            return True
+
+    def post(self, message: Item) -> bool:
+        """Put a control message in; False when the door is shut."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._messages.append((False, message))
+            self._changed.notify()
+            return True
+
+    def take_all(self, *, timeout_s: float) -> list[Item]:
+        """Return what waits, oldest first, after waiting at most `timeout_s` for something to come."""
+        with self._changed:
+            if not self._messages and timeout_s > 0:
+                self._changed.wait(timeout_s)
+            return self._drain()
+
+    def close(self) -> list[Item]:
+        """Shut the door for good and return what was left behind it."""
+        with self._changed:
+            self._closed = True
+            return self._drain()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def _drain(self) -> list[Item]:
+        messages = [message for _, message in self._messages]
+        self._messages.clear()
+        self._work_count = 0
+        return messages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submit:
+    """New work: a request, and others for the same prompt that are taken in with it or not at all."""
+
+    request: GenerationRequest
+    siblings: tuple[GenerationRequest, ...] = ()
+
+    @property
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        return (self.request, *self.siblings)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for this request any more; `error` is what its caller is told."""
+
+    request_id: RequestId
+    error: IcehouseError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryStats:
+    """Call `reply` on the inference thread with a snapshot; it must not block."""
+
+    reply: Callable[[EngineStats, CacheStats | None], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """Carry out an order to the prefix cache and call `reply` once; it must not block."""
+
+    order: CacheOrder
+    reply: Callable[[CacheAnswer | IcehouseError], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drain:
+    """Refuse new work, finish what runs until `deadline_time` (`Clock.monotonic`), then stop."""
+
+    deadline_time: float
+
+
+Message = Submit | Cancel | QueryStats | Order | Drain | Outcome

@@ -1,0 +1,163 @@
+"""Estimates of what a request needs on the device, against what it may use.
+
+Pure arithmetic over the model's facts; the runner measures, this predicts. Sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_OUTPUT_ALLOWANCE = 256
+"""Output tokens a sequence is let in for; what comes beyond is met by making room, or by parking."""
+_NESTED = ("text_config", "language_config", "llm_config")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "ffn_hidden_size")
+_VOCABULARY = ("vocab_size", "padded_vocab_size", "n_vocab")
+_LIVE_FEED_FORWARD_COPIES = 4
+"""Gate, up, their product and one more while they are computed."""
+_LIVE_HIDDEN_COPIES = 20
+"""Residual, norm, q, k, v, attention out and feed-forward out, counted double and more, because attention
+is often twice as wide as the hidden size and a convolution computes three parts at once.
+"""
+_LIVE_LOGIT_COPIES = 5
+"""Logits, their float32 form, the negative of it and the order that finds the likeliest ones."""
+_SCORE_COPIES = 2
+"""Attention scores and their softmax, where the kernel keeps them."""
+_GROWING_LAYERS = 2
+"""Layers whose KV exists twice while a cache grows: one is copied at a time, and hybrids have fewer
+layers with KV than layers. Without it estimates were down to 0.4 of the peak where a cache grew. With it
+they were 1.0 to 1.9 times the peak for llama and lfm2 of width 256, 1.3 to 3.0 times for gemma3 (its windows
+are counted whole), over chunks of 32 and 128 tokens at contexts up to 640 (mlx 0.32.4, x86).
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model's transients are made of. Counts; `compute_bytes` per activation value."""
+
+    hidden_size: int
+    layer_count: int
+    head_count: int
+    feed_forward_size: int
+    vocabulary_size: int
+    compute_bytes: int
+    keeps_scores: bool
+    """The device's attention writes out scores for chunk x context (the CPU build does)."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, compute_bytes: int, keeps_scores: bool) -> ModelShape:
+        """Read config.json, nested text configs and old names too. Missing facts become 0 or guesses."""
+        hidden = find_int(config, _HIDDEN) or 0
+        return cls(
+            hidden_size=hidden,
+            layer_count=find_int(config, _LAYERS) or 0,
+            head_count=find_int(config, _HEADS) or 1,
+            feed_forward_size=find_int(config, _FEED_FORWARD) or 4 * hidden,
+            vocabulary_size=find_int(config, _VOCABULARY) or 0,
+            compute_bytes=compute_bytes,
+            keeps_scores=keeps_scores,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftFootprint:
+    """What a draft model takes: once, and for each token of a sequence that uses it."""
+
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Predicts KV and transients of one model."""
+
+    shape: ModelShape
+    kv_bytes_per_token: int
+    """Over all layers of unlimited context, as measured on the first tokens."""
+    fixed_bytes_per_sequence: int
+    """Windows when they are full, and recurrent states."""
+    kv_step_token_count: int = 1
+    """Caches grow by so many tokens at a time, and are copied then; 1 grows in place."""
+    lane_row_limit: int = 1
+    """So many sequences decode as rows of one array, padded to the longest of them; 1: each alone."""
+    draft: DraftFootprint = DraftFootprint()
+
+    def kv_bytes(self, token_count: int) -> int:
+        """Return what one sequence of this length holds."""
+        return self.kv_bytes_per_token * self._capacity(token_count) + self.fixed_bytes_per_sequence
+
+    def lane_bytes(self, token_counts: Collection[int]) -> int:
+        """Return what sequences of these lengths hold while they decode together, padding included."""
+        if self.lane_row_limit == 1:
+            return sum(self.kv_bytes(count) for count in token_counts)
+        return len(token_counts) * self.kv_bytes(max(token_counts, default=0))
+
+    def padding_bytes(self, token_counts: Collection[int]) -> int:
+        """Return what they hold together beyond what each of them would hold alone."""
+        return self.lane_bytes(token_counts) - sum(self.kv_bytes(count) for count in token_counts)
+
+    def seating_bytes(self, token_counts: Collection[int]) -> int:
+        """Return what it takes to let a row join: all of its lane is copied, padded to the longest row."""
+        row_count = min(len(token_counts), self.lane_row_limit)
+        return row_count * self.kv_bytes(max(token_counts)) if row_count > 1 else 0
+
+    def growth_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
+        """Return what KV takes more for a chunk that ends at this context, copies included.
+
+        Windows and states are written anew by every chunk, beside the old ones.
+        """
+        after = self._capacity(context_token_count)
+        added = after - self._capacity(context_token_count - chunk_token_count)
+        if added and self.kv_step_token_count > 1:
+            added += min(after, _GROWING_LAYERS * after // max(1, self.shape.layer_count))
+        return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence
+
+    def _capacity(self, token_count: int) -> int:
+        step = self.kv_step_token_count
+        return (token_count + step - 1) // step * step
+
+    def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
+        """Return the peak of temporary arrays while a chunk runs at this context length."""
+        shape = self.shape
+        per_token = _LIVE_HIDDEN_COPIES * shape.hidden_size
+        per_token += _LIVE_FEED_FORWARD_COPIES * shape.feed_forward_size
+        values = chunk_token_count * per_token
+        if shape.keeps_scores:
+            values += _SCORE_COPIES * shape.head_count * chunk_token_count * context_token_count
+        return values * shape.compute_bytes
+
+    def logits_bytes(self, token_count: int) -> int:
+        """Return what the logits of so many tokens take while their log probabilities are read."""
+        return _LIVE_LOGIT_COPIES * 4 * self.shape.vocabulary_size * token_count
+
+    def measured_token_count(self, *, budget_bytes: int, block_token_count: int) -> int:
+        """Return how many tokens' logits fit the budget: at least one, and a divisor or a multiple of the
+        block size, so that a chunk ends wherever a block does."""
+        fitting = max(1, budget_bytes // max(1, self.logits_bytes(1)))
+        if fitting >= block_token_count:
+            return fitting // block_token_count * block_token_count
+        return next(n for n in range(fitting, 0, -1) if block_token_count % n == 0)
+
+    def request_bytes(self, *, token_count: int, chunk_token_count: int) -> int:
+        """Return the most a request of this many tokens, output included, needs at once."""
+        chunk = min(chunk_token_count, token_count)
+        return (
+            self.kv_bytes(token_count - chunk)
+            + self.growth_bytes(chunk_token_count=chunk, context_token_count=token_count)
+            + self.chunk_bytes(chunk_token_count=chunk, context_token_count=token_count)
+        )
+
+
+def find_int(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first of `names` that is a number in the config or in a text config inside it."""
+    scopes = [config, *(config[key] for key in _NESTED if isinstance(config.get(key), dict))]
+    for scope in scopes:
+        for name in names:
+            value = scope.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None

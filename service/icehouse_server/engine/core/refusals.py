@@ -1,0 +1,55 @@
+"""What callers are told when their request ends otherwise than by its own output."""
+
+from __future__ import annotations
+
+from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    Reason,
+    Unavailable,
+)
+
+
+def past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
+    """The client's deadline passed while the request waited or ran."""
+    waited_s = now - sequence.request.arrival_time
+    return DeadlineExceeded(
+        Reason.DEADLINE_EXCEEDED,
+        f"the deadline passed after {waited_s:.3f} s in phase {sequence.phase.name}",
+        metadata={"waited_s": f"{waited_s:.3f}", "phase": sequence.phase.name},
+    )
+
+
+def cancelled_by_client() -> Cancelled:
+    """The client went away; nobody hears this."""
+    return Cancelled(Reason.CANCELLED, "the client cancelled the call or went away")
+
+
+def shutting_down() -> Unavailable:
+    """The request came while the server drains."""
+    return Unavailable(Reason.DRAINING, "the server is shutting down; try another replica")
+
+
+def stopped_before_done() -> Unavailable:
+    """The drain's own deadline passed."""
+    return Unavailable(Reason.DRAINING, "the server stopped before this request was done")
+
+
+def engine_failed() -> EngineFailed:
+    """The inference loop died. Why may name folders and insides, so only the log says it."""
+    return EngineFailed(
+        Reason.ENGINE_FAILED, "the inference loop failed and the server is ending; its log says why"
+    )
+
+
+def too_many_completions(count: int, limit: int) -> InvalidRequest:
+    """A request's completions wait together, and even an empty queue does not hold so many."""
+    return InvalidRequest(
+        Reason.PARAMETER_OUT_OF_RANGE,
+        f"completions is {count}; here at most {limit} requests may wait, so ask for fewer",
+        field="completions",
+        metadata={"field": "completions", "value": count, "wanted": f"1 to {limit}"},
+    )

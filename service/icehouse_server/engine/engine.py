@@ -1,0 +1,234 @@
+"""The engine as other rooms see it: submit, cancel, query, drain; and the thread behind it.
+
+`start` begins the inference thread, which loads the model, steps until drained, and drops
+everything it made. An exception out of the loop is logged once, fails every request, and
+leaves the engine FAILED; the process is expected to end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, Order, QueryStats, Submit
+from icehouse_server.engine.core.ports import Listener, Runner
+from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
+from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
+from icehouse_server.storage.messages import Outcome
+
+_log = logging.getLogger("icehouse.engine")
+
+_STUCK_FACTOR = 4.0
+_FADING = 0.99
+_MEASURED_BYTES = 256 << 20
+"""Logits held at once for the log probabilities of a prompt: 32 tokens of a vocabulary of 262,144."""
+
+
+class Engine:
+    """Owns the inference thread. Its public methods may be called from any thread and never block.
+
+    `runner`, `make_prefix` and `memory_limit_bytes` are called on the inference thread alone; the last
+    is asked once, after the model was loaded, and 0 is no limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        limits: SchedulerLimits,
+        waiting: WaitingLimits,
+        mailbox_limit: int,
+        listener: Listener,
+        clock: Clock,
+        decode: Callable[[Sequence[int]], str],
+        decode_with_markers: Callable[[Sequence[int]], str] | None = None,
+        make_prefix: Callable[[], PrefixDesk],
+        memory_limit_bytes: Callable[[], int] = lambda: 0,
+        flush_timeout_s: float = 0.0,
+    ) -> None:
+        self._waiting = waiting
+        self._memory_limit_bytes = memory_limit_bytes
+        self._runner = runner
+        self._make_prefix = make_prefix
+        self._flush_timeout_s = flush_timeout_s
+        self._limits = limits
+        self._mailbox: Mailbox[Message] = Mailbox(limit=mailbox_limit)
+        self._listener = listener
+        self._clock = clock
+        self._decode = decode
+        self._decode_with_markers = decode_with_markers or decode
+        self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
+        self._state = EngineState.LOADING
+        self._heartbeat_time = clock.monotonic()
+        self._step_allowance_s = 0.0
+        self._model: ModelInfo | None = None
+        self._error: IcehouseError | None = None
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def heartbeat_time(self) -> float:
+        """`Clock.monotonic` of the last step's start; stale means stuck or dead."""
+        return self._heartbeat_time
+
+    @property
+    def step_allowance_s(self) -> float:
+        """How long a step may take before it looks stuck: a few times the longest of late."""
+        return self._step_allowance_s
+
+    @property
+    def model(self) -> ModelInfo:
+        """The served model; only after READY."""
+        assert self._model is not None, "the model is not loaded yet"
+        return self._model
+
+    @property
+    def error(self) -> IcehouseError | None:
+        """Why the engine is FAILED, for whoever started it; callers get `engine_failed` instead."""
+        return self._error
+
+    def start(self) -> None:
+        """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
+        """Hand in a request, and others for the same prompt; their events come through the listener.
+
+        They are taken in together or not at all.
+
+        Raises Unavailable while loading, draining or failed, and Overloaded when the mailbox is full.
+        """
+        if self._state is not EngineState.READY:
+            raise self._not_ready()
+        if not self._mailbox.offer(Submit(request, siblings), work_count=1 + len(siblings)):
+            raise Overloaded(
+                Reason.QUEUE_FULL,
+                f"{self._mailbox.limit} requests arrived in one step, which is the limit; try again later",
+                retry_after_s=1.0,
+                metadata={"mailbox_limit": self._mailbox.limit},
+            )
+
+    def cancel(self, request_id: RequestId, error: IcehouseError | None = None) -> None:
+        """End a request within one step; unknown ids are ignored, since a cancel may cross an end."""
+        self._mailbox.post(Cancel(request_id, error or cancelled_by_client()))
+
+    def request_stats(self, reply: Callable[[EngineStats, CacheStats | None], None]) -> None:
+        """Have `reply` called on the inference thread between steps; at once when that thread is gone."""
+        if not self._mailbox.post(QueryStats(reply)):
+            reply(EngineStats(), None)
+
+    def give_order(self, order: CacheOrder, reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+        """Have an order to the prefix cache carried out; `reply` is called once, on some thread."""
+        if not self._mailbox.post(Order(order, reply)):
+            reply(self._not_ready())
+
+    def take_outcome(self, outcome: Outcome) -> None:
+        """Take what the SSD tier tells; what comes after the end is nobody's any more."""
+        self._mailbox.post(outcome)
+
+    def drain(self, *, grace_s: float) -> None:
+        """Refuse new work, finish what runs within `grace_s`, then stop the thread."""
+        self._mailbox.post(Drain(self._clock.monotonic() + grace_s))
+
+    def join(self, *, timeout_s: float | None = None) -> bool:
+        """Wait for the thread to end; False when it still runs after `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        loop: EngineLoop | None = None
+        try:
+            self._model = self._runner.load()
+            prefix = self._make_prefix()
+            memory_model = self._runner.memory_model()
+            measured = memory_model.measured_token_count(
+                budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
+            )
+            limits = dataclasses.replace(
+                self._limits,
+                chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
+                measured_chunk_token_count=measured,
+            )
+            room = WaitingRoom(self._waiting)
+            guard = MemoryGuard(
+                memory_model,
+                limit_bytes=self._memory_limit_bytes(),
+                weight_bytes=self._model.resident_bytes,
+                chunk_token_count=limits.prefill_chunk_token_count,
+                measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
+            )
+            loop = EngineLoop(
+                runner=self._runner,
+                scheduler=Scheduler(limits, room),
+                guard=guard,
+                room=room,
+                mailbox=self._mailbox,
+                listener=self._listener,
+                clock=self._clock,
+                decode=self._decode,
+                decode_with_markers=self._decode_with_markers,
+                model=self._model,
+                prefix=prefix,
+            )
+            self._change_state(EngineState.READY)
+            while not loop.is_done:
+                self._heartbeat_time = self._clock.monotonic()
+                loop.step()
+                self._note_step(self._clock.monotonic() - self._heartbeat_time)
+                if loop.is_draining and self._state is EngineState.READY:
+                    self._change_state(EngineState.DRAINING)
+            loop.flush(deadline_time=self._clock.monotonic() + self._flush_timeout_s)
+            loop.fail_all(shutting_down())
+            self._runner.close()
+            self._change_state(EngineState.STOPPED)
+        except Exception as error:  # the thread's top: nothing above would see it
+            self._fail(error, loop)
+
+    def _note_step(self, elapsed_s: float) -> None:
+        # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.
+        self._step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self._step_allowance_s * _FADING)
+
+    def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
+        if isinstance(error, IcehouseError):
+            # An operating error says what failed and what to do; where it was raised helps nobody.
+            _log.error("inference_loop_failed", extra={"reason": error.reason, "detail": error.message})
+            self._error = error
+        else:
+            _log.error("inference_loop_failed", exc_info=error)
+            self._error = EngineFailed(
+                Reason.ENGINE_FAILED,
+                f"the inference loop failed: {type(error).__name__}; the server is ending",
+            )
+        self._state = EngineState.FAILED
+        if loop is not None:
+            loop.fail_all(engine_failed())
+        else:
+            self._mailbox.close()
+        self._listener.state_changed(EngineState.FAILED, engine_failed())
+
+    def _change_state(self, state: EngineState) -> None:
+        self._state = state
+        self._listener.state_changed(state, None)
+
+    def _not_ready(self) -> IcehouseError:
+        if self._state is EngineState.LOADING:
+            return Unavailable(Reason.LOADING, "the model is loading; try again shortly", retry_after_s=1.0)
+        if self._state is EngineState.FAILED:
+            return engine_failed()
+        return shutting_down()

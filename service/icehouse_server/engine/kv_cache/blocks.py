@@ -1,0 +1,194 @@
+"""The regions of blocks, cut out of the caches on the device and put back (inference thread)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Protocol, cast
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.engine.core.thread_guard import OneThread
+from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
+from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
+from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource, Restoring
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
+from icehouse_server.engine.prefix_cache.tiers.ports import KvCutting as KvCuttingPort
+from icehouse_server.engine.prefix_cache.tiers.ports import KvTarget as KvTargetPort
+
+_log = logging.getLogger("icehouse.engine")
+
+
+class Sequences(Protocol):
+    """Whoever holds the caches of open and decoding sequences."""
+
+    def fresh_caches(self) -> list[batching.Cache]:
+        """Make empty caches, one a layer."""
+        ...
+
+    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
+        """Return the caches that hold a sequence, and its row in them."""
+        ...
+
+    def adopt(self, sequence_id: SequenceId, caches: list[batching.Cache]) -> None:
+        """Open a sequence with caches that were rebuilt."""
+        ...
+
+
+class RunnerBlocks:
+    """Implements the prefix cache's CacheRunner. Refuses every thread but the runner's."""
+
+    def __init__(
+        self, sequences: Sequences, *, block_token_count: int, clock: Clock, thread: OneThread
+    ) -> None:
+        self._sequences = sequences
+        self._block_token_count = block_token_count
+        self._clock = clock
+        self._thread = thread
+        self._layout: CacheLayout | None = None
+        self._kv_shapes: tuple[KvShape, ...] = ()
+        self._restoring: dict[SequenceId, Restoring] = {}
+        self.facts = CacheFacts(unsupported_detail="no model is loaded")
+        """What the model's cache classes allow; true after `read_layout`."""
+
+    def read_layout(self) -> None:
+        """Learn from the model's own empty caches how they are cut."""
+        try:
+            self._layout = CacheLayout.of(
+                self._sequences.fresh_caches(), block_token_count=self._block_token_count
+            )
+        except CacheUnsupported as error:
+            self.facts = CacheFacts(unsupported_detail=error.message)
+            _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
+            return
+        self.facts = _facts_of(self._layout)
+
+    def measure(self, caches: list[batching.Cache], *, token_count: int) -> tuple[int, int]:
+        """Return the bytes of kv a token takes and the bytes a sequence takes whatever its length.
+
+        Read off caches that hold `token_count` tokens.
+        """
+        layout = self._layout
+        if layout is None:
+            return sum(cache.nbytes for cache in caches) // token_count, 0
+        window = layout.cut_window(caches, start=0, stop=token_count).size_bytes // token_count
+        self._kv_shapes = layout.kv_shapes(caches)
+        fixed = window * layout.window_token_count + layout.cut_checkpoint(caches).size_bytes
+        return layout.kv_bytes_per_token(caches), fixed
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, Region]:
+        self._thread.check()
+        assert self._layout is not None
+        caches, row = self._sequences.locate(sequence_id)
+        cuts = {
+            RegionKind.KV: lambda layout: layout.cut_kv(caches, start=start, stop=stop, row=row),
+            RegionKind.WINDOW: lambda layout: layout.cut_window(caches, start=start, stop=stop, row=row),
+            RegionKind.CHECKPOINT: lambda layout: layout.cut_checkpoint(caches, row=row),
+        }
+        regions = {kind: cuts[kind](self._layout) for kind in kinds}
+        evaluate(regions.values())
+        return dict(regions)
+
+    def begin_cut(self, *, start: int, stop: int) -> KvCutting:
+        self._thread.check()
+        assert self._layout is not None
+        return KvCutting(self._layout, start=start, stop=stop)
+
+    def continue_cut(
+        self, sequence_id: SequenceId, cutting: KvCuttingPort, *, budget_s: float
+    ) -> Region | None:
+        self._thread.check()
+        assert isinstance(cutting, KvCutting)
+        caches, row = self._sequences.locate(sequence_id)
+        end_time = self._clock.monotonic() + budget_s
+        while not cutting.is_done:
+            cutting.step(caches, row=row)
+            if self._clock.monotonic() >= end_time:
+                break
+        return cutting.region() if cutting.is_done else None
+
+    def begin_target(self, *, capacity_token_count: int) -> KvTarget:
+        self._thread.check()
+        assert self._kv_shapes, "kv is wanted of a model that was seen to have none"
+        return KvTarget(self._kv_shapes, capacity_token_count=capacity_token_count)
+
+    def continue_target(self, target: KvTargetPort, *, budget_s: float) -> bool:
+        self._thread.check()
+        assert isinstance(target, KvTarget)
+        end_time = self._clock.monotonic() + budget_s
+        while not target.is_made:
+            target.step()
+            if self._clock.monotonic() >= end_time:
+                break
+        return target.is_made
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        self._thread.check()
+        assert self._layout is not None
+        self._restoring[sequence_id] = self._layout.begin_restore(
+            _source_of(restore),
+            token_count=restore.token_count,
+            capacity_token_count=restore.capacity_token_count,
+            make_caches=self._sequences.fresh_caches,
+        )
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        self._thread.check()
+        restoring = self._restoring[sequence_id]
+        end_time = self._clock.monotonic() + budget_s
+        while restoring.step():
+            if self._clock.monotonic() >= end_time:
+                return False
+        del self._restoring[sequence_id]
+        self._sequences.adopt(sequence_id, restoring.caches)
+        return True
+
+    def forget(self, sequence_ids: Collection[SequenceId]) -> None:
+        """Drop restores that are under way; ids without one are ignored."""
+        for sequence_id in sequence_ids:
+            self._restoring.pop(sequence_id, None)
+
+    def clear(self) -> None:
+        """Drop every restore."""
+        self._restoring.clear()
+
+    def to_host(self, regions: Sequence[Region]) -> tuple[HostRegion, ...]:
+        self._thread.check()
+        return tuple(to_host(cast("ArrayRegion", region)) for region in regions)
+
+    def from_host(self, region: HostRegion) -> Region:
+        self._thread.check()
+        return from_host(region)
+
+
+def _facts_of(layout: CacheLayout) -> CacheFacts:
+    windows = [part.window_token_count for part in layout.parts if part.kind is RegionKind.WINDOW]
+    return CacheFacts(
+        has_kv=any(part.kind is RegionKind.KV for part in layout.parts),
+        cuttable_inside=layout.cuttable_inside,
+        needs_checkpoint=layout.needs_checkpoint,
+        window_token_count=layout.window_token_count,
+        shortest_window_token_count=min(windows, default=0),
+    )
+
+
+def _source_of(restore: RestoreInput) -> RestoreSource:
+    blocks = tuple(
+        RestoreBlock(
+            start_token_index=block.start_token_index,
+            token_count=block.token_count,
+            kv=cast("ArrayRegion | None", block.regions.get(RegionKind.KV)),
+            window=cast("ArrayRegion | None", block.regions.get(RegionKind.WINDOW)),
+            checkpoint=cast("ArrayRegion | None", block.regions.get(RegionKind.CHECKPOINT)),
+        )
+        for block in restore.blocks
+    )
+    if restore.loaded is None or restore.target is None:
+        return RestoreSource(blocks)
+    target = cast("KvTarget", restore.target)
+    return RestoreSource(blocks, LoadedKv(target, restore.origin_token_index, restore.loaded.end_token_index))

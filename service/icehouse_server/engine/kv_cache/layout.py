@@ -1,0 +1,228 @@
+"""How one model's caches are cut into the regions of blocks and put back, exact class by exact class.
+
+Each layer's cache, or each part of a CacheList, is one of three things: K/V of unlimited context,
+cut at any token (kv); K/V of a sliding window, cut at any token still inside it (window); or a
+state that is only known where the sequence stands (checkpoint). What is none of the three is
+refused with `CacheUnsupported`; a subclass counts as unknown, because it may store differently.
+
+Inference thread only. Regions are lazy until `evaluate`; cutting never changes a cache.
+
+Cutting a block's kv out of live caches a layer at a time, so that a decode step is not held up for all.
+
+K/V of unlimited context is only ever appended to, so a block that is complete can be cut over many
+steps, from whichever batch its sequence is in by then. Inference thread only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv_cache.cache_classes import BATCH_FORMS, Held, Part, held, leaf, parts_of
+from icehouse_server.engine.kv_cache.load_target import KvShape
+from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported, cut_whole
+from icehouse_server.engine.kv_cache.regions import ArrayRegion
+from icehouse_server.engine.kv_cache.restore import RestoreSource, Restoring
+
+__all__ = ["CacheLayout", "CacheUnsupported", "Part"]
+
+_BATCHABLE = (*BATCH_FORMS, ArraysCache)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The parts of one model's caches, layer by layer."""
+
+    parts: tuple[Part, ...]
+    block_token_count: int
+
+    @classmethod
+    def of(cls, caches: Sequence[Any], *, block_token_count: int) -> CacheLayout:
+        """Read the layout off fresh or used single-sequence caches.
+
+        Raises CacheUnsupported naming the class that can neither be cut nor held.
+        """
+        assert block_token_count >= 1, block_token_count
+        return cls(tuple(parts_of(caches)), block_token_count)
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Some part cannot be cut: a sequence resumes only where a checkpoint was taken."""
+        return any(part.kind is RegionKind.CHECKPOINT for part in self.parts)
+
+    @property
+    def window_token_count(self) -> int:
+        """The longest sliding window in tokens, 0 if there is none."""
+        return max((part.window_token_count for part in self.parts), default=0)
+
+    @property
+    def cuttable_inside(self) -> bool:
+        """A match may end anywhere inside a block: no checkpoints, and no window shorter than a block."""
+        windows = [part.window_token_count for part in self.parts if part.kind is RegionKind.WINDOW]
+        return not self.needs_checkpoint and all(window >= self.block_token_count for window in windows)
+
+    @property
+    def batchable(self) -> bool:
+        """Every class can be merged into a batch, extended, filtered and extracted by mlx-lm."""
+        return all(part.cache_class in _BATCHABLE for part in self.parts)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Distinct cache class names in order of first appearance, parts of lists by their own name."""
+        return tuple(dict.fromkeys(part.cache_class.__name__ for part in self.parts))
+
+    @property
+    def signature(self) -> str:
+        """Every part's name, class, kind, window and facts: part of the fingerprint, never parsed."""
+        return ";".join(
+            f"{p.name}:{p.cache_class.__name__}:{p.kind}:{p.window_token_count}:{','.join(map(str, p.facts))}"
+            for p in self.parts
+        )
+
+    def window_start(self, token_count: int) -> int:
+        """First token any window still holds at this length; blocks that end after it are needed."""
+        return max(0, token_count - self.window_token_count)
+
+    def token_count(self, caches: Sequence[Any], *, row: int = 0) -> int | None:
+        """Return how many tokens this row's caches have seen; None when only checkpoints could tell.
+
+        In a batch that dispatched its next step already, that step's token is counted too.
+        """
+        ends = {store.end for _, store in self._held(caches, row, RegionKind.KV, RegionKind.WINDOW)}
+        assert len(ends) <= 1, f"Layers disagree about the sequence's length: {sorted(ends)}"
+        return ends.pop() if ends else None
+
+    def kv_shapes(self, caches: Sequence[Any]) -> tuple[KvShape, ...]:
+        """Return the tensors of the kv region, names ascending, as caches that hold a token have them."""
+        return tuple(
+            KvShape(f"{part.name}.{suffix}", array.dtype, array.shape[1], array.shape[-1])
+            for part, store in self._held(caches, 0, RegionKind.KV)
+            for suffix, array in store.tensors
+        )
+
+    def kv_bytes_per_token(self, caches: Sequence[Any]) -> int:
+        """Bytes one more token takes in the kv region; 0 while the caches are empty or have none."""
+        return sum(
+            array.nbytes // (array.shape[0] * array.shape[2])
+            for _, store in self._held(caches, 0, RegionKind.KV)
+            for _, array in store.tensors
+        )
+
+    def cut_kv(self, caches: Sequence[Any], *, start: int, stop: int, row: int = 0) -> ArrayRegion:
+        """Cut tokens [start, stop) out of every layer of unlimited context."""
+        arrays = [
+            (f"{part.name}.{suffix}", array)
+            for part, store in self._held(caches, row, RegionKind.KV)
+            for suffix, array in store.cut(start, stop)
+        ]
+        return ArrayRegion(RegionKind.KV, tuple(arrays))
+
+    def cut_window(self, caches: Sequence[Any], *, start: int, stop: int, row: int = 0) -> ArrayRegion:
+        """Cut each window's last min(stop - start, window) tokens before `stop`, in temporal order.
+
+        The caches must still hold them: a window passes by, so this is called soon after `stop`.
+        """
+        arrays = [
+            (f"{part.name}.{suffix}", array)
+            for part, store in self._held(caches, row, RegionKind.WINDOW)
+            for suffix, array in store.cut(max(start, stop - part.window_token_count), stop)
+        ]
+        return ArrayRegion(RegionKind.WINDOW, tuple(arrays))
+
+    def cut_checkpoint(self, caches: Sequence[Any], *, row: int = 0) -> ArrayRegion:
+        """Copy the whole state of the parts that cannot be cut, as it is at this very token.
+
+        Raises CacheUnsupported when an unknown class keeps more than its state says.
+        """
+        arrays = [
+            (f"{part.name}.{suffix}", array)
+            for part in self.parts
+            if part.kind is RegionKind.CHECKPOINT
+            for suffix, array in cut_whole(_of_class(leaf(caches, part.path), part), row=row)
+        ]
+        return ArrayRegion(RegionKind.CHECKPOINT, tuple(arrays))
+
+    def begin_restore(
+        self,
+        source: RestoreSource,
+        *,
+        token_count: int,
+        capacity_token_count: int,
+        make_caches: Callable[[], Sequence[Any]],
+    ) -> Restoring:
+        """Prepare caches that have seen `token_count` tokens, with room for `capacity_token_count`.
+
+        `Restoring.step` rebuilds one part per call, so that decoding sequences need not wait.
+        Raises StorageError when the source does not cover the tokens or does not fit this model.
+        """
+        caches = list(make_caches())
+        assert tuple(parts_of(caches)) == self.parts, "Caches of another model than the layout's"
+        return Restoring(
+            self.parts,
+            caches,
+            source,
+            token_count=token_count,
+            capacity_token_count=capacity_token_count,
+        )
+
+    def restore(
+        self,
+        source: RestoreSource,
+        *,
+        token_count: int,
+        capacity_token_count: int,
+        make_caches: Callable[[], Sequence[Any]],
+    ) -> list[Any]:
+        """Do all of `begin_restore` at once and return evaluated caches."""
+        restoring = self.begin_restore(
+            source,
+            token_count=token_count,
+            capacity_token_count=capacity_token_count,
+            make_caches=make_caches,
+        )
+        while restoring.step():
+            pass
+        return restoring.caches
+
+    def _held(self, caches: Sequence[Any], row: int, *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
+        for part in self.parts:
+            if part.kind in kinds:
+                yield part, held(_of_class(leaf(caches, part.path), part), row=row)
+
+
+def _of_class(cache: Any, part: Part) -> Any:
+    assert type(cache) in (part.cache_class, BATCH_FORMS.get(part.cache_class)), (part.name, type(cache))
+    return cache
+
+
+class KvCutting:
+    """Tokens [start, stop) of one sequence on their way into a region."""
+
+    def __init__(self, layout: CacheLayout, *, start: int, stop: int) -> None:
+        self._parts = [part for part in layout.parts if part.kind is RegionKind.KV]
+        self._start = start
+        self._stop = stop
+        self._arrays: list[tuple[str, mx.array]] = []
+        self._done_count = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._done_count == len(self._parts)
+
+    def step(self, caches: Sequence[Any], *, row: int) -> None:
+        """Copy the next layer's tokens, evaluated."""
+        part = self._parts[self._done_count]
+        arrays = held(leaf(caches, part.path), row=row).cut(self._start, self._stop)
+        mx.eval([array for _, array in arrays])
+        self._arrays += [(f"{part.name}.{suffix}", array) for suffix, array in arrays]
+        self._done_count += 1
+
+    def region(self) -> ArrayRegion:
+        """Return the whole region; only when done."""
+        assert self.is_done, f"{self._done_count} of {len(self._parts)} layers are cut"
+        return ArrayRegion(RegionKind.KV, tuple(self._arrays))

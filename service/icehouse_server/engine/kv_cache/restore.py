@@ -1,0 +1,238 @@
+"""Putting caches back together from regions, one part per step, in the exact class the model made.
+
+The result continues as an uninterrupted cache would, bit for bit: K/V layers get one array with
+room for what comes, windows get their last tokens in temporal order (which is what a prefill
+leaves behind), states come back as they were. Inference thread only.
+
+What a restore is made from: blocks on the device, and K/V that was read from SSD to where it stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import ChunkedKVCache, QuantizedKVCache
+
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv_cache.cache_classes import Part, leaf, put
+from icehouse_server.engine.kv_cache.load_target import KvTarget
+from icehouse_server.engine.kv_cache.opaque_state import rebuild_whole
+from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion
+from icehouse_server.errors import Reason, StorageError
+
+_STEP_TOKEN_COUNT: Final = 256
+"""mlx-lm grows K/V arrays by this many slots; an array with room to spare is not copied on update."""
+
+_SUFFIXES: Final = ("k", "v")
+_QUANTIZED_SUFFIXES: Final = ("k", "k.biases", "k.scales", "v", "v.biases", "v.scales")
+
+
+class Restoring:
+    """A restore under way. `caches` is complete once `step` has returned False."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        caches: list[Any],
+        source: RestoreSource,
+        *,
+        token_count: int,
+        capacity_token_count: int,
+    ) -> None:
+        assert token_count >= 1, token_count
+        self._parts = parts
+        self._caches = caches
+        self._source = source
+        self._token_count = token_count
+        room = max(token_count, capacity_token_count)
+        self._capacity = -(-room // _STEP_TOKEN_COUNT) * _STEP_TOKEN_COUNT
+        self._done_count = 0
+        self._kv_blocks = [(block, dict(block.kv.arrays)) for block in source.blocks if block.kv is not None]
+        self._window_blocks = [
+            (block, dict(block.window.arrays)) for block in source.blocks if block.window is not None
+        ]
+        if any(part.kind is RegionKind.KV for part in parts):
+            self._check_kv_cover()
+
+    @property
+    def caches(self) -> list[Any]:
+        """The restored caches, one a layer, evaluated."""
+        assert self._done_count == len(self._parts), "The restore is not finished"
+        return self._caches
+
+    def step(self) -> bool:
+        """Rebuild and evaluate the next part; tell whether more are left.
+
+        Raises StorageError when a region lacks this part's tensors or they do not fit together.
+        """
+        if self._done_count == len(self._parts):
+            return False
+        part = self._parts[self._done_count]
+        try:
+            rebuilt = self._rebuild(part, leaf(self._caches, part.path))
+        except (KeyError, IndexError, ValueError) as error:
+            raise _unusable(f"cannot rebuild {part.name} ({part.cache_class.__name__}): {error}") from error
+        put(self._caches, part.path, rebuilt)
+        self._done_count += 1
+        return self._done_count < len(self._parts)
+
+    def _rebuild(self, part: Part, template: Any) -> Any:
+        if part.kind is RegionKind.CHECKPOINT:
+            return self._rebuild_checkpoint(part, template)
+        if part.kind is RegionKind.WINDOW:
+            return self._rebuild_window(part, template)
+        suffixes = _QUANTIZED_SUFFIXES if part.cache_class is QuantizedKVCache else _SUFFIXES
+        arrays = {suffix: self._join_kv(f"{part.name}.{suffix}") for suffix in suffixes}
+        mx.eval(arrays)
+        if part.cache_class is QuantizedKVCache:
+            template.keys = (arrays["k"], arrays["k.scales"], arrays["k.biases"])
+            template.values = (arrays["v"], arrays["v.scales"], arrays["v.biases"])
+        else:
+            template.keys, template.values = arrays["k"], arrays["v"]
+        template.offset = self._token_count
+        return template
+
+    def _rebuild_window(self, part: Part, template: Any) -> Any:
+        kept = min(self._token_count, part.window_token_count)
+        template.keys = self._join_window(f"{part.name}.k", kept)
+        template.values = self._join_window(f"{part.name}.v", kept)
+        mx.eval(template.keys, template.values)
+        template.offset = self._token_count
+        if part.cache_class is ChunkedKVCache:
+            # What maybe_trim_front leaves at the start of the next forward pass, done already.
+            template.start_position = self._token_count - kept
+        else:
+            template._idx = kept
+        return template
+
+    def _rebuild_checkpoint(self, part: Part, template: Any) -> Any:
+        block = next((b for b in self._source.blocks if b.end_token_index == self._token_count), None)
+        if block is None or block.checkpoint is None:
+            raise _unusable(f"there is no checkpoint at token {self._token_count}")
+        prefix = f"{part.name}."
+        arrays = {
+            name.removeprefix(prefix): array
+            for name, array in block.checkpoint.arrays
+            if name.startswith(prefix)
+        }
+        return rebuild_whole(template, arrays)
+
+    def _check_kv_cover(self) -> None:
+        """Raise StorageError unless blocks from token 0, then what was loaded, reach the end."""
+        covered = 0
+        for block, _ in self._kv_blocks:
+            if block.start_token_index != covered:
+                raise _unusable(f"kv starts at token {block.start_token_index} where {covered} is next")
+            covered = block.end_token_index
+        loaded = self._source.loaded_kv
+        if covered < self._token_count and loaded is not None and loaded.start_token_index <= covered:
+            covered = loaded.end_token_index
+        if covered < self._token_count:
+            raise _unusable(f"kv ends at token {covered} of {self._token_count}")
+
+    def _join_kv(self, name: str) -> mx.array:
+        """Return [1, heads, capacity, width] with the tokens in front; what was read stays where it is."""
+        pieces: list[mx.array] = []
+        covered = 0
+        for block, arrays in self._kv_blocks:
+            array = _of_length(name, arrays[name], block.token_count)
+            wanted = min(block.end_token_index, self._token_count) - covered
+            if wanted <= 0:
+                break
+            pieces.append(array if wanted == block.token_count else array[:, :, :wanted])
+            covered += wanted
+        if covered < self._token_count:
+            assert self._source.loaded_kv is not None
+            target = self._source.loaded_kv.target.take(name, token_count=self._token_count)
+            if pieces:
+                _check_alike(name, [*pieces, target])
+                # Nobody else holds the array, so this writes rows and does not copy the others.
+                target[:, :, :covered] = _concatenate(name, pieces)
+            return target
+        room = self._capacity - self._token_count
+        if room:
+            batch, heads, _, width = pieces[0].shape
+            pieces.append(mx.zeros((batch, heads, room, width), pieces[0].dtype))
+        return _concatenate(name, pieces)
+
+    def _join_window(self, name: str, kept: int) -> mx.array:
+        """Return the last `kept` tokens, [1, heads, kept, width], in temporal order."""
+        pieces: list[mx.array] = []
+        stop = self._token_count
+        for block, arrays in reversed(self._window_blocks):
+            if stop == self._token_count - kept:
+                break
+            array = arrays[name]
+            held_from = block.end_token_index - array.shape[TOKEN_AXIS]
+            if block.end_token_index < stop or held_from >= stop:
+                continue
+            low = max(held_from, self._token_count - kept)
+            pieces.append(array[:, :, low - held_from : stop - held_from])
+            stop = low
+        if stop != self._token_count - kept:
+            raise ValueError(f"{name} lacks tokens [{self._token_count - kept}, {stop}) of its window")
+        return _concatenate(name, pieces[::-1])
+
+
+def _concatenate(name: str, pieces: Sequence[mx.array]) -> mx.array:
+    """Join along the token axis without ever promoting a dtype; the result is a new, compact array."""
+    _check_alike(name, pieces)
+    return mx.concatenate(list(pieces), axis=TOKEN_AXIS) if len(pieces) > 1 else mx.contiguous(pieces[0])
+
+
+def _check_alike(name: str, pieces: Sequence[mx.array]) -> None:
+    shapes = {(str(piece.dtype), *piece.shape[:TOKEN_AXIS], piece.shape[-1]) for piece in pieces}
+    if len(shapes) > 1 or pieces[0].ndim != 4:
+        raise ValueError(f"{name} does not fit together: {sorted(map(str, shapes))}")
+
+
+def _of_length(name: str, array: mx.array, token_count: int) -> mx.array:
+    if array.shape[TOKEN_AXIS] != token_count:
+        raise ValueError(f"{name} holds {array.shape[TOKEN_AXIS]} tokens of a block of {token_count}")
+    return array
+
+
+def _unusable(message: str) -> StorageError:
+    return StorageError(Reason.STORE_UNUSABLE, f"The cached prefix is not usable: {message}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreBlock:
+    """The regions of one block that are on the device; the others are None.
+
+    `kv` is None when `LoadedKv` covers these tokens; `window` when the block ends before every
+    window begins; `checkpoint` unless the block ends where the restore ends.
+    """
+
+    start_token_index: int
+    token_count: int
+    kv: ArrayRegion | None = None
+    window: ArrayRegion | None = None
+    checkpoint: ArrayRegion | None = None
+
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + self.token_count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedKv:
+    """Full-length kv arrays whose rows [start, end) were read; rows are tokens of the sequence.
+
+    Rows before are filled from the blocks, rows behind are room and may hold anything.
+    """
+
+    target: KvTarget
+    start_token_index: int
+    end_token_index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreSource:
+    """Blocks in ascending order; their kv regions, then `loaded_kv`, cover the tokens from 0."""
+
+    blocks: tuple[RestoreBlock, ...]
+    loaded_kv: LoadedKv | None = None

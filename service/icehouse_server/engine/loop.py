@@ -1,0 +1,312 @@
+"""The engine's step: drain the mailbox, plan, run, publish (inference thread).
+
+Everything here is plain code on one thread: no locks, no waiting but in the mailbox. With a
+fake runner and a fake clock the same loop runs in tests, one `step` at a time.
+"""
+
+from __future__ import annotations
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.events import Failed, PrefillProgress
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import TokenLogprobs, Vector
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.core.counters import Counters
+from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, Order, QueryStats, Submit
+from icehouse_server.engine.core.ports import Listener, Runner
+from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
+from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.output import Delivery
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.flush import flush
+from icehouse_server.engine.requests import LiveRequests, Reception
+from icehouse_server.engine.scheduling.admission import Admission
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.preemption import Pressure
+from icehouse_server.engine.scheduling.scheduler import (
+    DecodeStep,
+    Idle,
+    Join,
+    PrefillChunk,
+    RestoreSlice,
+    Scheduler,
+)
+from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.engine.stats import engine_stats
+from icehouse_server.errors import IcehouseError
+from icehouse_server.text.detokenizer import Decode
+
+_IDLE_WAIT_S = 0.5
+"""How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
+
+
+class EngineLoop:
+    """One engine's running state. Made, stepped and dropped on the inference thread."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        mailbox: Mailbox[Message],
+        listener: Listener,
+        clock: Clock,
+        decode: Decode,
+        decode_with_markers: Decode,
+        model: ModelInfo,
+        prefix: PrefixDesk,
+        guard: MemoryGuard,
+        room: WaitingRoom,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._mailbox = mailbox
+        self._clock = clock
+        self._prefix, self._room = prefix, room
+        self._delivery = Delivery(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
+        self._start_time = clock.monotonic()
+        self.counters = Counters()
+        self._live = LiveRequests(
+            runner=runner,
+            scheduler=scheduler,
+            prefix=prefix,
+            delivery=self._delivery,
+            counters=self.counters,
+            clock=clock,
+        )
+        self._reception = Reception(
+            admission=Admission(room=room, scheduler=scheduler, counters=self.counters, guard=guard),
+            live=self._live,
+            room=room,
+            model=model,
+            clock=clock,
+            decode=decode,
+            decode_with_markers=decode_with_markers,
+        )
+        self._pressure = Pressure(
+            guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
+        )
+        self._drain_deadline: float | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drain_deadline is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing runs and nothing new is let in."""
+        return self.is_draining and not len(self._live)
+
+    def step(self) -> None:
+        """Do one unit of work, or wait a moment for a message when there is none."""
+        wait_s = _IDLE_WAIT_S if self._scheduler.is_blocked else 0.0
+        self._take_in(wait_s)
+        self._expire()
+        self._admit()
+        work = self._scheduler.next_work()
+        overrun = self._pressure.relieve(work)
+        if isinstance(work, PrefillChunk) and overrun is not None:
+            self._live.fail(work.sequence, overrun)
+        elif isinstance(work, PrefillChunk):
+            self._prefill(work)
+        elif isinstance(work, RestoreSlice):
+            self._restore(work.sequence)
+        elif isinstance(work, Join):
+            self._join(work.sequence)
+        elif isinstance(work, DecodeStep):
+            self._decode_step()
+        else:
+            assert isinstance(work, Idle), work
+        self._delivery.publish()
+
+    def fail_all(self, error: IcehouseError) -> None:
+        """End every request with `error`; what the mailbox still holds too."""
+        for message in self._mailbox.close():
+            if isinstance(message, Submit):
+                for request in message.requests:
+                    self._delivery.tell(request.request_id, Failed(error))
+            elif isinstance(message, QueryStats):
+                message.reply(self.stats(), self._prefix.stats())
+            elif isinstance(message, Order):
+                message.reply(error)
+        self._prefix.fail_orders(error)
+        self._live.abandon(error)
+        self._delivery.publish()
+
+    def flush(self, *, deadline_time: float) -> None:
+        """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
+        assert self.is_done
+        flush(self._prefix.cache, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
+
+    def _take_in(self, timeout_s: float) -> None:
+        for message in self._mailbox.take_all(timeout_s=timeout_s):
+            self._receive(message)
+        self._delivery.publish()
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Submit) and self.is_draining:
+            self._reception.refuse(message.requests, shutting_down())
+        elif isinstance(message, Submit):
+            self._reception.receive(message.requests)
+        elif isinstance(message, Cancel):
+            self._live.cancel(message.request_id, message.error)
+        elif isinstance(message, QueryStats):
+            self._prefix.query(lambda cache: message.reply(self.stats(), cache))
+        elif isinstance(message, Order):
+            self._prefix.order(message)
+        elif isinstance(message, Drain):
+            self._drain_deadline = message.deadline_time
+        else:
+            for sequence in self._prefix.receive(message):
+                if sequence.phase is Phase.LOADING:
+                    self._scheduler.start_restoring(sequence)
+
+    def _expire(self) -> None:
+        """End what is past its deadline, and everything once the drain's own deadline has passed."""
+        now = self._clock.monotonic()
+        self._live.expire(now)
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            self._live.fail_all(stopped_before_done())
+
+    def _admit(self) -> None:
+        for ready in self._prefix.take_ready():
+            self._begin(ready)
+        while (sequence := self._scheduler.candidate(self._clock.monotonic())) is not None:
+            if not self._pressure.may_start(sequence):
+                error = self._pressure.hopeless(sequence)
+                if error is None:
+                    return
+                self._live.fail(sequence, error)
+                continue
+            self._scheduler.admit(sequence)
+            if not sequence.park_count:
+                sequence.admitted_time = self._clock.monotonic()
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Look the prompt up; load its blocks, rebuild its caches, or open empty ones."""
+        phase = self._prefix.begin(sequence)
+        if phase is Phase.FOLLOWING:
+            self._scheduler.start_following(sequence)
+        elif phase is Phase.LOADING:
+            self._scheduler.start_loading(sequence)
+        elif phase is Phase.RESTORING:
+            self._scheduler.start_restoring(sequence)
+        else:
+            self._runner.open(sequence.sequence_id)
+            self._start_prefilling(sequence)
+
+    def _restore(self, sequence: Sequence) -> None:
+        began = self._clock.monotonic()
+        phase = self._prefix.continue_restore(sequence, beside_decode=self._scheduler.is_decoding)
+        self._scheduler.note_restore(self._clock.monotonic() - began)
+        if phase is Phase.LOADING:
+            self._scheduler.start_loading(sequence)
+        elif phase is Phase.PREFILLING:
+            self._start_prefilling(sequence)
+        elif phase is Phase.WAITING:
+            self._begin(sequence)
+
+    def _start_prefilling(self, sequence: Sequence) -> None:
+        self._scheduler.start_prefilling(sequence)
+        self._prefix.lead(sequence)
+        if not sequence.has_started:
+            sequence.has_started = True
+            self._prefix.settle(sequence)
+            self.counters.cached_token_total += sequence.cache.cached_token_count
+            self._live.tell(sequence, sequence.started())
+        self._end_if_nothing_is_asked(sequence)
+
+    def _prefill(self, chunk: PrefillChunk) -> None:
+        sequence = chunk.sequence
+        tokens = sequence.input_token_ids
+        began = self._clock.monotonic()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sequence.measures_prompt:
+            logprobs = self._measure(chunk)
+        elif sequence.request.pooling is not None:
+            sequence.take_pooled(self._pool(chunk))
+        else:
+            self._runner.prefill(
+                sequence.sequence_id, tokens[chunk.start : chunk.stop], sequence.request.adapter
+            )
+        elapsed_s = self._clock.monotonic() - began
+        self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
+        self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
+        sequence.processed_token_count = chunk.stop
+        self._prefix.capture(sequence, is_end=sequence.is_prefilled)
+        self._scheduler.note_chunk(chunk, self._clock.monotonic() - began)
+        # However small the chunks, a caller hears of its progress once a full one.
+        is_told = sequence.is_prefilled or chunk.stop % self._scheduler.limits.prefill_chunk_token_count == 0
+        if logprobs or (is_told and not sequence.park_count):
+            self._live.tell(sequence, PrefillProgress(chunk.stop, len(tokens), logprobs))
+        self._end_if_nothing_is_asked(sequence)
+
+    def _measure(self, chunk: PrefillChunk) -> tuple[TokenLogprobs, ...]:
+        """Run a chunk for its KV and for what it says of the prompt; return what is new of that."""
+        sequence = chunk.sequence
+        assert sequence.request.logprobs is not None, "measured without being asked"
+        measured = self._runner.prefill_measured(
+            sequence.sequence_id,
+            sequence.input_token_ids[chunk.start : chunk.stop],
+            sequence.request.adapter,
+            next_token_ids=sequence.input_token_ids[chunk.start + 1 : chunk.stop + 1],
+            wanted=sequence.request.logprobs,
+        )
+        return sequence.take_prompt_logprobs(chunk.start, measured)
+
+    def _pool(self, chunk: PrefillChunk) -> Vector:
+        request = chunk.sequence.request
+        assert request.pooling is not None, "pooled without being asked"
+        tokens = chunk.sequence.input_token_ids[chunk.start : chunk.stop]
+        return self._runner.prefill_pooled(
+            chunk.sequence.sequence_id, tokens, request.adapter, pooling=request.pooling
+        )
+
+    def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
+        if sequence.is_prefilled and sequence.output_token_limit == 0:
+            now = self._clock.monotonic()
+            self._live.finish(sequence, self._delivery.finish(sequence, sequence.limit_reason, now))
+
+    def _join(self, sequence: Sequence) -> None:
+        self._runner.join(sequence.sequence_id, sequence.decode_row())
+        self._scheduler.start_decoding(sequence)
+
+    def _decode_step(self) -> None:
+        began = self._clock.monotonic()
+        drawn = self._runner.decode()
+        now = self._clock.monotonic()
+        self.counters.note_decode(len(drawn), now - began)
+        for token in drawn:
+            sequence = self._live.find(token.sequence_id)
+            if sequence is None:
+                continue  # it ended with an earlier token of the same step
+            if token.error is not None:
+                self._live.fail(sequence, token.error)
+                continue
+            end = self._delivery.take_token(sequence, token, now)
+            self._prefix.capture(sequence, is_end=end is not None)
+            if end is not None:
+                self._live.finish(sequence, end)
+        self._pressure.watch_growth()
+        self._scheduler.note_decode(self._clock.monotonic() - began)
+
+    def _park(self, sequence: Sequence) -> None:
+        """Take a sequence's place: its blocks stay in the tiers, and it goes on from them later."""
+        self._prefix.forget(sequence)
+        self._prefix.end(sequence)
+        self._runner.release([sequence.sequence_id])
+        self._scheduler.park(sequence)
+        self.counters.parked_total += 1
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters as of now."""
+        return engine_stats(
+            counters=self.counters,
+            scheduler=self._scheduler,
+            memory=self._runner.memory()._replace(limit_bytes=self._pressure.guard.limit_bytes),
+            mailbox_count=len(self._mailbox),
+            mailbox_limit=self._mailbox.limit,
+            waiting_limit=self._room.limits.request_limit,
+            uptime_s=self._clock.monotonic() - self._start_time,
+        )

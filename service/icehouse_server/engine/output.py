@@ -1,0 +1,71 @@
+"""From drawn tokens to events: text, deltas, and the end of a sequence (inference thread)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.events import Delta, Event, Finished, FinishReason
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.engine.core.ports import Drawn, Listener
+from icehouse_server.engine.core.sequence import Sequence
+
+
+class Delivery:
+    """Collects the events of one step and publishes them together."""
+
+    def __init__(self, *, listener: Listener, eos_token_ids: frozenset[int]) -> None:
+        self._listener = listener
+        self._eos = eos_token_ids
+        self._events: list[tuple[RequestId, Event]] = []
+
+    def tell(self, request_id: RequestId, event: Event) -> None:
+        """Add an event to the step's."""
+        self._events.append((request_id, event))
+
+    def take_token(self, sequence: Sequence, drawn: Drawn, now: float) -> Finished | None:
+        """Account for one drawn token, tell its text, and return the end when it was the last."""
+        token_id = drawn.token_id
+        if sequence.first_token_time is None:
+            sequence.first_token_time = now
+        sequence.fed_ahead_count = drawn.fed_ahead_count
+        if drawn.drafts is not None:
+            sequence.note_drafts(drawn.drafts)
+        sequence.output_token_ids.append(token_id)
+        sequence.undelivered_token_ids.append(token_id)
+        if drawn.logprobs is not None:
+            offset = sequence.text.next_offset
+            sequence.undelivered_logprobs.append(dataclasses.replace(drawn.logprobs, text_offset=offset))
+        if token_id in self._eos and not sequence.request.sampling.ignores_end_tokens:
+            return self.finish(sequence, FinishReason.STOP_TOKEN, now)
+        step = sequence.text.push(token_id)
+        self._deliver(sequence, step.text)
+        if step.stop_string is not None:
+            self._deliver(sequence, "", always=True)
+            return Finished(FinishReason.STOP_STRING, step.stop_string, sequence.usage(now))
+        if drawn.is_complete:
+            # An end token is all that could follow, so it need not be drawn.
+            return self.finish(sequence, FinishReason.STOP_TOKEN, now)
+        if len(sequence.output_token_ids) >= sequence.output_token_limit:
+            return self.finish(sequence, sequence.limit_reason, now)
+        return None
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Finished:
+        """Tell the text that was held back and return the end."""
+        last = sequence.text.finish()
+        if last.stop_string is not None:
+            reason = FinishReason.STOP_STRING
+        self._deliver(sequence, last.text, always=True)
+        return Finished(reason, last.stop_string, sequence.usage(now), sequence.embedding)
+
+    def publish(self) -> None:
+        """Hand the step's events to the listener."""
+        if self._events:
+            events, self._events = self._events, []
+            self._listener.publish(events)
+
+    def _deliver(self, sequence: Sequence, text: str, *, always: bool = False) -> None:
+        if text or (always and sequence.undelivered_token_ids):
+            token_ids, logprobs = sequence.undelivered_token_ids, sequence.undelivered_logprobs
+            self.tell(sequence.request.request_id, Delta(text, tuple(token_ids), tuple(logprobs)))
+            token_ids.clear()
+            logprobs.clear()

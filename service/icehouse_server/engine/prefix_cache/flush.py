@@ -1,0 +1,53 @@
+"""The last thing a drained engine does: bring what RAM holds to SSD, under a deadline (inference thread)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from icehouse_server.clock import Clock
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+
+_log = logging.getLogger("icehouse.engine")
+
+
+class Flush:
+    """Every block in RAM that is worth it on its way to SSD, most recently used first."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._spills = cache.spills
+        self._spills.request_id = None
+        self._waiting: list[Entry] = [entry for entry in cache.ram if self._spills.wants(entry)]
+
+    @property
+    def left_count(self) -> int:
+        """Blocks that are neither written nor dropped yet."""
+        return len(self._waiting) + self._spills.under_way_count
+
+    def proceed(self) -> bool:
+        """Send on as much as the write queue takes; False when all of it is written or dropped."""
+        while self._waiting:
+            # With nothing under way the queue will not be emptier than it is: what does not fit never will.
+            if self._spills.under_way_count and not self._spills.has_credit(self._waiting[-1]):
+                break
+            self._spills.send(self._waiting.pop())
+        return self.left_count > 0
+
+
+def flush(cache: PrefixCache, *, wait: Callable[[float], None], clock: Clock, deadline_time: float) -> None:
+    """Spill until everything is written or dropped, or the deadline passes; say how far it came.
+
+    `wait` takes in what the storage thread tells, for at most so many seconds.
+    """
+    began_time = clock.monotonic()
+    under_way = Flush(cache)
+    block_count = under_way.left_count
+    if not block_count:
+        return
+    _log.info("flush_started", extra={"block_count": block_count})
+    while under_way.proceed() and clock.monotonic() < deadline_time:
+        wait(deadline_time - clock.monotonic())
+    left_count = under_way.left_count
+    facts = {"block_count": block_count - left_count, "left_count": left_count}
+    _log.info("flush_ended", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})

@@ -1,0 +1,166 @@
+"""One prompt's way from plan to caches: what it is made from, and how often it was tried.
+
+Blocks that came from SSD on their way back into RAM, where the next request will look first.
+
+Inference thread only. The sequence that was restored from them goes on at once; its caches are copied
+out again in slices behind its decode steps, one sequence at a time, so that however many were restored
+together a step is lengthened by one slice. Nothing is copied before its first token: its caller waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.blocks import Region, RegionKind
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.planner import PrefixPlan
+from icehouse_server.engine.prefix_cache.tiers.ports import (
+    CacheRunner,
+    KvCutting,
+    KvTarget,
+    PlacedBlock,
+    RestoreInput,
+)
+from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest
+
+_GROWTH_TOKEN_COUNT = 256
+"""mlx-lm's caches grow by this many tokens; restored ones get room in the same unit."""
+
+
+@dataclasses.dataclass(slots=True)
+class Restore:
+    """A restore under way. Times are `Clock.monotonic` readings."""
+
+    sequence: Sequence
+    began_time: float
+    plan: PrefixPlan
+    attempt_count: int = 1
+    has_failed: bool = False
+    is_to_plan: bool = False
+    """Its load has failed: the plan holds no more."""
+    with_ssd: bool = True
+    """False once the read queue was full: what RAM has is taken."""
+    loaded: Loaded | None = None
+    target: KvTarget | None = None
+    """Where the kv on SSD is to be read to, if it is a matter of kv."""
+    is_target_made: bool = False
+    read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
+    """Window and checkpoint regions that came from SSD and are on the device now."""
+    is_begun: bool = False
+
+    @property
+    def capacity_token_count(self) -> int:
+        """Room for the input and the first of the output, so that the next tokens copy nothing."""
+        sequence = self.sequence
+        left = sequence.output_token_limit - len(sequence.output_token_ids)
+        room = len(sequence.input_token_ids) + min(left, _GROWTH_TOKEN_COUNT)
+        return -(-room // _GROWTH_TOKEN_COUNT) * _GROWTH_TOKEN_COUNT
+
+    @property
+    def awaits_target(self) -> bool:
+        """Whether the arrays that the load is to fill are still being made."""
+        return self.target is not None and not self.is_target_made
+
+    def begin_target(self, runner: CacheRunner) -> None:
+        """Have kv read straight into the arrays that will be the sequence's, where it can be."""
+        if any(RegionKind.KV in block.regions for block in self.plan.to_load):
+            self.target = runner.begin_target(capacity_token_count=self.capacity_token_count)
+
+    def make_request(self, load_id: LoadId, *, beside_decode: bool) -> LoadRequest:
+        """Ask for what RAM lacks."""
+        assert not self.awaits_target
+        blocks, capacity = self.plan.to_load, self.capacity_token_count
+        # Arrays on the device have a row for every token; buffers of the readers begin with what they read.
+        origin = 0 if self.target is not None else self.plan.origin_token_index
+        targets = () if self.target is None else self.target.views()
+        return LoadRequest(load_id, blocks, origin, capacity - origin, beside_decode, targets)
+
+    def plan_again(self, plan: PrefixPlan) -> None:
+        """Begin anew with another plan; what was read for the last one is let go of."""
+        self.attempt_count += 1
+        self.plan, self.loaded, self.is_begun, self.is_to_plan = plan, None, False, False
+        self.target, self.is_target_made = None, False
+
+    def make_input(self, runner: CacheRunner) -> RestoreInput:
+        """Put together what RAM holds and what was read from SSD."""
+        plan = self.plan
+        return RestoreInput(
+            blocks=plan.placed if self.loaded is None else self._place(self.loaded, runner),
+            loaded=self.loaded,
+            origin_token_index=plan.origin_token_index,
+            target=self.target,
+            token_count=plan.token_count,
+            capacity_token_count=self.capacity_token_count,
+        )
+
+    def _place(self, loaded: Loaded, runner: CacheRunner) -> tuple[PlacedBlock, ...]:
+        """Put the window and checkpoint regions that were read onto the device, beside those in RAM."""
+        self.read = {
+            block.header.hash: {region.kind: runner.from_host(region) for region in block.regions}
+            for block in loaded.blocks
+        }
+        return tuple(
+            PlacedBlock(
+                block.start_token_index,
+                block.token_count,
+                {**block.regions, **self.read.get(entry.hash, {})},
+            )
+            for block, entry in zip(self.plan.placed, self.plan.entries, strict=True)
+        )
+
+
+_SLICE_SHARE = 0.5
+"""Of the time a step may spend on loaded blocks: a slice may end a layer late."""
+
+
+class Promotions:
+    """At most one block is under way; the blocks that wait are their sequences' own (`Sequence.unkept`)."""
+
+    def __init__(self, cache: PrefixCache, runner: CacheRunner, *, budget_s: float) -> None:
+        self._cache = cache
+        self._runner = runner
+        self._slice_s = _SLICE_SHARE * budget_s
+        self._current: Sequence | None = None
+        self._cutting: KvCutting | None = None
+
+    def step(self, sequence: Sequence) -> None:
+        """After a token of this sequence: bring its next block nearer to RAM, if it is its turn."""
+        if self._current is not None and self._current.phase is not Phase.DECODING:
+            self._current = None
+        if not self._is_due(sequence):
+            # Whose turn it was gives it away only now, so that the next one begins in the next step.
+            self._current = None if self._current is sequence else self._current
+            return
+        if self._current is None:
+            self._current, self._cutting = sequence, None
+        if self._current is sequence and self._copy(sequence):
+            sequence.unkept.pop(0)
+            self._cutting = None
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        has_told = len(sequence.output_token_ids) > 1
+        is_decoding = sequence.phase is Phase.DECODING
+        return bool(sequence.unkept) and is_decoding and has_told and self._cache.may_write(sequence)
+
+    def _copy(self, sequence: Sequence) -> bool:
+        """Copy a slice of the sequence's next block; True when nothing of it is left to do."""
+        block = sequence.unkept[0]
+        entry = self._cache.index.get(block.hash)
+        if entry is None:
+            return True
+        start, stop = entry.start_token_index, entry.end_token_index
+        regions = dict(block.regions)
+        if self._cache.facts.has_kv and RegionKind.KV not in entry.ram:
+            if self._cutting is None:
+                self._cutting = self._runner.begin_cut(start=start, stop=stop)
+            region = self._runner.continue_cut(sequence.sequence_id, self._cutting, budget_s=self._slice_s)
+            if region is None:
+                return False
+            regions[RegionKind.KV] = region
+        if entry.token_ids is None:
+            entry.token_ids = sequence.tokens(start, stop)
+        missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
+        self._cache.store(entry, missing, chain=sequence.chain)
+        return True

@@ -1,0 +1,53 @@
+"""One known block, in whichever tier. Inference thread only, pure data, no mlx."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
+from icehouse_server.domain.ids import BlockHash, Fingerprint
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Entry:
+    """One known block. `token_ids` is None for a block on SSD that this process never saw whole."""
+
+    hash: BlockHash
+    parent: BlockHash
+    start_token_index: int
+    token_count: int
+    token_ids: tuple[int, ...] | None = None
+    ram: dict[RegionKind, Region] = dataclasses.field(default_factory=dict)
+    ssd: dict[RegionKind, int] = dataclasses.field(default_factory=dict)
+    """Bytes of each region on SSD; empty when the block is not committed there."""
+    ssd_bytes: int = 0
+    is_spilling: bool = False
+    is_pinned: bool = False
+    hit_count: int = 0
+    last_used_time: float = 0.0
+    owner: BlockHash | None = None
+    """The root that its chain begins below; None when a block between is not known."""
+
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + self.token_count
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(region.size_bytes for region in self.ram.values())
+
+    def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
+        """Whether this region can be had from RAM, or with `with_ssd` from either tier."""
+        return kind in self.ram or (with_ssd and kind in self.ssd)
+
+    def header(self, fingerprint: Fingerprint, block_token_limit: int) -> BlockHeader:
+        """Return the block's facts; only for a block whose tokens are known."""
+        assert self.token_ids is not None, self.hash.hex()
+        return BlockHeader(
+            hash=self.hash,
+            parent=self.parent,
+            fingerprint=fingerprint,
+            start_token_index=self.start_token_index,
+            token_ids=self.token_ids,
+            block_token_limit=block_token_limit,
+        )

@@ -1,0 +1,159 @@
+"""What the prefix cache needs: of the device, to cut and rebuild; of the SSD tier, to keep.
+
+Regions are opaque here. The runner makes them from caches and gives them back as host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from icehouse_server.domain.blocks import HostBlock, HostRegion, HostTensor, Region, RegionKind
+from icehouse_server.domain.ids import BlockHash, RequestId, SequenceId
+from icehouse_server.storage.loads import HeadRequest, Loaded, LoadRequest
+from icehouse_server.storage.messages import TaskId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """What the model's cache classes allow; `unsupported_detail` says why nothing can be kept."""
+
+    unsupported_detail: str = ""
+    has_kv: bool = True
+    cuttable_inside: bool = True
+    needs_checkpoint: bool = False
+    window_token_count: int = 0
+    """The longest sliding window in tokens, 0 if there is none."""
+    shortest_window_token_count: int = 0
+    """The shortest one; 0 where there is none, or where all are alike."""
+
+    def holds_window(self, block_token_count: int, *, passed_token_count: int) -> bool:
+        """Whether a full block's windows can be cut after so many more tokens were decoded.
+
+        A cache holds its window's tokens and no more: one that is as short as the block or shorter
+        has moved on with the first of them.
+        """
+        shortest = self.shortest_window_token_count or self.window_token_count
+        return shortest > 0 and shortest - min(block_token_count, shortest) >= passed_token_count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedBlock:
+    """One block of a restore with the regions that are on the device."""
+
+    start_token_index: int
+    token_count: int
+    regions: Mapping[RegionKind, Region]
+
+
+class KvCutting(Protocol):
+    """A block's kv on its way out of live caches, a layer at a time. Opaque."""
+
+
+class KvTarget(Protocol):
+    """Arrays on the device that will be a sequence's kv once readers have filled them."""
+
+    def views(self) -> tuple[HostTensor, ...]:
+        """Return the arrays' own bytes, row 0 being token 0, for other threads to write and drop."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreInput:
+    """All a restore is made from: blocks in RAM in ascending order, then what was loaded from SSD."""
+
+    blocks: tuple[PlacedBlock, ...]
+    loaded: Loaded | None
+    origin_token_index: int
+    """Sequence position of the first kv token that was loaded; row 0 of buffers the readers made."""
+    target: KvTarget | None
+    """What the readers filled, unless they made buffers of their own (`Loaded.tensors`)."""
+    token_count: int
+    capacity_token_count: int
+
+
+class CacheRunner(Protocol):
+    """The device's side. Inference thread only."""
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, Region]:
+        """Return evaluated copies of these regions of an open or decoding sequence."""
+        ...
+
+    def begin_cut(self, *, start: int, stop: int) -> KvCutting:
+        """Prepare to copy the kv of tokens that stay in a sequence's caches."""
+        ...
+
+    def continue_cut(self, sequence_id: SequenceId, cutting: KvCutting, *, budget_s: float) -> Region | None:
+        """Copy for about `budget_s` from where the sequence is now; the region when all is copied."""
+        ...
+
+    def begin_target(self, *, capacity_token_count: int) -> KvTarget | None:
+        """Prepare kv arrays of so many tokens for readers to fill; None when they are to find memory."""
+        ...
+
+    def continue_target(self, target: KvTarget, *, budget_s: float) -> bool:
+        """Make arrays for about `budget_s`; True when all are made."""
+        ...
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        """Open a sequence whose caches will be rebuilt. Raises StorageError when the input cannot do it."""
+        ...
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        """Rebuild for about `budget_s`; True when the sequence is open. Raises StorageError."""
+        ...
+
+    def from_host(self, region: HostRegion) -> Region:
+        """Copy host memory onto the device, evaluated."""
+        ...
+
+    def to_host(self, regions: Sequence[Region]) -> tuple[HostRegion, ...]:
+        """Return views of evaluated regions that another thread may read and drop."""
+        ...
+
+
+class StoragePort(Protocol):
+    """The SSD tier, from the inference thread: nothing blocks, answers come through the mailbox."""
+
+    def try_reserve(self, size_bytes: int) -> Any | None:
+        """Take credit in the write queue; None when it is full."""
+        ...
+
+    def spill(self, block: HostBlock, credit: Any, *, request_id: RequestId | None = None) -> None:
+        """Hand over a block to be written, for this request. Answered by Persisted or SpillDropped."""
+        ...
+
+    def load(self, request: LoadRequest) -> bool:
+        """Ask for blocks. Answered by Loaded or LoadFailed; False when the queue is full."""
+        ...
+
+    def read_heads(self, request: HeadRequest) -> bool:
+        """Ask for the token ids of blocks. Answered by HeadsRead; False when the queue is full."""
+        ...
+
+    def touch(self, hashes: Sequence[BlockHash]) -> bool:
+        """Note that blocks were used, a chain from its end to its beginning. False: too much waits."""
+        ...
+
+    def pin(self, hashes: Sequence[BlockHash]) -> bool:
+        """Keep blocks from eviction by policy. False: too much waits."""
+        ...
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> bool:
+        """Undo `pin`. False: too much waits."""
+        ...
+
+    def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
+        """Remove blocks by order. Answered by Evicted, then Purged, or TaskGivenUp; None: too much waits."""
+        ...
+
+    def verify(self, hashes: Sequence[BlockHash] | None = None) -> TaskId | None:
+        """Read and hash blocks, None for all. Answered by Verified or TaskGivenUp; None: too much waits."""
+        ...
+
+    def request_stats(self) -> TaskId | None:
+        """Ask for the counters. Answered by StatsAnswer; None: too much waits."""
+        ...

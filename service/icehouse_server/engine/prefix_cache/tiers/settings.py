@@ -1,0 +1,31 @@
+"""What the prefix cache may do, decided before it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixSettings:
+    """What the cache may do; from the configuration and the model's fingerprint."""
+
+    fingerprint: Fingerprint
+    block_token_count: int
+    is_enabled: bool
+    ram_limit_bytes: int
+    checkpoint_interval_tokens: int
+    spill_policy: str = "off"
+    """"on_evict", "write_behind" or "off"."""
+    min_prefix_token_count: int = 0
+    may_recompute: bool = True
+    shares: ShareLimits = dataclasses.field(default_factory=ShareLimits)
+    name_secret: bytes = dataclasses.field(default=b"", repr=False)
+    """What blocks are named under besides their tokens; from the key where they are encrypted on SSD."""
+    min_reuse_token_count: int = 0
+    """Matches of fewer tokens, such as a lone start token, are computed instead."""
+    adapters: Mapping[AdapterName, AdapterDigest] = dataclasses.field(default_factory=dict)
+    """The LoRA adapters that requests may name: each has chains of its own."""

@@ -1,0 +1,141 @@
+"""What leaves RAM for SSD: which block may go, credit before anything is copied, what is under way.
+
+Inference thread only. Accepted here means handed over; the row is the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.ids import BlockHash, Fingerprint, RequestId
+from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import Shares
+
+_FILE_OVERHEAD_BYTES = 64 * 1024
+"""Header and alignment of a block file, added to what a spill reserves."""
+
+
+class Spills:
+    """`storage` is None without an SSD tier, and from the moment it is lost."""
+
+    def __init__(
+        self,
+        *,
+        index: BlockIndex,
+        facts: CacheFacts,
+        fingerprint: Fingerprint,
+        policy: str,
+        min_prefix_token_count: int,
+        runner: CacheRunner,
+        storage: StoragePort | None,
+        counters: PrefixCounters,
+        shares: Shares,
+    ) -> None:
+        self.storage = storage
+        self._index = index
+        self._facts = facts
+        self._fingerprint = fingerprint
+        self._policy = policy
+        self._min_prefix_token_count = min_prefix_token_count
+        self._runner = runner
+        self._counters = counters
+        self._shares = shares
+        self._under_way: set[BlockHash] = set()
+        self.request_id: RequestId | None = None
+        """Whose work is done now; what leaves RAM meanwhile is written on its account."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.storage is not None and self._policy != "off"
+
+    @property
+    def under_way_count(self) -> int:
+        """Blocks handed to the storage thread and not yet written or dropped."""
+        return len(self._under_way)
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether this block may go to SSD and is not there yet."""
+        return self._is_due(entry) and not self._is_short(entry)
+
+    def has_credit(self, entry: Entry) -> bool:
+        """Whether the write queue takes this block now."""
+        if self.storage is None:
+            return False
+        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
+        if credit is None:
+            return False
+        credit.cancel()
+        return True
+
+    def send(self, entry: Entry, *, spared: Collection[BlockHash] = ()) -> bool:
+        """Send a block if it may go and is not there yet; False when it was not sent.
+
+        `spared` are not removed from SSD for it, where its owner's share is full.
+        """
+        if not self._is_due(entry):
+            return False
+        if self._is_short(entry):
+            self._counters.note_drop(SpillDropCause.PREFIX_SHORT)
+            return False
+        assert self.storage is not None
+        size_bytes = entry.ram_bytes + _FILE_OVERHEAD_BYTES
+        credit = self.storage.try_reserve(size_bytes)
+        if credit is None:
+            self._counters.note_drop(SpillDropCause.NO_CREDIT)
+            return False
+        if not self._make_share(entry, size_bytes, spared):
+            credit.cancel()
+            self._counters.note_drop(SpillDropCause.TENANT_SHARE)
+            return False
+        kinds = sorted(entry.ram, key=list(RegionKind).index)
+        regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
+        header = entry.header(self._fingerprint, self._index.rules.block_token_count)
+        self.storage.spill(HostBlock(header, regions), credit, request_id=self.request_id)
+        self._shares.promise(entry, size_bytes)
+        entry.is_spilling = True
+        self._under_way.add(entry.hash)
+        return True
+
+    def end(self, entry: Entry) -> None:
+        """Note that a block was written or dropped."""
+        entry.is_spilling = False
+        self._shares.fulfil(entry)
+        self._under_way.discard(entry.hash)
+
+    def lose_storage(self) -> None:
+        """The SSD tier is gone for good; nothing that is under way will be heard of."""
+        self.storage = None
+        for entry in self._index:
+            entry.is_spilling = False
+        self._shares.break_promises()
+        self._under_way.clear()
+
+    def _make_share(self, entry: Entry, size_bytes: int, spared: Collection[BlockHash]) -> bool:
+        """Remove older blocks of the same owner from SSD where its share asks for it."""
+        victims = self._shares.ssd_victims(entry, size_bytes, spared={*spared, entry.hash})
+        if not victims:
+            return victims is not None
+        assert self.storage is not None
+        if self.storage.evict([victim.hash for victim in victims]) is None:
+            return False
+        for victim in victims:
+            self._shares.note_stored(victim, change_bytes=-victim.ssd_bytes)
+            self._index.forget_stored(victim.hash)
+        return True
+
+    def _is_due(self, entry: Entry) -> bool:
+        is_whole = not self._facts.has_kv or RegionKind.KV in entry.ram
+        # A block on SSD goes again when RAM has all of it and more: a checkpoint that was taken later.
+        kept = {kind for kind, region in entry.ram.items() if region.size_bytes}
+        return self.is_on and is_whole and not entry.is_spilling and kept > entry.ssd.keys()
+
+    def _is_short(self, entry: Entry) -> bool:
+        """A prefix below the minimum stays out, unless a longer one needs it."""
+        if entry.end_token_index >= self._min_prefix_token_count:
+            return False
+        return all(self._is_short(child) for child in self._index.children(entry.hash))

@@ -1,0 +1,193 @@
+"""What each tenant's blocks take of the two tiers, and which of them go when its share is full.
+
+Inference thread only. A tenant is known here by its roots, h0: every chain begins below one, so blocks
+on SSD have an owner again after a restart without any name being stored. A tenant has a root for the model
+by itself and one for each adapter, and one share for all of them. One that is over its share loses blocks
+of its own, never of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+
+from icehouse_server.domain.blocks import root_hash
+from icehouse_server.domain.cache_stats import TenantShare
+from icehouse_server.domain.ids import (
+    NO_ADAPTER,
+    AdapterDigest,
+    AdapterName,
+    BlockHash,
+    CacheScope,
+    Fingerprint,
+    Tenant,
+)
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
+from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+
+ROOT_LIMIT = 1024
+"""Tenants whose roots are kept; the ones that asked longest ago are forgotten, and made again."""
+
+_SLACK = 0.05
+"""Part of the SSD share that is freed beyond what is needed, so that not every spill looks for victims."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShareLimits:
+    """Bytes for each tenant; 0 is unlimited."""
+
+    ram_bytes: int = 0
+    ssd_bytes: int = 0
+
+
+class Shares:
+    """Roots of tenants, and the bytes below each."""
+
+    def __init__(
+        self,
+        *,
+        limits: ShareLimits,
+        fingerprint: Fingerprint,
+        adapters: Mapping[AdapterName, AdapterDigest],
+        index: BlockIndex,
+        ram: RamTier,
+    ) -> None:
+        self.limits = limits
+        self._fingerprint = fingerprint
+        self._adapters: dict[AdapterName, AdapterDigest | None] = {NO_ADAPTER: None, **adapters}
+        self._index = index
+        self._ram = ram
+        self._roots: OrderedDict[Tenant, dict[AdapterName, BlockHash]] = OrderedDict()
+        self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
+        self._stored_bytes: Counter[BlockHash | None] = Counter()
+        self._promised: dict[BlockHash, tuple[BlockHash | None, int]] = {}
+
+    def root(self, scope: CacheScope) -> BlockHash:
+        """Return h0 for this model, tenant and adapter, which is one of those served."""
+        if scope.tenant not in self._roots:
+            self._add(scope.tenant)
+        self._roots.move_to_end(scope.tenant)
+        return self._roots[scope.tenant][scope.adapter]
+
+    def claim(self, entries: Iterable[Entry], owner: BlockHash) -> None:
+        """Give blocks whose owner could not be told to the tenant that has just used them."""
+        for entry in entries:
+            if entry.owner is None:
+                self._move(entry, -1)
+                entry.owner = owner
+                self._move(entry, 1)
+
+    def note_stored(self, entry: Entry, *, change_bytes: int) -> None:
+        """Account for a block that came to SSD, or left it."""
+        self._stored_bytes[entry.owner] += change_bytes
+        if not self._stored_bytes[entry.owner]:
+            del self._stored_bytes[entry.owner]
+
+    def promise(self, entry: Entry, size_bytes: int) -> None:
+        """Account for a block on its way to SSD, until `fulfil`."""
+        self._promised[entry.hash] = (entry.owner, size_bytes)
+
+    def fulfil(self, entry: Entry) -> None:
+        """The block was written or dropped."""
+        self._promised.pop(entry.hash, None)
+
+    def break_promises(self) -> None:
+        """The SSD tier is gone."""
+        self._promised.clear()
+
+    def ram_victims(
+        self,
+        owner: BlockHash | None,
+        size_bytes: int,
+        *,
+        leaving: Collection[BlockHash],
+        spared: set[BlockHash],
+    ) -> list[Entry] | None:
+        """Return the owner's blocks to let go so that `size_bytes` more stay within its share of RAM.
+
+        Oldest first; None when even all that may go would not do.
+        """
+        limit = self.limits.ram_bytes
+        kin = self._kin_of(owner)
+        excess = sum(self._ram.used_by[root] for root in kin) + size_bytes - limit
+        if not limit or excess <= 0:
+            return []
+        own = [entry for entry in self._ram if entry.owner in kin]
+        excess -= sum(entry.ram_bytes for entry in own if entry.hash in leaving)
+        chosen = []
+        for entry in own:
+            if excess <= 0:
+                break
+            if not entry.is_pinned and entry.hash not in spared and entry.hash not in leaving:
+                chosen.append(entry)
+                excess -= entry.ram_bytes
+        return chosen if excess <= 0 else None
+
+    def ssd_victims(
+        self, entry: Entry, size_bytes: int, *, spared: Collection[BlockHash]
+    ) -> list[Entry] | None:
+        """Return blocks on SSD to remove so that this one stays within its owner's share.
+
+        Least recently used first, tails before heads, and never what the block follows. None when even
+        all that may go would not do.
+        """
+        limit, kin = self.limits.ssd_bytes, self._kin_of(entry.owner)
+        promised = sum(size for who, size in self._promised.values() if who in kin) if limit else 0
+        excess = sum(self._stored_bytes[root] for root in kin) + promised + size_bytes - limit
+        if not limit or excess <= 0:
+            return []
+        kept = self._ancestors(entry).union(spared)
+        may_go = [
+            other
+            for other in self._index
+            if other.owner in kin and other.ssd and not other.is_pinned and other.hash not in kept
+        ]
+        chosen, freed_bytes = [], 0
+        for other in sorted(may_go, key=lambda e: (e.last_used_time, -e.start_token_index)):
+            if freed_bytes >= excess + limit * _SLACK:
+                break
+            chosen.append(other)
+            freed_bytes += other.ssd_bytes
+        return chosen if freed_bytes >= excess else None
+
+    def snapshot(self) -> tuple[TenantShare, ...]:
+        """Return what each known tenant holds."""
+        return tuple(
+            TenantShare(
+                tenant,
+                ram_bytes=sum(self._ram.used_by[root] for root in set(roots.values())),
+                ssd_bytes=sum(self._stored_bytes[root] for root in set(roots.values())),
+            )
+            for tenant, roots in self._roots.items()
+        )
+
+    def _add(self, tenant: Tenant) -> None:
+        secret = self._index.rules.name_secret
+        roots = {
+            name: root_hash(fingerprint=self._fingerprint, tenant=tenant, adapter=digest, secret=secret)
+            for name, digest in self._adapters.items()
+        }
+        self._roots[tenant] = roots
+        self._kin |= dict.fromkeys(roots.values(), frozenset(roots.values()))
+        if len(self._roots) > ROOT_LIMIT:
+            _, forgotten = self._roots.popitem(last=False)
+            for root in set(forgotten.values()):
+                del self._kin[root]
+
+    def _kin_of(self, owner: BlockHash | None) -> frozenset[BlockHash | None]:
+        """Return all roots of the tenant whose root this is; alone while the tenant has not asked yet."""
+        return frozenset(self._kin.get(owner, (owner,)) if owner is not None else (None,))
+
+    def _move(self, entry: Entry, sign: int) -> None:
+        self._ram.used_by[entry.owner] += sign * entry.ram_bytes
+        self.note_stored(entry, change_bytes=sign * entry.ssd_bytes)
+
+    def _ancestors(self, entry: Entry) -> set[BlockHash]:
+        found = {entry.hash}
+        parent = self._index.get(entry.parent)
+        while parent is not None:
+            found.add(parent.hash)
+            parent = self._index.get(parent.parent)
+        return found

@@ -1,0 +1,183 @@
+"""The requests that were accepted and have not ended, and each way one of them ends (inference thread).
+
+Whatever ends a request passes through here, so that its place, its caches and its promises are given
+back together, it is counted once, and its caller is told once.
+
+Newcomers: requests become sequences that wait, or their callers are told why not (inference thread).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ReadSequence
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.events import Event, Failed, Finished
+from icehouse_server.domain.ids import RequestId, SequenceId
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.engine.core.counters import Counters
+from icehouse_server.engine.core.ports import Runner
+from icehouse_server.engine.core.refusals import past_deadline
+from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.output import Delivery
+from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.scheduling.admission import Admission
+from icehouse_server.engine.scheduling.scheduler import Scheduler
+from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.errors import Cancelled, DeadlineExceeded, IcehouseError
+from icehouse_server.text.detokenizer import Decode
+
+
+class LiveRequests:
+    """Finds a sequence by its request or its own id, and ends it."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        prefix: PrefixDesk,
+        delivery: Delivery,
+        counters: Counters,
+        clock: Clock,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._prefix = prefix
+        self._delivery = delivery
+        self._counters = counters
+        self._clock = clock
+        self._by_request: dict[RequestId, Sequence] = {}
+        self._by_id: dict[SequenceId, Sequence] = {}
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def next_id(self) -> SequenceId:
+        """Return the id of the next sequence; ids are never used twice."""
+        self._next_id += 1
+        return SequenceId(self._next_id - 1)
+
+    def accept(self, sequence: Sequence) -> None:
+        """Take a sequence in."""
+        self._counters.accepted_total += 1
+        self._counters.prompt_token_total += len(sequence.request.prompt_token_ids)
+        self._by_request[sequence.request.request_id] = sequence
+        self._by_id[sequence.sequence_id] = sequence
+
+    def refuse(self, request: GenerationRequest, error: IcehouseError) -> None:
+        """Tell the caller of a request that was never taken in."""
+        self._counters.rejected_total += 1
+        self._delivery.tell(request.request_id, Failed(error))
+
+    def find(self, sequence_id: SequenceId) -> Sequence | None:
+        """Return a sequence that the runner names, None once it has ended."""
+        return self._by_id.get(sequence_id)
+
+    def tell(self, sequence: Sequence, event: Event) -> None:
+        """Add an event to what the step publishes."""
+        self._delivery.tell(sequence.request.request_id, event)
+
+    def cancel(self, request_id: RequestId, error: IcehouseError) -> None:
+        """End a request that nobody waits for; it may have ended already."""
+        sequence = self._by_request.get(request_id)
+        if sequence is not None:
+            self.fail(sequence, error)
+
+    def expire(self, now: float) -> None:
+        """End what is past its deadline."""
+        for sequence in list(self._by_request.values()):
+            deadline = sequence.request.deadline_time
+            if deadline is not None and now >= deadline:
+                self.fail(sequence, past_deadline(sequence, now))
+
+    def finish(self, sequence: Sequence, end: Finished) -> None:
+        """End a request that ran to its end."""
+        self._counters.note_finished(self._clock.monotonic() - sequence.admitted_time)
+        self._end(sequence, end)
+
+    def fail(self, sequence: Sequence, error: IcehouseError) -> None:
+        """End a request before its own end; the blocks it computed are kept."""
+        self._count(error)
+        self._prefix.forget(sequence)
+        self._end(sequence, Failed(error))
+
+    def fail_all(self, error: IcehouseError) -> None:
+        """End every request in order, each as `fail` does; only between steps of a sound loop."""
+        for sequence in list(self._by_request.values()):
+            self.fail(sequence, error)
+
+    def abandon(self, error: IcehouseError) -> None:
+        """Tell every caller of `error` and touch nothing else: the loop is over, or broken."""
+        for request_id in self._by_request:
+            self._count(error)
+            self._delivery.tell(request_id, Failed(error))
+        self._by_request.clear()
+        self._by_id.clear()
+
+    def _count(self, error: IcehouseError) -> None:
+        """What callers wanted, themselves or by a deadline, is a cancel; what the server did is a failure."""
+        if isinstance(error, Cancelled | DeadlineExceeded):
+            self._counters.cancelled_total += 1
+        else:
+            self._counters.failed_total += 1
+
+    def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
+        self._prefix.end(sequence)
+        self._scheduler.remove(sequence)
+        self._runner.release([sequence.sequence_id])
+        del self._by_request[sequence.request.request_id]
+        del self._by_id[sequence.sequence_id]
+        self.tell(sequence, event)
+
+
+class Reception:
+    """Takes requests in; those that were handed in together, all or none."""
+
+    def __init__(
+        self,
+        *,
+        admission: Admission,
+        live: LiveRequests,
+        room: WaitingRoom,
+        model: ModelInfo,
+        clock: Clock,
+        decode: Decode,
+        decode_with_markers: Decode,
+    ) -> None:
+        self._admission = admission
+        self._live = live
+        self._room = room
+        self._model = model
+        self._clock = clock
+        self._decode, self._decode_with_markers = decode, decode_with_markers
+
+    def receive(self, requests: ReadSequence[GenerationRequest]) -> None:
+        """Take in requests for the same prompt, or refuse them all."""
+        sequences = [self._sequence_of(request) for request in requests]
+        refusal = self._admission.refusal(
+            requests[0],
+            output_token_limit=sequences[0].output_token_limit,
+            now=self._clock.monotonic(),
+            request_count=len(requests),
+        )
+        if refusal is not None:
+            self.refuse(requests, refusal)
+            return
+        for sequence in sequences:
+            self._room.add(sequence)
+            self._live.accept(sequence)
+
+    def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
+        """Tell the callers that nothing was taken in."""
+        for request in requests:
+            self._live.refuse(request, error)
+
+    def _sequence_of(self, request: GenerationRequest) -> Sequence:
+        return Sequence.of(
+            request,
+            sequence_id=self._live.next_id(),
+            decode=self._decode_with_markers if request.shows_markers else self._decode,
+            context_token_limit=self._model.context_token_limit,
+        )

@@ -1,0 +1,1 @@
+"""The model runner: forward passes of an mlx-lm model, and what it is loaded from."""

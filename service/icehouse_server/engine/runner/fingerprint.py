@@ -1,0 +1,212 @@
+"""The fingerprint of a served model: SHA-256 over everything its KV depends on, cheap at every start.
+
+Weights are sampled, not read: per shard its size, its safetensors header, every small tensor whole
+and a piece out of the middle of every other. Requantizing, fine-tuning or fusing an adapter in
+place changes it; moving, renaming or copying the folder does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from icehouse_server.domain.blocks import LAYOUT_ABI
+from icehouse_server.domain.ids import AdapterDigest, Fingerprint
+from icehouse_server.errors import ModelError, Reason
+
+_TAG: Final = b"icehouse.fingerprint.v1\x00"
+_ADAPTER_TAG: Final = b"icehouse.adapter.v1\x00"
+_PLACING_KEYS: Final = ("fine_tune_type", "num_layers", "lora_parameters")
+"""Keys of adapter_config.json that say what it computes; the others tell how it was trained."""
+_NAMES_IN_CONFIG: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
+"""Keys of config.json that say where a model came from, not what it computes."""
+
+_WHOLE_TENSOR_LIMIT_BYTES: Final = 4096
+_SAMPLE_BYTES: Final = 1024
+_HEADER_LIMIT_BYTES: Final = 100 * 2**20
+"""The safetensors library's own limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """A fingerprint and the facts in it that a person can read."""
+
+    value: Fingerprint
+    details: dict[str, str]
+
+
+def model_fingerprint(
+    model_dir: Path,
+    *,
+    dtype: str,
+    kv_format: str,
+    block_token_count: int,
+    layout_signature: str = "",
+    adapter_dir: Path | None = None,
+    world_size: int = 1,
+    rank: int = 0,
+) -> ModelFingerprint:
+    """Fingerprint a model folder as it would be served now.
+
+    `dtype` is what the weights are loaded as, `kv_format` how KV is kept ("bfloat16",
+    "affine 4-bit, group 64"), `layout_signature` the caches the model makes
+    (`CacheLayout.signature`), `rank` of `world_size` the tensor-parallel share.
+    Raises ModelError when the folder has no readable config or weights.
+    """
+    config = _read_json(model_dir / "config.json")
+    shards = sorted(model_dir.glob("model*.safetensors"))
+    if not shards:
+        raise _invalid(f"{model_dir} has no model*.safetensors; convert the model to MLX first")
+    facts = {
+        "config": _without_names(config),
+        "quant_config": _optional_json(model_dir / "hf_quant_config.json"),
+        "code": _code_digest(model_dir, config),
+        # Sorted by content, so that the names of shards do not matter.
+        "shards": sorted(_shard_digest(shard) for shard in shards),
+        "adapter": _adapter_facts(adapter_dir),
+        "dtype": dtype,
+        "kv_format": kv_format,
+        "block_token_count": block_token_count,
+        "layout_abi": LAYOUT_ABI,
+        "layout": layout_signature,
+        "world": [world_size, rank],
+    }
+    details = {
+        "architecture": str(config.get("model_type", "unknown")),
+        "quantization": _quantization(config),
+        "dtype": dtype,
+        "kv_format": kv_format,
+        "weight_bytes": str(sum(shard.stat().st_size for shard in shards)),
+        "shards": str(len(shards)),
+        "adapter": "none" if adapter_dir is None else _digest(facts["adapter"])[:12],
+        "block_tokens": str(block_token_count),
+        "layout_abi": str(LAYOUT_ABI),
+        "rank": f"{rank} of {world_size}",
+    }
+    return ModelFingerprint(Fingerprint(hashlib.sha256(_TAG + _canonical(facts)).digest()), details)
+
+
+def adapter_digest(adapter_dir: Path) -> AdapterDigest:
+    """Digest what an adapter computes: all its weights, and the part of its config that places them.
+
+    Every byte is read, unlike of a model: adapters are small, and are replaced in place more often.
+    Raises ModelError when the folder has no readable config or weights.
+    """
+    config = _read_json(adapter_dir / "adapter_config.json")
+    placed = {key: config.get(key) for key in _PLACING_KEYS}
+    path = adapter_dir / "adapters.safetensors"
+    try:
+        with path.open("rb") as file:
+            weights = hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
+    return AdapterDigest(hashlib.sha256(_ADAPTER_TAG + weights + _canonical(placed)).digest())
+
+
+def _adapter_facts(adapter_dir: Path | None) -> Any:
+    if adapter_dir is None:
+        return None
+    weights = sorted(adapter_dir.glob("adapters*.safetensors"))
+    if not weights:
+        raise _invalid(f"Adapter {adapter_dir} has no adapters.safetensors")
+    config = _without_names(_read_json(adapter_dir / "adapter_config.json"))
+    return {"config": config, "weights": sorted(_shard_digest(file) for file in weights)}
+
+
+def _code_digest(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """Digest of the folder's own architecture file, where config.json names one."""
+    name = config.get("model_file")
+    if not isinstance(name, str):
+        return None
+    return hashlib.sha256(_read(model_dir / name)).hexdigest()
+
+
+def _shard_digest(path: Path) -> str:
+    """SHA-256 over size, header and sampled content of one safetensors file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        header = _header(file, path, size_bytes)
+        digest.update(size_bytes.to_bytes(8, "little") + len(header).to_bytes(8, "little") + header)
+        data_start = 8 + len(header)
+        for start, stop in _tensor_ranges(header, path):
+            for low, high in _samples(start, stop):
+                digest.update(os.pread(file.fileno(), high - low, data_start + low))
+    return digest.hexdigest()
+
+
+def _header(file: BinaryIO, path: Path, size_bytes: int) -> bytes:
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if size_bytes < 8 or header_bytes > min(size_bytes - 8, _HEADER_LIMIT_BYTES):
+        raise _invalid(f"{path} is not a complete safetensors file ({size_bytes} bytes)")
+    return file.read(header_bytes)
+
+
+def _tensor_ranges(header: bytes, path: Path) -> list[tuple[int, int]]:
+    """Byte ranges of all tensors, relative to the end of the header, ascending."""
+    try:
+        entries = json.loads(header)
+        ranges = [tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__"]
+        return sorted((int(start), int(stop)) for start, stop in ranges)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _invalid(f"{path} has an unreadable safetensors header: {error}") from error
+
+
+def _samples(start: int, stop: int) -> list[tuple[int, int]]:
+    if stop - start <= _WHOLE_TENSOR_LIMIT_BYTES:
+        return [(start, stop)]
+    middle = (start + stop - _SAMPLE_BYTES) // 2
+    return [(middle, middle + _SAMPLE_BYTES)]
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    quantization = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return "none"
+    bits, group_size = quantization.get("bits"), quantization.get("group_size")
+    if bits is None:
+        return str(quantization.get("quant_method", "unknown"))
+    return f"{bits}-bit, group {group_size}"
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_names(item) for key, item in value.items() if key not in _NAMES_IN_CONFIG}
+    return [_without_names(item) for item in value] if isinstance(value, list) else value
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(_canonical(value)).hexdigest()
+
+
+def _optional_json(path: Path) -> Any:
+    return _without_names(_read_json(path)) if path.exists() else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        raise _invalid(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise _invalid(f"{path} does not hold a JSON object")
+    return value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _invalid(message: str) -> ModelError:
+    return ModelError(Reason.MODEL_INVALID, message)

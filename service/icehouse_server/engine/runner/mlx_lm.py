@@ -1,0 +1,93 @@
+"""Everything taken from mlx-lm's non-public corners, in one place, with a contract test.
+
+mlx-lm >= 0.32, < 0.33. Each function here says what it relies on; `tests/engine/test_upstream.py`
+fails when that moves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper, _infer_tool_parser
+from mlx_lm.utils import (
+    _tokenizer_defaults,
+    load_adapters,
+    load_model,
+    load_tokenizer,
+    maybe_set_recommended_wired_limit,
+)
+from transformers import AutoTokenizer
+
+from icehouse_server.engine.kv_cache.batching import Cache
+
+_BODIES = ("model", "transformer", "backbone")
+
+
+def hidden_states(model: Any, token_ids: mx.array, caches: Sequence[Cache]) -> mx.array:
+    """Return what the model's head would read, [rows, tokens, width], filling the caches.
+
+    mlx-lm's models are a body that is called with tokens and caches, and a head behind it. The body's
+    attribute is one of a few; a model made of several (text and vision) has its own inside. Raises
+    LookupError or TypeError where a model is not built so.
+    """
+    whole = getattr(model, "language_model", model)
+    body = next((found for name in _BODIES if (found := getattr(whole, name, None)) is not None), None)
+    if body is None:
+        raise LookupError(f"{type(whole).__name__} has no {', '.join(_BODIES)}")
+    hidden = body(token_ids, list(caches))
+    if not isinstance(hidden, mx.array) or hidden.ndim != 3:
+        raise TypeError(f"{type(body).__name__} gives no hidden states")
+    return hidden
+
+
+def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    """Load weights and config of an MLX model folder. Raises what mlx-lm raises."""
+    model, config = load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
+    return model, dict(config)
+
+
+def read_adapter(model: Any, path: str) -> Any:
+    """Apply a LoRA adapter folder to a loaded model."""
+    return load_adapters(model, path)
+
+
+def adapter_tensor_names(path: Path) -> set[str]:
+    """Return the names of an adapter's tensors, which `read_adapter` lets be fewer than its layers need."""
+    return set(cast("dict[str, mx.array]", mx.load(str(path / "adapters.safetensors"))))
+
+
+def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -> Any:
+    """Load mlx-lm's TokenizerWrapper from a model folder.
+
+    mlx-lm's own loader also makes a streaming detokenizer out of the whole vocabulary. It is not used
+    here, and was a third of the CPU time for a vocabulary of 262,144 tokens (2.9 s against 1.9 s on an
+    x86 core, mlx-lm 0.32.2). That loader is called only where the chat template is a Python module of
+    mlx-lm.
+    """
+    # Said in either case: where nothing is said, transformers asks on the terminal, and a yes runs the code.
+    extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    inner = AutoTokenizer.from_pretrained(path, **extra)
+    if inner.init_kwargs.get("chat_template_type") or _tokenizer_defaults(path):
+        return load_tokenizer(path, extra, eos_token_ids=eos_token_ids)  # type: ignore[no-untyped-call]
+    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
+    name = inner.init_kwargs.get("tool_parser_type") or _infer_tool_parser(inner)  # type: ignore[no-untyped-call]
+    if name is None:
+        return TokenizerWrapper(inner, eos_token_ids=ids)
+    inner.init_kwargs["tool_parser_type"] = name
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    return TokenizerWrapper(
+        inner,
+        eos_token_ids=ids,
+        tool_call_start=parser.tool_call_start,
+        tool_call_end=parser.tool_call_end,
+        tool_parser=parser.parse_tool_call,
+    )
+
+
+def wire_memory() -> None:
+    """Let Metal keep the model's pages resident; does nothing on other devices."""
+    maybe_set_recommended_wired_limit()

@@ -1,0 +1,210 @@
+"""From a model folder to a loaded model and the facts about it (inference thread).
+
+Every way a folder can be wrong ends in one ModelError that says what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from icehouse_server.domain.ids import AdapterDigest, AdapterName
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.engine.core.memory_model import ModelShape, find_int
+from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.errors import ModelError, Reason
+from icehouse_server.text.tokenizer import Tokenizer
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_DEFAULT_CONTEXT_TOKENS = 32_768
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx", "max_seq_len")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Where an adapter is, and what it was when the server started."""
+
+    name: AdapterName
+    path: Path
+    digest: AdapterDigest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the model is and how to load it. `dtype` "" keeps the folder's own."""
+
+    path: Path
+    model_id: str
+    dtype: str = ""
+    adapter_path: str | None = None
+    """An adapter that is a part of the model, for every request."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """Adapters that requests may choose."""
+    context_token_limit: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class LoadedModel:
+    """The model object and its config.json, later merged with generation_config.json."""
+
+    model: Any
+    config: dict[str, Any]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return config.json of a model folder. Raises ModelError when there is none to read."""
+    if not path.is_dir():
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"there is no model folder at {path}; pass --model a folder with config.json and "
+            "model*.safetensors, a hub id, or `demo`",
+        )
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"{path} has no config.json, so it is no MLX model folder; convert the model with mlx_lm.convert",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            Reason.MODEL_INVALID, f"{path / 'config.json'} cannot be read: {one_line(error)}"
+        ) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(Reason.MODEL_INVALID, f"{path / 'config.json'} names no model_type")
+    return config
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """Load the tokenizer of a model folder; touches no mx.array, so any thread may call it."""
+    config = read_config(source.path)
+    eos_token_ids = _generation_config(source.path).get("eos_token_id") or config.get("eos_token_id")
+    try:
+        wrapper = mlx_lm.read_tokenizer(
+            source.path, eos_token_ids=eos_token_ids, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ModelError(
+            Reason.MODEL_INVALID, f"the tokenizer in {source.path} cannot be loaded: {one_line(error)}"
+        ) from error
+    return Tokenizer(wrapper)
+
+
+def load(source: ModelSource) -> LoadedModel:
+    """Load weights onto the device, converted to `source.dtype` when one is named."""
+    read_config(source.path)
+    try:
+        model, config = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
+        if source.adapter_path:
+            model = mlx_lm.read_adapter(model, source.adapter_path)
+        if source.dtype:
+            convert(model, source.dtype)
+        model.eval()
+        mx.eval(model.parameters())
+    except Exception as error:  # mlx-lm has no exception tree of its own for broken folders
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"the model in {source.path} cannot be loaded: {one_line(error)}; is the download complete?",
+        ) from error
+    return LoadedModel(model, config)
+
+
+def describe(
+    loaded: LoadedModel, source: ModelSource, tokenizer: Tokenizer, fingerprint_hex: str
+) -> ModelInfo:
+    """Return what is known of a loaded model."""
+    weights = [array for _, array in parameters_of(loaded.model)]
+    floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
+    caches = batching.make_caches(loaded.model)
+    context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
+    return ModelInfo(
+        model_id=source.model_id,
+        architecture=str(loaded.config["model_type"]),
+        vocabulary_size=vocabulary_size(loaded.config, tokenizer),
+        context_token_limit=int(context),
+        dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
+        quantization=_quantization(loaded.config),
+        parameter_count=sum(a.size for a in weights),
+        weight_bytes=sum(a.nbytes for a in weights),
+        kv_bytes_per_token=0,
+        cache_classes=tuple(dict.fromkeys(type(c).__name__ for c in caches)),
+        fingerprint_hex=fingerprint_hex,
+        has_chat_template=tokenizer.has_chat_template,
+        eos_token_ids=tokenizer.eos_token_ids,
+        device=_device_name(),
+    )
+
+
+def vocabulary_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
+    """Return how many token ids the model knows; its table is often larger than the tokenizer's."""
+    return find_int(config, ("vocab_size",)) or tokenizer.vocabulary_size
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, fit for a message of ours."""
+    return " ".join(str(error).split())
+
+
+def parameters_of(model: Any) -> list[tuple[str, mx.array]]:
+    """Return every array of a module tree that is a parameter, with its name."""
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+
+
+def convert(model: Any, dtype_name: str) -> None:
+    """Cast floating weights that are of another dtype; scales of quantized layers keep their own."""
+    if any(name.endswith(".scales") for name, _ in parameters_of(model)):
+        return
+    dtype = _DTYPES[dtype_name]
+
+    def cast_one(array: mx.array) -> mx.array:
+        is_other = mx.issubdtype(array.dtype, mx.floating) and array.dtype != dtype
+        return array.astype(dtype) if is_other else array
+
+    model.update(tree_map(cast_one, model.parameters()))
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(Reason.MODEL_INVALID, f"{file} cannot be read: {one_line(error)}") from error
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    found = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(found, dict) or "bits" not in found:
+        return "none"
+    return f"{found['bits']}-bit, group {found.get('group_size', '?')}"
+
+
+def shape_of(loaded: LoadedModel) -> ModelShape:
+    """Return what this model's temporary arrays are made of."""
+    floating = [a.dtype for _, a in parameters_of(loaded.model) if mx.issubdtype(a.dtype, mx.floating)]
+    compute_bytes = floating[0].size if floating else 4
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=on_cpu)
+
+
+def device_memory_bytes() -> int:
+    """Return what a process should use at most: Metal's recommended working set, or all there is."""
+    info = mx.device_info()
+    found = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    return int(found or info.get("total_memory") or 0)
+
+
+def _device_name() -> str:
+    info = mx.device_info()
+    kind = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
+    return f"{kind}: {info.get('device_name', info.get('architecture', 'unknown'))}"

@@ -1,0 +1,1 @@
+"""Sampling: from logits to tokens, one vectorised draw with a key for each row."""

@@ -1,0 +1,84 @@
+"""Log probabilities of chosen tokens, for the rows or positions that want them (inference thread)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from icehouse_server.domain.request import Logprob, LogprobsWanted, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogprobArrays:
+    """One entry a row, on the device and perhaps not computed yet. `tops` are unsorted."""
+
+    token_ids: mx.array
+    logprobs: mx.array
+    ranks: mx.array
+    top_token_ids: mx.array
+    top_logprobs: mx.array
+    asked_logprobs: mx.array
+    wanted: tuple[LogprobsWanted, ...]
+    """What each row wants; the arrays hold the most that any wants."""
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What must be evaluated."""
+        return (
+            self.token_ids,
+            self.logprobs,
+            self.ranks,
+            self.top_token_ids,
+            self.top_logprobs,
+            self.asked_logprobs,
+        )
+
+    def read(self) -> list[TokenLogprobs]:
+        """Wait for the arrays and return one entry a row."""
+        token_ids, logprobs, ranks, top_ids, top_logprobs, asked_logprobs = (
+            cast("list[Any]", a.tolist()) for a in self.arrays
+        )
+        tops = [
+            tuple(Logprob(*pair) for pair in _likeliest(ids, values, wanted.top_count))
+            for ids, values, wanted in zip(top_ids, top_logprobs, self.wanted, strict=True)
+        ]
+        asked = [
+            tuple(map(Logprob, wanted.token_ids, values))
+            for values, wanted in zip(asked_logprobs, self.wanted, strict=True)
+        ]
+        return [TokenLogprobs(*row) for row in zip(token_ids, logprobs, ranks, tops, asked, strict=True)]
+
+
+def measure(logits: mx.array, token_ids: mx.array, *, wanted: Sequence[LogprobsWanted]) -> LogprobArrays:
+    """Return the log probabilities of one token a row, and of others that the row wants. `logits` is
+    [rows, vocabulary], as the model gave them; `token_ids` is [rows]. Nothing is evaluated."""
+    values = logits.astype(mx.float32)
+    total = mx.logsumexp(values, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(values, token_ids[:, None], axis=-1)
+    ranks = mx.sum(values > chosen, axis=-1) + 1
+    most = min(max(row.top_count for row in wanted), values.shape[-1])
+    if most:
+        top_ids = mx.argpartition(-values, kth=most - 1, axis=-1)[:, :most]
+    else:
+        top_ids = mx.zeros((len(wanted), 0), dtype=mx.uint32)
+    most_asked = max(len(row.token_ids) for row in wanted)
+    asked = [row.token_ids + (0,) * (most_asked - len(row.token_ids)) for row in wanted]
+    asked_ids = mx.array(np.array(asked, dtype=np.uint32).reshape(len(wanted), most_asked))
+    return LogprobArrays(
+        token_ids=token_ids,
+        logprobs=(chosen - total)[:, 0],
+        ranks=ranks,
+        top_token_ids=top_ids,
+        top_logprobs=mx.take_along_axis(values, top_ids, axis=-1) - total,
+        asked_logprobs=mx.take_along_axis(values, asked_ids, axis=-1) - total,
+        wanted=tuple(wanted),
+    )
+
+
+def _likeliest(token_ids: list[int], logprobs: list[float], count: int) -> list[tuple[int, float]]:
+    """Return the first `count`, falling; equals by id, so that a batch's make-up does not show."""
+    return sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))[:count]

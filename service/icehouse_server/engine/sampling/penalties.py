@@ -1,0 +1,125 @@
+"""Bias and penalties of one row: few tokens of the vocabulary, each with its own change (inference thread).
+
+Kept on the host, where a token costs a few array cells to count. A step then sends the device
+one short table a row instead of a value for every entry of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from icehouse_server.domain.sampling import SamplingParams
+
+Ids = npt.NDArray[np.int32]
+Values = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EditTable:
+    """Changes of one row's logits, a column each: `x + bias`, then over `divisor` (times, below zero),
+    then less `shift`. Tokens appear once."""
+
+    token_ids: Ids
+    bias: Values
+    divisor: Values
+    shift: Values
+
+
+class LogitEdits:
+    """The tokens of one row that bias and penalties touch, and how often each was seen."""
+
+    def __init__(
+        self, params: SamplingParams, *, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        self._params = params
+        output = list(output_token_ids)
+        everything = [*prompt_token_ids, *output] if params.repetition_penalty != 1.0 else []
+        self._windows = [
+            _Window(params.repetition_window, everything, is_on=params.repetition_penalty != 1.0),
+            _Window(params.presence_window, output, is_on=params.presence_penalty != 0.0),
+            _Window(params.frequency_window, output, is_on=params.frequency_penalty != 0.0),
+        ]
+        self.is_static = not any(window.is_on for window in self._windows)
+        """Only a bias: no token changes anything."""
+        biased = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int32)
+        seen = [np.array(window.tokens, dtype=np.int32) for window in self._windows]
+        self._ids: Ids = np.unique(np.concatenate([biased, *seen]))
+        self._slots = {token_id: slot for slot, token_id in enumerate(self._ids.tolist())}
+        self._size = len(self._ids)
+        self._bias: Values = np.zeros(self._size, dtype=np.float32)
+        self._bias[np.searchsorted(self._ids, biased)] = [bias for _, bias in params.logit_bias]
+        self._counts = np.stack(
+            [np.bincount(np.searchsorted(self._ids, tokens), minlength=self._size) for tokens in seen]
+        ).astype(np.int32)
+
+    @staticmethod
+    def of(
+        params: SamplingParams, *, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> LogitEdits | None:
+        """Return the edits of a row, or None when it has none."""
+        has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        if not (has_penalty or params.logit_bias):
+            return None
+        return LogitEdits(params, prompt_token_ids=prompt_token_ids, output_token_ids=output_token_ids)
+
+    def accept(self, token_id: int) -> None:
+        """Count a token that was drawn."""
+        for kind, window in enumerate(self._windows):
+            if not window.is_on:
+                continue
+            slot = self._slot(token_id)
+            self._counts[kind, slot] += 1
+            gone = window.push(token_id)
+            if gone is not None:
+                self._counts[kind, self._slots[gone]] -= 1
+
+    def table(self) -> EditTable:
+        """Return what to do to the next logits; valid until the next `accept`."""
+        params = self._params
+        repeated, present, frequent = self._counts[:, : self._size]
+        shift = params.presence_penalty * (present > 0) + params.frequency_penalty * frequent
+        return EditTable(
+            token_ids=self._ids[: self._size],
+            bias=self._bias[: self._size],
+            divisor=np.where(repeated > 0, params.repetition_penalty, 1.0).astype(np.float32),
+            shift=shift.astype(np.float32),
+        )
+
+    def _slot(self, token_id: int) -> int:
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = self._slots[token_id] = self._size
+            if self._size == len(self._ids):
+                self._grow()
+            self._ids[slot] = token_id
+            self._size += 1
+        return slot
+
+    def _grow(self) -> None:
+        added = max(64, len(self._ids))
+        self._ids = np.pad(self._ids, (0, added))
+        self._bias = np.pad(self._bias, (0, added))
+        self._counts = np.pad(self._counts, ((0, 0), (0, added)))
+
+
+class _Window:
+    """The last `limit` tokens of a list that grows; all of them for 0, and then none is remembered."""
+
+    def __init__(self, limit: int, tokens: list[int], *, is_on: bool) -> None:
+        self.is_on = is_on
+        self.tokens = tokens[-limit:] if limit else tokens
+        self._recent = collections.deque(self.tokens if limit else (), maxlen=limit or None)
+        self._limit = limit
+
+    def push(self, token_id: int) -> int | None:
+        """Add a token; return the one that left."""
+        if not self._limit:
+            return None
+        gone = self._recent[0] if len(self._recent) == self._limit else None
+        self._recent.append(token_id)
+        return gone

@@ -1,0 +1,1 @@
+"""Scheduling: who may start, who runs next, and who gives way."""

@@ -1,0 +1,1 @@
+"""Access control: who calls, what proves it, and how much each tenant may run."""

@@ -1,0 +1,66 @@
+"""Who calls: proved by a certificate or a token, never by what the request says.
+
+How a caller reached the server, from gRPC's name for the other end.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import enum
+import ipaddress
+import urllib.parse
+
+from icehouse_server.domain.call import PeerKind
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.errors import Forbidden, Reason
+
+
+class Role(enum.StrEnum):
+    """What a caller may do."""
+
+    TENANT = "tenant"
+    """Run its own prompts and command its own blocks."""
+    OPERATOR = "operator"
+    """Act for every tenant and command the whole cache."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """One identity. `tenant` is None while nobody has to prove who they are."""
+
+    tenant: Tenant | None
+    role: Role
+
+    def require_operator(self, what: str) -> None:
+        """Raise Forbidden unless this is an operator; `what` is a sentence's beginning."""
+        if self.role is not Role.OPERATOR:
+            raise Forbidden(
+                Reason.OPERATOR_ONLY,
+                f"{what} concerns every tenant and is left to operators; {self.tenant!r} is none",
+                metadata={"tenant": self.tenant, "role": self.role.value},
+            )
+
+
+UNPROVED = Caller(None, Role.OPERATOR)
+"""Everyone, where the configuration asks for no credentials."""
+
+current: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller", default=UNPROVED)
+"""Set by the door for the task of one call, before its message is read."""
+
+
+def peer_kind(peer: str | None) -> PeerKind:
+    """Return the kind of "ipv4:127.0.0.1:4711", "ipv6:[::1]:4711" or "unix:"."""
+    scheme, _, rest = (peer or "").partition(":")
+    if scheme in ("unix", "unix-abstract"):
+        return PeerKind.UNIX
+    if scheme not in ("ipv4", "ipv6"):
+        return PeerKind.UNKNOWN
+    # gRPC writes the brackets of an IPv6 address as %5B and %5D.
+    host = urllib.parse.unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return PeerKind.UNKNOWN
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return PeerKind.LOOPBACK if mapped.is_loopback else PeerKind.NETWORK

@@ -1,0 +1,117 @@
+"""The server's certificate, read again when its files change, without a restart.
+
+gRPC asks for the certificate before each handshake. Running connections keep the one they began with,
+so no call notices a change. A new pair is checked before it is used: files are often replaced one by
+one, and a certificate without its key would turn everybody away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ssl
+import stat
+from pathlib import Path
+
+import grpc
+
+from icehouse_server.config import SecurityConfig
+from icehouse_server.errors import Reason, StartError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Files:
+    """What was read, to see a change by."""
+
+    certificate: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+class Certificates:
+    """Certificate, key and client authorities from files. `refresh` may run on any thread."""
+
+    def __init__(self, *, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        self._certificate = certificate
+        self._key = key
+        self._client_ca = client_ca
+        self._files: _Files | None = None
+        self._configuration: grpc.ServerCertificateConfiguration | None = None
+
+    @property
+    def key_is_open_to_others(self) -> bool:
+        """Whether other users of this machine may read the private key."""
+        return bool(stat.S_IMODE(self._key.stat().st_mode) & 0o077)
+
+    def refresh(self) -> bool:
+        """Read the files again; True when they had changed.
+
+        Raises StartError for files that make no certificate. The one known before then stays.
+        """
+        files = self._read()
+        if files == self._files:
+            return False
+        self._check()
+        if self._read() != files:
+            # Being replaced right now; the next look finds them at rest.
+            return False
+        self._configuration = grpc.ssl_server_certificate_configuration(
+            [(files.key, files.certificate)], files.client_ca
+        )
+        self._files = files
+        return True
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what to listen with. Keep this object for as long as the server listens."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._current(),
+            self._current,
+            require_client_authentication=self._client_ca is not None,
+        )
+
+    def _current(self) -> grpc.ServerCertificateConfiguration:
+        # Asked before each handshake, on a thread of gRPC's: nothing here may wait.
+        assert self._configuration is not None, "the certificate was not read before it was to be used"
+        return self._configuration
+
+    def _read(self) -> _Files:
+        client_ca = None if self._client_ca is None else self._read_one(self._client_ca)
+        return _Files(self._read_one(self._certificate), self._read_one(self._key), client_ca)
+
+    def _read_one(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise _error(path, error.strerror or "it cannot be read") from error
+
+    def _check(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # An empty password: a key that wants one must fail, not ask at the terminal.
+            context.load_cert_chain(self._certificate, self._key, password="")
+        except (ssl.SSLError, OSError) as error:
+            raise _error(
+                self._certificate, f"with the key {self._key} it makes no certificate ({error})"
+            ) from error
+        if self._client_ca is None:
+            return
+        try:
+            context.load_verify_locations(self._client_ca)
+        except (ssl.SSLError, OSError) as error:
+            raise _error(self._client_ca, f"it holds no certificate of an authority ({error})") from error
+
+
+def certificates_of(config: SecurityConfig) -> Certificates | None:
+    """Return the configured certificates, not read yet; None without TLS."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return Certificates(
+        certificate=Path(config.tls_certificate).expanduser(),
+        key=Path(config.tls_key).expanduser(),
+        client_ca=None if config.tls_client_ca is None else Path(config.tls_client_ca).expanduser(),
+    )
+
+
+def _error(path: Path, what: str) -> StartError:
+    return StartError(
+        Reason.CERTIFICATE_INVALID, f"the file {path} cannot be used: {what}", metadata={"file": path}
+    )

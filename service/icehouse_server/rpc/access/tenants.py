@@ -1,0 +1,237 @@
+"""Each tenant's account: what it runs, what it used, and when it has had its share.
+
+Counted at the edge, where every request begins and ends, so that the inference thread keeps nothing
+but the running share. Bounded: names that callers make up push out the ones that are idle longest.
+
+Tokens per minute for one tenant: a bucket that fills steadily and may be drawn below empty.
+
+A request reserves its prompt and all the output it may ask for, so that many at once cannot overdraw
+together; what it did not use goes back at its end. One that asks for more than a whole bucket is let
+in when the bucket is full: it then owes the rest, and the next ones wait for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from icehouse_server.clock import Clock
+from icehouse_server.config import TenantConfig
+from icehouse_server.domain.events import Delta, Event, Finished, Started
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.stats import TenantUse
+from icehouse_server.engine.core.refusals import too_many_completions
+from icehouse_server.errors import InvalidRequest, Overloaded, Reason
+
+ACCOUNT_LIMIT = 1024
+"""Accounts kept. Only idle ones are let go, so a busy house may hold more for a while."""
+
+WAITING_RETRY_S = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Account:
+    """One tenant's numbers: `*_count` are now, `*_total` since the account was opened."""
+
+    tenant: Tenant
+    budget: TokenBudget | None
+    waiting_count: int = 0
+    running_count: int = 0
+    accepted_total: int = 0
+    refused_total: int = 0
+    prompt_token_total: int = 0
+    cached_token_total: int = 0
+    output_token_total: int = 0
+
+    @property
+    def use(self) -> TenantUse:
+        """The numbers, as they are now."""
+        return TenantUse(
+            self.tenant,
+            waiting_count=self.waiting_count,
+            running_count=self.running_count,
+            accepted_total=self.accepted_total,
+            refused_total=self.refused_total,
+            prompt_token_total=self.prompt_token_total,
+            cached_token_total=self.cached_token_total,
+            output_token_total=self.output_token_total,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open and nothing is owed."""
+        owes = self.budget is not None and self.budget.level < self.budget.limit
+        return not (self.waiting_count or self.running_count or owes)
+
+
+class Stay:
+    """One request from its submission to its end."""
+
+    def __init__(self, account: Account, request: GenerationRequest) -> None:
+        self._account = account
+        self._prompt_token_count = len(request.prompt_token_ids)
+        self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
+        self._output_token_count = 0
+        self._has_started = False
+        account.waiting_count += 1
+        account.accepted_total += 1
+        account.prompt_token_total += self._prompt_token_count
+
+    def note(self, event: Event) -> None:
+        """Follow the request: it started, it drew tokens, it finished."""
+        if isinstance(event, Started) and not self._has_started:
+            self._has_started = True
+            self._account.waiting_count -= 1
+            self._account.running_count += 1
+            self._account.cached_token_total += event.cache.cached_token_count
+        elif isinstance(event, Delta):
+            self._output_token_count += len(event.token_ids)
+        elif isinstance(event, Finished):
+            self._output_token_count = event.usage.output_token_count
+
+    def end(self) -> None:
+        """Close the request, however it ended: a started one has used its prompt and what it drew."""
+        if self._has_started:
+            self._account.running_count -= 1
+        else:
+            self._account.waiting_count -= 1
+        self._account.output_token_total += self._output_token_count
+        if self._account.budget is not None:
+            used = self._prompt_token_count + self._output_token_count if self._has_started else 0
+            self._account.budget.give_back(self.reserved_token_count - used)
+
+
+class Tenants:
+    """All accounts. Owned by the event loop."""
+
+    def __init__(self, limits: TenantConfig, *, running_limit: int, clock: Clock) -> None:
+        self.limits = limits
+        self.running_limit = running_limit
+        """Requests of one tenant that run at once, by the engine's own count; 0 is unlimited."""
+        self._clock = clock
+        self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(tuple(self._accounts.values()))
+
+    @contextlib.contextmanager
+    def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[Stay, ...]]:
+        """Account for requests of one tenant until the block ends; raises Overloaded when it has its share,
+        InvalidRequest when so many never fit into it."""
+        account = self._account(requests[0].tenant)
+        try:
+            self._check(account, requests)
+        except (Overloaded, InvalidRequest):
+            account.refused_total += 1
+            raise
+        stays = tuple(Stay(account, request) for request in requests)
+        if account.budget is not None:
+            account.budget.reserve(sum(stay.reserved_token_count for stay in stays))
+        try:
+            yield stays
+        finally:
+            for stay in stays:
+                stay.end()
+
+    def _account(self, tenant: Tenant) -> Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            rate = self.limits.tokens_per_minute
+            budget = TokenBudget(tokens_per_minute=rate, clock=self._clock) if rate else None
+            account = self._accounts[tenant] = Account(tenant, budget)
+            self._forget_idle()
+        self._accounts.move_to_end(tenant)
+        return account
+
+    def _forget_idle(self) -> None:
+        excess = len(self._accounts) - ACCOUNT_LIMIT
+        if excess <= 0:
+            return
+        newest = next(reversed(self._accounts))
+        idle = [name for name, account in self._accounts.items() if account.is_idle and name != newest]
+        for name in idle[:excess]:
+            del self._accounts[name]
+
+    def _check(self, account: Account, requests: Sequence[GenerationRequest]) -> None:
+        limit = self.limits.waiting_limit
+        if limit and len(requests) > limit:
+            raise too_many_completions(len(requests), limit)
+        if limit and account.waiting_count + len(requests) > limit:
+            raise Overloaded(
+                Reason.TENANT_QUEUE_FULL,
+                f"{account.waiting_count} requests of {_named(account.tenant)} wait, which is its limit; "
+                "try again when one has started",
+                retry_after_s=WAITING_RETRY_S,
+                metadata={
+                    "tenant": account.tenant,
+                    "waiting_count": account.waiting_count,
+                    "waiting_limit": limit,
+                },
+            )
+        if account.budget is None:
+            return
+        wanted = sum(len(request.prompt_token_ids) + request.max_output_tokens for request in requests)
+        wait_s = account.budget.wait_s(wanted)
+        if wait_s > 0.0:
+            raise Overloaded(
+                Reason.TOKEN_RATE_EXCEEDED,
+                f"{_named(account.tenant)} may use {account.budget.limit} tokens per minute and has "
+                f"{account.budget.level} left; this request may use {wanted}; try again in {wait_s:.1f} s, "
+                "or ask for less output",
+                retry_after_s=wait_s,
+                metadata={
+                    "tenant": account.tenant,
+                    "tokens_per_minute": account.budget.limit,
+                    "tokens_left": account.budget.level,
+                    "tokens_wanted": wanted,
+                },
+            )
+
+
+def _named(tenant: Tenant) -> str:
+    return f"tenant {tenant!r}" if tenant else "the default tenant"
+
+
+_MINUTE_S = 60.0
+
+
+class TokenBudget:
+    """One tenant's bucket. Owned by the event loop."""
+
+    def __init__(self, *, tokens_per_minute: int, clock: Clock) -> None:
+        assert tokens_per_minute > 0
+        self.limit = tokens_per_minute
+        self._clock = clock
+        self._level = float(tokens_per_minute)
+        self._level_time = clock.monotonic()
+
+    @property
+    def level(self) -> int:
+        """Tokens there now; below zero while more was used than has come back."""
+        self._fill()
+        return int(self._level)
+
+    def wait_s(self, token_count: int) -> float:
+        """Return how long until so many tokens may be reserved; 0 when they may be now."""
+        self._fill()
+        missing = min(token_count, self.limit) - self._level
+        return max(0.0, missing * _MINUTE_S / self.limit)
+
+    def reserve(self, token_count: int) -> None:
+        """Take tokens out, beyond the bottom if need be."""
+        self._fill()
+        self._level -= token_count
+
+    def give_back(self, token_count: int) -> None:
+        """Put back what was reserved and not used."""
+        self._fill()
+        self._level = min(self.limit, self._level + token_count)
+
+    def _fill(self) -> None:
+        now = self._clock.monotonic()
+        gained = (now - self._level_time) * self.limit / _MINUTE_S
+        self._level = min(self.limit, self._level + gained)
+        self._level_time = now

@@ -1,0 +1,144 @@
+"""Bearer tokens: hashed in a file, compared in constant time, read again when the file changes.
+
+SHA-256 and not a slow hash such as scrypt: a token is 32 random bytes, which no dictionary holds and
+nobody can try out, so slowness would protect nothing and cost every call its 50 ms of CPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import hashlib
+import hmac
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.rpc.access.caller import Caller, Role
+
+TOKEN_PREFIX = "icehouse_"
+"""Lets scanners of repositories and logs know one when they see it."""
+
+TOKEN_COUNT_LIMIT = 1000
+"""Each call is compared with every token."""
+
+TENANT_PATTERN = re.compile(r"[A-Za-z0-9._:/@\-]{1,128}")
+
+_HASH_PATTERN = re.compile(r"[0-9a-f]{64}")
+_NEVER = float("inf")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Token:
+    """One line of the file. `expire_time` is `Clock.wall`."""
+
+    digest: bytes
+    caller: Caller
+    expire_time: float = _NEVER
+
+
+def new_token() -> str:
+    """Return a token that nobody has seen: 32 bytes from the system's generator."""
+    return TOKEN_PREFIX + base64.urlsafe_b64encode(secrets.token_bytes(32)).rstrip(b"=").decode("ascii")
+
+
+def digest_of(token: str) -> bytes:
+    """Return what is kept of a token."""
+    return hashlib.sha256(token.encode("utf-8")).digest()
+
+
+def line_of(token: str, *, tenant: str, role: Role, expire_date: datetime.date | None) -> str:
+    """Return the line that lets `token` in. `expire_date` is its last day (UTC)."""
+    expires = "" if expire_date is None else f" expires={expire_date.isoformat()}"
+    return f"sha256={digest_of(token).hex()} tenant={tenant} role={role.value}{expires}"
+
+
+class TokenFile:
+    """The tokens of one file. `refresh` reads it, on any thread; `find` is for the event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content: bytes | None = None
+        self._tokens: tuple[Token, ...] = ()
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens are known."""
+        return len(self._tokens)
+
+    def refresh(self) -> bool:
+        """Read the file again; True when it had changed.
+
+        Raises StartError for a file that cannot be used. The tokens known before then stay.
+        """
+        try:
+            if stat.S_IMODE(self._path.stat().st_mode) & 0o022:
+                raise self._error("others than its owner may write it; chmod 600 mends that")
+            content = self._path.read_bytes()
+        except OSError as error:
+            raise self._error(error.strerror or "it cannot be read") from error
+        if content == self._content:
+            return False
+        self._tokens = self._parse(content)
+        self._content = content
+        return True
+
+    def find(self, token: str, *, now: float) -> Caller | None:
+        """Return whose token this is; None for a token that is unknown or has expired at wall time `now`."""
+        wanted = digest_of(token)
+        found = None
+        # Through to the end whether found or not: how long it takes tells nothing.
+        for known in self._tokens:
+            if hmac.compare_digest(known.digest, wanted):
+                found = known
+        return found.caller if found is not None and now < found.expire_time else None
+
+    def _parse(self, content: bytes) -> tuple[Token, ...]:
+        tokens: dict[bytes, Token] = {}
+        for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            try:
+                token = _token_of(line)
+            except ValueError as error:
+                raise self._error(f"line {number}: {error}") from error
+            if token.digest in tokens:
+                raise self._error(f"line {number}: this token stands further up already")
+            tokens[token.digest] = token
+        if len(tokens) > TOKEN_COUNT_LIMIT:
+            raise self._error(f"it has {len(tokens)} tokens, the limit is {TOKEN_COUNT_LIMIT}")
+        return tuple(tokens.values())
+
+    def _error(self, what: str) -> StartError:
+        return StartError(
+            Reason.TOKENS_INVALID,
+            f"the token file {self._path} cannot be used: {what}",
+            metadata={"file": self._path},
+        )
+
+
+def _token_of(line: str) -> Token:
+    parts = dict(part.partition("=")[::2] for part in line.split())
+    unknown = parts.keys() - {"sha256", "tenant", "role", "expires"}
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]!r} is none of sha256, tenant, role, expires")
+    digest, tenant = parts.get("sha256", ""), parts.get("tenant", "")
+    if _HASH_PATTERN.fullmatch(digest) is None:
+        raise ValueError("sha256= must have 64 hex digits; `icehouse token new` writes such a line")
+    if TENANT_PATTERN.fullmatch(tenant) is None:
+        raise ValueError("tenant= must have 1 to 128 of A-Z a-z 0-9 . _ : / @ -")
+    role = Role(parts.get("role", Role.TENANT.value))
+    return Token(bytes.fromhex(digest), Caller(Tenant(tenant), role), _expire_time_of(parts.get("expires")))
+
+
+def _expire_time_of(text: str | None) -> float:
+    if text is None:
+        return _NEVER
+    last_day = datetime.datetime.combine(
+        datetime.date.fromisoformat(text), datetime.time(), tzinfo=datetime.UTC
+    )
+    return (last_day + datetime.timedelta(days=1)).timestamp()

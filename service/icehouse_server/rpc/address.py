@@ -1,0 +1,223 @@
+"""Where the server listens, and a clear error when it cannot.
+
+gRPC's channel arguments from the settings, each with its reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import stat
+from pathlib import Path
+
+import grpc
+
+from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfig
+from icehouse_server.errors import Reason, StartError
+
+_logger = logging.getLogger("icehouse_server.rpc.address")
+
+UDS_PATH_BYTE_LIMIT = 103
+"""sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
+
+
+def bind(
+    server: grpc.aio.Server,
+    config: ServerConfig,
+    security: SecurityConfig,
+    *,
+    credentials: grpc.ServerCredentials | None,
+) -> str:
+    """Bind the configured address and return it as clients write it; raises StartError.
+
+    `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
+    """
+    if config.uds is not None:
+        return _bind_uds(server, Path(config.uds).expanduser())
+    if not is_loopback(config.host):
+        _refuse_open_door(config, security)
+    return _bind_tcp(server, host=config.host, port=config.port, credentials=credentials)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; an unknown name counts as reachable by others."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+def _refuse_open_door(config: ServerConfig, security: SecurityConfig) -> None:
+    missing = []
+    if security.tls_certificate is None:
+        missing.append("TLS (--tls-certificate, --tls-key)")
+    if not security.authenticates:
+        missing.append("callers that prove who they are (--token-file or --tls-client-ca)")
+    if not missing:
+        return
+    if security.allow_insecure_public:
+        _logger.warning("door_left_open", extra={"host": config.host, "missing": " and ".join(missing)})
+        return
+    raise StartError(
+        Reason.ADDRESS_INSECURE,
+        f"{config.host} can be reached from other machines, and this server lacks {' and '.join(missing)}; "
+        "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
+        metadata={"host": config.host},
+    )
+
+
+def remove_uds(config: ServerConfig) -> None:
+    """Remove the socket that a stopped server leaves behind."""
+    if config.uds is not None:
+        Path(config.uds).expanduser().unlink(missing_ok=True)
+
+
+def _bind_tcp(
+    server: grpc.aio.Server, *, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> str:
+    shown_host = f"[{host}]" if ":" in host else host
+    address = f"{shown_host}:{port}"
+    try:
+        if credentials is None:
+            bound_port = server.add_insecure_port(address)
+        else:
+            bound_port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise _tcp_error(host=host, port=port) from error
+    return f"{shown_host}:{bound_port}"
+
+
+def _tcp_error(*, host: str, port: int) -> StartError:
+    # gRPC says only that it failed; the system says why.
+    cause = _try_to_listen(host=host, port=port)
+    metadata = {"host": host, "port": port}
+    if cause is not None and cause.errno == errno.EACCES:
+        return StartError(
+            Reason.ADDRESS_IN_USE,
+            f"port {port} needs privileges that this process lacks; choose one above 1023 with --port",
+            metadata=metadata,
+        )
+    if cause is None or cause.errno == errno.EADDRINUSE:
+        return StartError(
+            Reason.ADDRESS_IN_USE,
+            f"port {port} on {host} is taken by another process; stop it, or choose another port with "
+            "--port (0 picks a free one)",
+            metadata=metadata,
+        )
+    return StartError(
+        Reason.ADDRESS_IN_USE,
+        f"cannot listen on {host} port {port}: {cause.strerror or cause}; choose another address with --host",
+        metadata=metadata,
+    )
+
+
+def _try_to_listen(*, host: str, port: int) -> OSError | None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return error
+    return None
+
+
+def _bind_uds(server: grpc.aio.Server, path: Path) -> str:
+    address = f"unix:{path}"
+    size_bytes = len(os.fsencode(path))
+    if size_bytes > UDS_PATH_BYTE_LIMIT:
+        raise _uds_error(path, f"its path has {size_bytes} bytes, the limit is {UDS_PATH_BYTE_LIMIT}")
+    _prepare_folder(path)
+    if path.exists():
+        # gRPC would replace the socket of a running server without a word.
+        if not path.is_socket():
+            raise _uds_error(path, "a file that is no socket is there")
+        if _somebody_listens(path):
+            raise _uds_error(path, "another server listens there")
+    # The socket's own permissions are the credentials of its peers: the system lets nobody connect but
+    # its owner, and the mask leaves no moment in which it would. gRPC tells no more about a peer: its
+    # auth context for such a socket holds no user id.
+    old_mask = os.umask(stat.S_IRWXG | stat.S_IRWXO | stat.S_IXUSR)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise _uds_error(path, "the system refused it; is the folder writable?") from error
+    finally:
+        os.umask(old_mask)
+    return address
+
+
+def _prepare_folder(path: Path) -> None:
+    """Make the socket's folder if it is not there, and refuse one in which others could swap the socket."""
+    folder = path.parent
+    if not folder.exists() and folder.parent.is_dir():
+        folder.mkdir(mode=stat.S_IRWXU)
+    if not folder.is_dir():
+        raise _uds_error(path, f"the folder {folder} does not exist")
+    found = folder.stat()
+    if found.st_uid not in (os.getuid(), 0):
+        raise _uds_error(
+            path, f"the folder {folder} belongs to user {found.st_uid}, who could swap the socket"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise _uds_error(path, f"others may write the folder {folder} and so could swap the socket")
+
+
+def _somebody_listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            # Refused: a socket file that a killed server left behind.
+            return False
+    return True
+
+
+def _uds_error(path: Path, what: str) -> StartError:
+    return StartError(
+        Reason.ADDRESS_IN_USE,
+        f"cannot listen on the socket {path}: {what}; choose another path with --uds",
+        metadata={"uds": path},
+    )
+
+
+_UNLIMITED_MS = 2**31 - 1
+"""What gRPC takes for "never"."""
+
+
+def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[tuple[str, int]]:
+    """Return the arguments of the one server."""
+    return [
+        ("grpc.max_receive_message_length", server.max_message_bytes),
+        # Answers are as long as the request allowed: the tokens of a long prompt, a long output.
+        ("grpc.max_send_message_length", -1),
+        # Otherwise Linux lets two servers share a port, and each gets half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_channelz", int(server.channelz_enabled)),
+        ("grpc.max_allowed_incoming_connections", connection.connection_limit),
+        ("grpc.max_concurrent_streams", connection.stream_limit),
+        # The soft limit turns calls away at random from half of the hard one on; one limit is enough.
+        ("grpc.max_metadata_size", connection.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", connection.max_metadata_bytes),
+        ("grpc.server_handshake_timeout_ms", _ms(connection.handshake_timeout_s)),
+        # Notice a caller whose machine has vanished: its sequence costs memory.
+        ("grpc.keepalive_time_ms", _ms(connection.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _ms(connection.keepalive_timeout_s)),
+        # Gateways ping every 10 s, calls or not; gRPC's own limit of 5 minutes would cut them off. What
+        # comes faster is counted, and the third such ping ends the connection with too_many_pings.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(connection.min_ping_interval_s)),
+        ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.max_connection_idle_ms", _ms(connection.idle_s) or _UNLIMITED_MS),
+        ("grpc.max_connection_age_ms", _ms(connection.max_age_s) or _UNLIMITED_MS),
+        ("grpc.max_connection_age_grace_ms", _ms(connection.max_age_grace_s)),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return min(round(seconds * 1000), _UNLIMITED_MS)

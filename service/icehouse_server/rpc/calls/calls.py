@@ -1,0 +1,166 @@
+"""What every call shares: admission by number, the deadline, errors to statuses, and being seen out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.call import CallRecord, TraceContext
+from icehouse_server.domain.events import Event, Finished, Started, Usage
+from icehouse_server.errors import IcehouseError, Overloaded, Reason, Unavailable
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.access.caller import Caller, peer_kind
+from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
+from icehouse_server.rpc.calls.watchers import Watchers
+from icehouse_server.rpc.calls.wire import DEADLINE_TOLERANCE_S, current_method
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+CALL_RETRY_S = 1.0
+"""When to come back after being refused for the number of calls; calls last seconds."""
+
+_logger = logging.getLogger("icehouse_server.rpc.calls.calls")
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call, and what will be told of it. Never holds prompt or output text."""
+
+    method: str
+    arrival_time: float
+    """`Clock.monotonic`."""
+    arrival_wall_time: float
+    """`Clock.wall`."""
+    deadline_time: float | None
+    caller: Caller
+    request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    """Made here, until the request names its own: every log line has one."""
+    tenant: str = ""
+    model_id: str = ""
+    tokenize_s: float = 0.0
+    prompt_token_count: int = 0
+    started: Started | None = None
+    usage: Usage | None = None
+
+    def note(self, event: Event) -> None:
+        """Take what an event tells of the request's cost."""
+        if isinstance(event, Started):
+            self.started = self.started or event
+        elif isinstance(event, Finished):
+            # Of several completions: the first one's account with the output of all.
+            told = self.usage or dataclasses.replace(event.usage, output_token_count=0)
+            output_token_count = told.output_token_count + event.usage.output_token_count
+            self.usage = dataclasses.replace(told, output_token_count=output_token_count)
+
+
+class CallDesk:
+    """Lets calls in and sees them out. Owned by the event loop."""
+
+    def __init__(self, *, clock: Clock, concurrent_call_limit: int, watchers: Watchers) -> None:
+        self._clock = clock
+        self._concurrent_call_limit = concurrent_call_limit
+        self._watchers = watchers
+        self._running_count = 0
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
+
+    async def wait_idle(self) -> None:
+        """Return when no call runs."""
+        await self._idle.wait()
+
+    @contextlib.asynccontextmanager
+    async def call(self, method: str, context: Context) -> AsyncIterator[Call]:
+        """Wrap one servicer method; whatever leaves the block becomes a status, and is told on."""
+        call = Call(
+            current_method(),
+            self._clock.monotonic(),
+            self._clock.wall(),
+            self._deadline_time(context),
+            callers.current.get(),
+        )
+        self._running_count += 1
+        self._idle.clear()
+        try:
+            self._check_room()
+            yield call
+            if trailers := self._see_out(call, context, grpc.StatusCode.OK):
+                context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
+        except IcehouseError as error:
+            trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
+            await context.abort_with_status(with_trailers(status_of(error), trailers))
+        except asyncio.CancelledError:
+            self._see_out(call, context, self._cancel_code(call))
+            raise
+        except Exception:
+            # The edge of the house: the caller learns that it broke, the log learns why.
+            _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
+            told = internal_error()
+            trailers = self._see_out(call, context, code_of(told), reason=told.reason.value)
+            await context.abort_with_status(with_trailers(status_of(told), trailers))
+        finally:
+            self._running_count -= 1
+            if not self._running_count:
+                self._idle.set()
+
+    def _check_room(self) -> None:
+        if self._closed:
+            raise Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
+        if self._running_count <= self._concurrent_call_limit:
+            return
+        raise Overloaded(
+            Reason.QUEUE_FULL,
+            f"{self._concurrent_call_limit} calls are running, which is the limit; try again later",
+            retry_after_s=CALL_RETRY_S,
+            metadata={"concurrent_call_limit": self._concurrent_call_limit},
+        )
+
+    def _deadline_time(self, context: Context) -> float | None:
+        remaining_s = context.time_remaining()
+        return None if remaining_s is None else self._clock.monotonic() + remaining_s
+
+    def _cancel_code(self, call: Call) -> grpc.StatusCode:
+        # gRPC cancels a call whose deadline passed just as one whose caller left, and the caller's own
+        # deadline passes a little earlier: its message was on the way.
+        now = self._clock.monotonic() + DEADLINE_TOLERANCE_S
+        if call.deadline_time is not None and now >= call.deadline_time:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.CANCELLED
+
+    def _see_out(
+        self, call: Call, context: Context, code: grpc.StatusCode, *, reason: str = ""
+    ) -> tuple[tuple[str, str | bytes], ...]:
+        record = CallRecord(
+            method=call.method,
+            code=code.name,
+            reason=reason,
+            request_id=call.request_id,
+            peer=peer_kind(context.peer()),
+            tenant=call.tenant or call.caller.tenant or "",
+            model_id=call.model_id,
+            start_time=call.arrival_wall_time,
+            duration_s=self._clock.monotonic() - call.arrival_time,
+            tokenize_s=call.tokenize_s,
+            prompt_token_count=call.prompt_token_count,
+            started=call.started,
+            usage=call.usage,
+            trace=_trace_context(context),
+        )
+        return self._watchers.see_out(record)
+
+
+def _trace_context(context: Context) -> TraceContext:
+    found = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return TraceContext(found.get("traceparent", ""), found.get("tracestate", ""))

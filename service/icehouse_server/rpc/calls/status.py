@@ -1,0 +1,116 @@
+"""IcehouseError to gRPC status with google.rpc details: the one place where codes are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from icehouse_server import errors
+from icehouse_server.errors import IcehouseError, Reason
+
+ERROR_DOMAIN = "icehouse.dev"
+"""`domain` of every ErrorInfo."""
+
+_FOR_THE_CALLER = frozenset({Reason.TOKEN_RATE_EXCEEDED, Reason.DEADLINE_UNREACHABLE})
+"""Refusals that a library should not try again on its own: a budget comes back in a minute, and the same
+deadline is missed again. Told of a delay, Java's library waits and tries again whatever the code is."""
+
+MESSAGE_LENGTH_LIMIT = 500
+VALUE_LENGTH_LIMIT = 200
+"""Statuses travel as HTTP/2 trailers, of which clients accept 8 KiB by default."""
+
+_CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
+    (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.Forbidden, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.CannotFit, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.StorageError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Cancelled, grpc.StatusCode.CANCELLED),
+)
+
+
+def code_of(error: IcehouseError) -> grpc.StatusCode:
+    """Return the canonical code; INTERNAL for what is never the caller's doing."""
+    for error_type, code in _CODES:
+        if isinstance(error, error_type):
+            return code
+    if error.reason is Reason.CACHE_UNSUPPORTED:
+        return grpc.StatusCode.FAILED_PRECONDITION
+    return grpc.StatusCode.INTERNAL
+
+
+def status_of(error: IcehouseError) -> grpc.Status:
+    """Return the status with ErrorInfo and whichever other details the error has facts for."""
+    code = code_of(error)
+    message = _clipped(error.message, MESSAGE_LENGTH_LIMIT)
+    proto = status_pb2.Status(code=code.value[0], message=message)
+    for detail in _details(error, code=code, message=message):
+        packed = AnyMessage()
+        packed.Pack(detail)
+        proto.details.append(packed)
+    status = rpc_status.to_status(proto)
+    if error.retry_after_s is None or error.reason in _FOR_THE_CALLER:
+        return status
+    pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
+    metadata = (*status.trailing_metadata, pushback)
+    return _Status(code=status.code, details=status.details, trailing_metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Status(grpc.Status):
+    """A status whose trailers say how long to wait before a retry (gRPC proposal A6)."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: Any
+
+
+def with_trailers(status: grpc.Status, trailers: tuple[tuple[str, str | bytes], ...]) -> grpc.Status:
+    """Return the status with more trailing metadata."""
+    if not trailers:
+        return status
+    metadata = (*(status.trailing_metadata or ()), *trailers)
+    return _Status(code=status.code, details=status.details, trailing_metadata=metadata)
+
+
+def internal_error() -> IcehouseError:
+    """Return what a caller may know of an exception that nobody foresaw: nothing."""
+    return errors.EngineFailed(
+        Reason.ENGINE_FAILED, "an internal error; the server's log has the details under this request_id"
+    )
+
+
+def _details(error: IcehouseError, *, code: grpc.StatusCode, message: str) -> list[Message]:
+    metadata = {name: _clipped(value, VALUE_LENGTH_LIMIT) for name, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=ERROR_DOMAIN, metadata=metadata)
+    details: list[Message] = [info]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=message, reason=error.reason.value
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        subject = f"tenant:{metadata['tenant']}" if "tenant" in metadata else error.reason.value
+        quota = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
+        details.append(error_details_pb2.QuotaFailure(violations=[quota]))
+    return details
+
+
+def _clipped(text: str, length_limit: int) -> str:
+    return text if len(text) <= length_limit else text[: length_limit - 1] + "…"

@@ -1,0 +1,175 @@
+"""Watches every call of every service from the outside: method, status, duration, bytes.
+
+The outermost interceptor, so that what others refuse is seen too, as are health and reflection. A name
+that no service has is told as "other", so that nobody can fill the metrics with names of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol
+
+import grpc
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.call import WireRecord
+
+OTHER_METHOD = "other"
+"""What gRPC's own metrics call a method that is not registered (proposal A66)."""
+
+DEADLINE_TOLERANCE_S = 0.05
+"""A call cancelled this shortly before its deadline was cancelled by it."""
+
+_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+_method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
+
+
+def current_method() -> str:
+    """Return the full name of the method that this task serves, empty outside of a call."""
+    return _method.get()
+
+
+class WireWatcher(Protocol):
+    """Whoever counts calls. Called on the event loop; must not block."""
+
+    def call_started(self, method: str) -> None:
+        """A call of this method began."""
+        ...
+
+    def wire_ended(self, record: WireRecord) -> None:
+        """It ended."""
+        ...
+
+
+class WireInterceptor(grpc.aio.ServerInterceptor):
+    """Tells the watchers of each call's beginning and end."""
+
+    def __init__(self, watchers: tuple[WireWatcher, ...], clock: Clock) -> None:
+        self._watchers = watchers
+        self._clock = clock
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the method's own handler, watched."""
+        handler = await continuation(handler_call_details)
+        method = OTHER_METHOD if handler is None else handler_call_details.method.removeprefix("/")
+        call = _WatchedCall(method, self._watchers, self._clock)
+        if handler is None:
+            call.end("UNIMPLEMENTED")
+            return None
+        return call.wrap(handler)
+
+
+class _WatchedCall:
+    """One call between its first byte and its last."""
+
+    def __init__(self, method: str, watchers: tuple[WireWatcher, ...], clock: Clock) -> None:
+        self._method = method
+        self._watchers = watchers
+        self._clock = clock
+        self._start_time = clock.monotonic()
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        for watcher in watchers:
+            watcher.call_started(method)
+
+    def wrap(self, handler: Any) -> Any:
+        """Return a handler of the same kind that counts."""
+        behavior = (
+            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        )
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        assert not inspect.isasyncgenfunction(behavior), "the door inside makes every method a coroutine"
+        return make(
+            self._awaiting(behavior),
+            request_deserializer=self._reader(handler.request_deserializer),
+            response_serializer=self._writer(handler.response_serializer)
+            if handler.response_streaming
+            else handler.response_serializer,
+        )
+
+    def end(self, code: str) -> None:
+        """Tell the watchers."""
+        record = WireRecord(
+            method=self._method,
+            code=code,
+            duration_s=self._clock.monotonic() - self._start_time,
+            sent_bytes=self._sent_bytes,
+            received_bytes=self._received_bytes,
+        )
+        for watcher in self._watchers:
+            watcher.wire_ended(record)
+
+    def _awaiting(self, behavior: Any) -> Any:
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            with self._watched(context):
+                response = await behavior(request, context)
+                if response is not None:
+                    # The one message of a unary call is serialized after this function has returned.
+                    self._sent_bytes += response.ByteSize()
+                return response
+
+        return serve
+
+    @contextlib.contextmanager
+    def _watched(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        _method.set(self._method)
+        code = "UNKNOWN"
+        try:
+            yield
+            code = _code_name(context, otherwise="OK")
+        except asyncio.CancelledError:
+            code = cancel_code(context.time_remaining()).name
+            raise
+        except BaseException:
+            code = _code_name(context, otherwise="UNKNOWN")
+            raise
+        finally:
+            self.end(code)
+
+    def _reader(self, parse: Any) -> Any:
+        def read(data: bytes) -> Any:
+            self._received_bytes += len(data)
+            return data if parse is None else parse(data)
+
+        return read
+
+    def _writer(self, serialize: Any) -> Any:
+        def write(message: Any) -> bytes:
+            data: bytes = serialize(message)
+            self._sent_bytes += len(data)
+            return data
+
+        return write
+
+
+def cancel_code(remaining_s: float | None) -> grpc.StatusCode:
+    """Return what ended a cancelled call: its deadline, of which so much is left, or its caller.
+
+    gRPC cancels both alike, and the caller's own deadline passes a little earlier: its message was on
+    the way.
+    """
+    if remaining_s is not None and remaining_s <= DEADLINE_TOLERANCE_S:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    return grpc.StatusCode.CANCELLED
+
+
+def _code_name(context: Any, *, otherwise: str) -> str:
+    # gRPC gives the number or the enum, whichever was set; 0 as long as nothing was.
+    code = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return _CODE_NAMES.get(code, "UNKNOWN") if code else otherwise

@@ -1,0 +1,1 @@
+"""A small client of our own API, for the command line."""

@@ -1,0 +1,172 @@
+"""Events of one request between the engine and its reader. Owned by the event loop.
+
+Bounded twice: above `event_limit` waiting events deltas are merged, so that what waits is
+hardly more than the output's own text; above `byte_limit` the reader counts as stalled, what
+waits is dropped and the request ends with `READER_STALLED`.
+
+The outboxes of requests that one reader waits for. Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from icehouse_server.domain.events import Delta, Event, Failed, Finished, PrefillProgress
+from icehouse_server.errors import Overloaded, Reason
+
+TOKEN_ID_BYTES = 8
+"""What one waiting token id is counted as."""
+LOGPROB_BYTES = 16
+"""What one waiting log probability is counted as."""
+
+
+class Outbox:
+    """A queue with one writer and one reader, both on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        event_limit: int,
+        byte_limit: int,
+        on_stall: Callable[[], None],
+        filled: asyncio.Event | None = None,
+    ) -> None:
+        self._event_limit = event_limit
+        self._byte_limit = byte_limit
+        self._on_stall = on_stall
+        self._waiting: collections.deque[Event | _DeltaRun] = collections.deque()
+        self._waiting_bytes = 0
+        self._filled = filled or asyncio.Event()
+        self._closed_by_writer = False
+        self.ended = False
+        """The reader has taken the last event."""
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._waiting_bytes
+
+    def put(self, event: Event) -> None:
+        """Add an event. Whatever comes after the last one is ignored."""
+        if self._closed_by_writer:
+            return
+        self._closed_by_writer = isinstance(event, (Finished, Failed))
+        self._append(event)
+        self._waiting_bytes += _size_bytes(event)
+        if self._waiting_bytes > self._byte_limit and not self._closed_by_writer:
+            self._stall(f"{self._waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
+        self._filled.set()
+
+    async def take(self) -> Event:
+        """Return the oldest event, waiting for one. After `Finished` or `Failed` none comes."""
+        assert not self.ended, "the last event was taken already"
+        while not self._waiting:
+            self._filled.clear()
+            await self._filled.wait()
+        oldest = self._waiting.popleft()
+        event = oldest.merged() if isinstance(oldest, _DeltaRun) else oldest
+        self._waiting_bytes -= _size_bytes(event)
+        self.ended = isinstance(event, (Finished, Failed))
+        return event
+
+    def _stall(self, what: str) -> None:
+        """Drop what waits and end with READER_STALLED. `what` says which limit was passed."""
+        self._closed_by_writer = True
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        error = Overloaded(
+            Reason.READER_STALLED,
+            f"the reader is too slow: {what}; read the stream faster or ask for less",
+            metadata={"byte_limit": self._byte_limit},
+        )
+        self._waiting.append(Failed(error))
+        self._filled.set()
+        self._on_stall()
+
+    def _append(self, event: Event) -> None:
+        newest = self._waiting[-1] if self._waiting else None
+        if isinstance(event, PrefillProgress) and isinstance(newest, PrefillProgress):
+            self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
+        elif isinstance(event, Delta) and len(self._waiting) >= self._event_limit:
+            if isinstance(newest, Delta):
+                newest = self._waiting[-1] = _DeltaRun(newest)
+            if isinstance(newest, _DeltaRun):
+                newest.add(event)
+            else:
+                self._waiting.append(event)
+        else:
+            self._waiting.append(event)
+
+
+class _DeltaRun:
+    """Deltas that will be sent as one. Joined once, when taken."""
+
+    def __init__(self, first: Delta) -> None:
+        self._texts = [first.text]
+        self._token_ids = list(first.token_ids)
+        self._logprobs = list(first.logprobs)
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+
+    def merged(self) -> Delta:
+        return Delta("".join(self._texts), tuple(self._token_ids), tuple(self._logprobs))
+
+
+def _size_bytes(event: Event) -> int:
+    size_bytes = 0
+    if isinstance(event, Delta):
+        size_bytes += len(event.text.encode("utf-8")) + TOKEN_ID_BYTES * len(event.token_ids)
+    if isinstance(event, Delta | PrefillProgress):
+        size_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) for entry in event.logprobs)
+    return size_bytes
+
+
+class Outboxes:
+    """Hands out the events of several requests, each one's in order, none before its turn comes round.
+
+    The byte limit is for all of them together: it is shared out evenly. `on_stall` is told whose share was
+    passed.
+    """
+
+    def __init__(
+        self, *, count: int, event_limit: int, byte_limit: int, on_stall: Callable[[int], None]
+    ) -> None:
+        assert count >= 1, count
+        self._filled = asyncio.Event()
+        self.all = tuple(
+            Outbox(
+                event_limit=event_limit,
+                byte_limit=max(1, byte_limit // count),
+                on_stall=functools.partial(on_stall, index),
+                filled=self._filled,
+            )
+            for index in range(count)
+        )
+        self._turn = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the reader has taken the last event of each."""
+        return all(outbox.ended for outbox in self.all)
+
+    async def take(self) -> tuple[int, Event]:
+        """Return the oldest event of the next request that has one, and which request that is."""
+        assert not self.ended, "all last events were taken already"
+        while True:
+            self._filled.clear()
+            for step in range(len(self.all)):
+                index = (self._turn + step) % len(self.all)
+                if self.all[index].waiting_count:
+                    self._turn = index + 1
+                    return index, await self.all[index].take()
+            await self._filled.wait()

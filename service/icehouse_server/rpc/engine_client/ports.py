@@ -1,0 +1,129 @@
+"""What this room needs from the rooms below it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.chat import Conversation, Piece, RenderedChat
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.response_format import Grammar, ResponseFormat
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.errors import IcehouseError
+
+StatsReply = Callable[[EngineStats, CacheStats | None], None]
+OrderReply = Callable[[CacheAnswer | IcehouseError], None]
+
+
+class EnginePort(Protocol):
+    """The engine, as the event loop sees it: nothing here blocks, everything is safe from its thread.
+
+    Each submitted request is answered through `Router.publish` by exactly one last event
+    (`Finished` or `Failed`), a cancelled one too.
+    """
+
+    @property
+    def heartbeat_time(self) -> float:
+        """`Clock.monotonic` at the inference loop's last turn."""
+        ...
+
+    @property
+    def step_allowance_s(self) -> float:
+        """How long a step may take here before it looks stuck, from the steps measured so far."""
+        ...
+
+    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
+        """Take the request in, and its siblings for the same prompt with it or not at all.
+
+        Raises Overloaded, Unavailable, CannotFit or AlreadyExists if it does not.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End the request within a step. An unknown or ended id is no error."""
+        ...
+
+    def request_stats(self, reply: StatsReply) -> None:
+        """Call `reply` once, on the inference thread, with the counters between two steps."""
+        ...
+
+    def give_order(self, order: CacheOrder, reply: OrderReply) -> None:
+        """Call `reply` once, on any thread, with the order's own answer or with an error."""
+        ...
+
+
+class SplitterPort(Protocol):
+    """Tells apart what one output says, thinks and calls. For one thread."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call that can be read has ended."""
+        ...
+
+    def push(self, text: str) -> Sequence[Piece]:
+        """Add text; return what has become certain."""
+        ...
+
+    def finish(self) -> Sequence[Piece]:
+        """End the output; return the rest."""
+        ...
+
+
+class TokenizerPort(Protocol):
+    """A tokenizer that several threads may use at once."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of plain text, the model's start token included if it wants one."""
+        ...
+
+    def render_chat(self, conversation: Conversation) -> RenderedChat:
+        """Return the prompt of a conversation; raises InvalidRequest when the template refuses."""
+        ...
+
+    def reply_splitter(
+        self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
+    ) -> SplitterPort | None:
+        """Return what tells the parts of the reply apart; None where there is but text."""
+        ...
+
+    def hides_markers(self, conversation: Conversation) -> bool:
+        """Whether the engine hides what the splitter goes by, unless told to show it."""
+        ...
+
+    def spell(self, text: str) -> list[int]:
+        """Return the tokens of a piece of text by itself, without a start token."""
+        ...
+
+    def piece(self, token_id: int) -> str:
+        """Return one token's own spelling."""
+        ...
+
+
+class GrammarPort(Protocol):
+    """Compiles response formats for the served model. Called in one thread at a time; may take seconds."""
+
+    @property
+    def stack_bytes_per_byte(self) -> int:
+        """Stack to have for each byte of a form: compiling descends recursively."""
+        ...
+
+    def prepare(self) -> None:
+        """Read the vocabulary, unless it was read before."""
+        ...
+
+    def compile(self, form: ResponseFormat) -> Grammar:
+        """Return a form's grammar; raises InvalidRequest with the place of a mistake."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The loaded model: its facts and its tokenizer."""
+
+    info: ModelInfo
+    tokenizer: TokenizerPort

@@ -1,0 +1,152 @@
+"""The door from the inference thread to the event loop, and what the loop knows of the engine.
+
+`publish`, `state_changed` and `model_loaded` are for the other threads; each costs one
+wake-up of the loop whatever it carries. Everything else belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from icehouse_server.domain.events import Event, Failed, Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState
+from icehouse_server.engine.core.refusals import engine_failed
+from icehouse_server.errors import AlreadyExists, IcehouseError, Reason, Unavailable
+from icehouse_server.rpc.engine_client.outbox import Outbox
+from icehouse_server.rpc.engine_client.ports import ServedModel
+
+Answer = TypeVar("Answer")
+
+
+class Router:
+    """Hands events to the outboxes of their requests."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._outboxes: dict[RequestId, Outbox] = {}
+        self._released: set[RequestId] = set()
+        self._questions: set[asyncio.Future[Any]] = set()
+        self._listeners: list[Callable[[], None]] = []
+        self.state = EngineState.LOADING
+        self.left_ready = asyncio.Event()
+        """The engine was READY and will not be again."""
+        self.model: ServedModel | None = None
+        self._error: IcehouseError | None = None
+
+    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
+        """Deliver events, in order. Any thread."""
+        self._hand_over(self._deliver, tuple(events))
+
+    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
+        """Note the engine's state; FAILED and STOPPED fail every open request. Any thread."""
+        self._hand_over(self._set_state, state, error)
+
+    def model_loaded(self, model: ServedModel) -> None:
+        """Note the model, before the state becomes READY. Any thread."""
+        self._hand_over(self._set_model, model)
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` on the loop after every change of state."""
+        self._listeners.append(listener)
+
+    def require_model(self) -> ServedModel:
+        """Return the model of a READY engine; raises Unavailable or EngineFailed otherwise."""
+        if self.state is EngineState.READY and self.model is not None:
+            return self.model
+        if self.state is EngineState.FAILED:
+            raise self._failure()
+        if self.state in (EngineState.DRAINING, EngineState.STOPPED):
+            raise Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
+        raise Unavailable(Reason.LOADING, "the model is loading; wait until health is SERVING")
+
+    def open(self, request_id: RequestId, outbox: Outbox) -> None:
+        """Route the request's events to `outbox`; raises AlreadyExists while its id is in use."""
+        if request_id in self._outboxes:
+            raise AlreadyExists(
+                Reason.REQUEST_ID_IN_USE,
+                f"a request named {request_id!r} is running; choose another request_id",
+                field="request_id",
+                metadata={"request_id": request_id},
+            )
+        self._outboxes[request_id] = outbox
+
+    def forget(self, request_id: RequestId) -> None:
+        """Undo `open` for a request that the engine did not take."""
+        del self._outboxes[request_id]
+
+    def release(self, request_id: RequestId) -> None:
+        """The reader is gone. The id stays in use until the engine has sent the last event.
+
+        Otherwise the end of the old request could reach a new one of the same name.
+        """
+        if request_id in self._outboxes:
+            self._released.add(request_id)
+
+    async def ask(self, send: Callable[[Callable[[Answer], None]], None]) -> Answer:
+        """Give `send` a reply function for another thread and return what it is called with.
+
+        Raises what `send` raises, and EngineFailed or Unavailable if the engine ends first.
+        """
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._questions.add(future)
+        try:
+            send(lambda answer: self._hand_over(_resolve, future, answer))
+            return await future
+        finally:
+            self._questions.discard(future)
+
+    def _hand_over(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The loop ended before the engine did: every call is over, nobody is left to tell.
+            if not self._loop.is_closed():
+                raise
+
+    def _deliver(self, events: tuple[tuple[RequestId, Event], ...]) -> None:
+        for request_id, event in events:
+            outbox = self._outboxes.get(request_id)
+            if outbox is None:
+                continue
+            is_last = isinstance(event, (Finished, Failed))
+            if is_last:
+                del self._outboxes[request_id]
+            if request_id not in self._released:
+                outbox.put(event)
+            elif is_last:
+                self._released.discard(request_id)
+
+    def _set_model(self, model: ServedModel) -> None:
+        self.model = model
+
+    def _set_state(self, state: EngineState, error: IcehouseError | None) -> None:
+        self.state = state
+        self._error = error or self._error
+        if state not in (EngineState.LOADING, EngineState.READY):
+            self.left_ready.set()
+        if state in (EngineState.FAILED, EngineState.STOPPED):
+            self._fail_everything()
+        for listener in self._listeners:
+            listener()
+
+    def _fail_everything(self) -> None:
+        error = self._failure() if self.state is EngineState.FAILED else _stopped()
+        self._deliver(tuple((request_id, Failed(error)) for request_id in self._outboxes))
+        for future in self._questions:
+            if not future.done():
+                future.set_exception(error)
+
+    def _failure(self) -> IcehouseError:
+        return self._error or engine_failed()
+
+
+def _stopped() -> IcehouseError:
+    return Unavailable(Reason.DRAINING, "the server stopped before the request ended; send it again")
+
+
+def _resolve(future: asyncio.Future[Any], answer: object) -> None:
+    if not future.done():
+        future.set_result(answer)

@@ -1,0 +1,248 @@
+"""Conversations and tools, from messages to domain data. Every refusal names its field. Pure functions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
+from icehouse.v1 import prompt_pb2, tool_pb2
+
+from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.validation import check_token_ids, shown
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_COUNT_LIMIT = 128
+TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+_SILENT_ROLES = ("assistant", "tool")
+_MODES = {
+    tool_pb2.TOOL_CHOICE_MODE_UNSPECIFIED: ToolMode.AUTO,
+    tool_pb2.TOOL_CHOICE_MODE_AUTO: ToolMode.AUTO,
+    tool_pb2.TOOL_CHOICE_MODE_NONE: ToolMode.NONE,
+    tool_pb2.TOOL_CHOICE_MODE_REQUIRED: ToolMode.REQUIRED,
+    tool_pb2.TOOL_CHOICE_MODE_NAMED: ToolMode.NAMED,
+}
+
+
+def conversation_of(
+    chat: prompt_pb2.ChatPrompt,
+    *,
+    tools: Sequence[tool_pb2.Tool],
+    choice: tool_pb2.ToolChoice | None,
+    info: ModelInfo,
+) -> Conversation:
+    """Return the conversation; raises InvalidRequest."""
+    if not info.has_chat_template:
+        raise InvalidRequest(
+            Reason.CHAT_TEMPLATE_MISSING,
+            f"the model {info.model_id!r} has no chat template; send `text` or `tokens` instead",
+            field="chat",
+        )
+    if not chat.messages:
+        raise _bad_chat("the conversation has no messages; send at least one", field="chat.messages")
+    messages = tuple(_message_of(message, index, info) for index, message in enumerate(chat.messages))
+    offered = tools_of(tools)
+    conversation = Conversation(
+        messages=messages,
+        tools=offered,
+        tool_choice=_choice_of(choice, offered),
+        template_arguments=_arguments_of(chat.template_arguments),
+        adds_generation_prompt=(
+            chat.add_generation_prompt
+            if chat.HasField("add_generation_prompt")
+            else not chat.continue_final_message
+        ),
+        continues_final_message=chat.continue_final_message,
+    )
+    _check_end(conversation)
+    return conversation
+
+
+def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:
+    """Refuse tools, or the choice of one, beside a prompt that is no conversation."""
+    if tools:
+        raise _bad_tool(
+            f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`", field="tools"
+        )
+    _choice_of(choice, ())
+
+
+def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
+    """Return the tools on offer; raises InvalidRequest."""
+    if len(protos) > TOOL_COUNT_LIMIT:
+        raise InvalidRequest(
+            Reason.TOOL_INVALID,
+            f"{len(protos)} tools are offered; at most {TOOL_COUNT_LIMIT} may be",
+            field="tools",
+            metadata={"tool_count": len(protos), "tool_count_limit": TOOL_COUNT_LIMIT},
+        )
+    tools: dict[str, Tool] = {}
+    for index, proto in enumerate(protos):
+        field = f"tools[{index}]"
+        if TOOL_NAME_PATTERN.fullmatch(proto.name) is None:
+            wanted = "1 to 64 of A-Z a-z 0-9 _ . -"
+            raise _bad_tool(
+                f"{field}.name is {shown(proto.name)}; it must be {wanted}", field=f"{field}.name"
+            )
+        if proto.name in tools:
+            raise _bad_tool(
+                f"{field}.name is {proto.name!r}, and so is an earlier tool's; names are unique",
+                field=f"{field}.name",
+            )
+        tools[proto.name] = Tool(proto.name, proto.description, _schema_of(proto, field))
+    return tuple(tools.values())
+
+
+def _schema_of(proto: tool_pb2.Tool, field: str) -> Mapping[str, Any]:
+    if not proto.parameters_json:
+        return {"type": "object", "properties": {}}
+    try:
+        return _object_of(proto.parameters_json)
+    except ValueError as error:
+        raise _bad_tool(
+            f"{field}.parameters_json {error}; send a JSON schema", field=f"{field}.parameters_json"
+        ) from None
+
+
+def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
+    if proto is None:
+        return ToolChoice()
+    mode = _MODES.get(proto.mode)
+    if mode is None:
+        raise _bad_choice(
+            f"tool_choice.mode is {int(proto.mode)}; it is no ToolChoiceMode of this API", "mode"
+        )
+    if mode is not ToolMode.NAMED:
+        if proto.name:
+            wanted = "TOOL_CHOICE_MODE_NAMED"
+            raise _bad_choice(f"tool_choice.name is {shown(proto.name)}; it needs the mode {wanted}", "name")
+        if mode is ToolMode.REQUIRED and not tools:
+            raise _bad_choice("a tool call is required, but no tool is offered; send `tools`", "mode")
+        return ToolChoice(mode)
+    if proto.name not in {tool.name for tool in tools}:
+        offered = shown(", ".join(tool.name for tool in tools)) if tools else "none"
+        raise _bad_choice(
+            f"tool_choice.name is {shown(proto.name)}; it is none of the tools offered: {offered}", "name"
+        )
+    return ToolChoice(mode, proto.name)
+
+
+def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) -> ChatMessage:
+    field = f"chat.messages[{index}]"
+    role = message.role
+    if role not in ROLES:
+        raise _bad_chat(
+            f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
+        )
+    content = _content_of(message, field)
+    if not content and role not in _SILENT_ROLES:
+        raise _bad_chat(
+            f'{field}.content is empty; only an "assistant" or a "tool" may say nothing',
+            field=f"{field}.content",
+        )
+    for name in ("reasoning", "tool_calls", "token_ids"):
+        if role != "assistant" and getattr(message, name):
+            raise _bad_chat(f'{field}.{name} is for "assistant" only, not {role!r}', field=f"{field}.{name}")
+    if role != "tool" and message.tool_call_id:
+        raise _bad_chat(
+            f'{field}.tool_call_id is for "tool" only, not {role!r}', field=f"{field}.tool_call_id"
+        )
+    check_token_ids(message.token_ids, info, field=f"{field}.token_ids")
+    return ChatMessage(
+        role=role,
+        content=content,
+        name=message.name if message.HasField("name") else None,
+        reasoning=message.reasoning,
+        tool_calls=tuple(
+            _call_of(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ),
+        tool_call_id=message.tool_call_id,
+        token_ids=tuple(message.token_ids),
+    )
+
+
+def _content_of(message: prompt_pb2.ChatMessage, field: str) -> str:
+    if not message.parts:
+        return message.content
+    if message.content:
+        raise _bad_chat(f"{field} has `content` and `parts`; send one of them", field=f"{field}.parts")
+    for index, part in enumerate(message.parts):
+        if part.WhichOneof("part") != "text":
+            raise _bad_chat(f"{field}.parts[{index}] has no text", field=f"{field}.parts[{index}]")
+    return "".join(part.text for part in message.parts)
+
+
+def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
+    if not call.name:
+        raise _bad_chat(f"{field}.name is empty; a call names its tool", field=f"{field}.name")
+    try:
+        _object_of(call.arguments_json or "{}")
+    except ValueError as error:
+        raise _bad_chat(f"{field}.arguments_json {error}", field=f"{field}.arguments_json") from None
+    return ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json or "{}")
+
+
+def _arguments_of(struct: Struct) -> dict[str, Any]:
+    """Return the template's arguments; sorted, since the order of a Struct's keys is chance."""
+    arguments = _settled(MessageToDict(struct))
+    assert isinstance(arguments, dict), "a Struct is an object"
+    return arguments
+
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _settled(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_settled(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _check_end(conversation: Conversation) -> None:
+    """Refuse ways to end a prompt that exclude each other."""
+    last = conversation.messages[-1]
+    if conversation.continues_final_message:
+        field = "chat.continue_final_message"
+        if conversation.adds_generation_prompt:
+            raise _bad_chat("add_generation_prompt and continue_final_message are both set", field=field)
+        if last.role != "assistant" or not (last.content or last.reasoning) or last.tool_calls:
+            raise _bad_chat(
+                f"the last message, of {last.role!r}, cannot be continued; it must be an assistant's with "
+                "content or reasoning and without tool calls",
+                field=field,
+            )
+    if conversation.tool_choice.is_forced and not conversation.adds_generation_prompt:
+        raise _bad_choice("a call is forced, but the prompt does not end with a new turn", "mode")
+
+
+def _object_of(text: str) -> dict[str, Any]:
+    """Return the JSON object; raises ValueError whose message says what the text is instead."""
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"is no JSON object but a {type(parsed).__name__}")
+    return parsed
+
+
+def _bad_chat(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.CHAT_INVALID, message, field=field, metadata={"field": field})
+
+
+def _bad_tool(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.TOOL_INVALID, message, field=field, metadata={"field": field})
+
+
+def _bad_choice(message: str, field: str) -> InvalidRequest:
+    field = f"tool_choice.{field}"
+    return InvalidRequest(Reason.TOOL_CHOICE_INVALID, message, field=field, metadata={"field": field})

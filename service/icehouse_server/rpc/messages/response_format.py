@@ -1,0 +1,47 @@
+"""The response format of a request to domain data. Pure functions; what compiles it is in `grammar_desk`."""
+
+from __future__ import annotations
+
+from icehouse.v1 import response_format_pb2
+
+from icehouse_server.domain.response_format import (
+    Choice,
+    JsonObject,
+    JsonSchema,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+)
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.validation import refuse_value
+
+_FIELD = "response_format"
+
+
+def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFormat:
+    """Return the form that is asked for; raises InvalidRequest when none or an impossible one is."""
+    kind = proto.WhichOneof("format")
+    if proto.compact and kind not in ("json_schema", "json_object"):
+        refuse_value(f"{_FIELD}.compact", True, "absent, except with json_schema or json_object")
+    if kind == "json_schema":
+        return JsonSchema(proto.json_schema, is_compact=proto.compact)
+    if kind == "json_object":
+        return JsonObject(is_compact=proto.compact)
+    if kind == "regex":
+        return Regex(proto.regex)
+    if kind == "lark":
+        return LarkGrammar(proto.lark)
+    if kind == "choice" and proto.choice.texts:
+        return Choice(tuple(proto.choice.texts))
+    if kind == "choice":
+        raise _missing(
+            f"{_FIELD}.choice.texts is empty; give at least one text", field=f"{_FIELD}.choice.texts"
+        )
+    raise _missing(
+        f"{_FIELD} is empty; set one of json_schema, json_object, regex, lark and choice, or leave it out",
+        field=_FIELD,
+    )
+
+
+def _missing(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.RESPONSE_FORMAT_INVALID, message, field=field)

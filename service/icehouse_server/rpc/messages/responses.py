@@ -1,0 +1,181 @@
+"""Domain data to response messages of generation and models. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from icehouse.v1 import adapter_pb2, logprobs_pb2, model_service_pb2, usage_pb2
+from icehouse.v1 import inference_service_pb2 as inference
+
+from icehouse_server.domain.events import (
+    CacheReport,
+    Delta,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    ReuseLimit,
+    Started,
+    Usage,
+)
+from icehouse_server.domain.model import AdapterInfo, ModelInfo
+from icehouse_server.domain.request import TokenLogprobs
+from icehouse_server.rpc.messages.speculation import LIMITS
+
+Spell = Callable[[int], str]
+"""A token id's own spelling."""
+
+_FINISH_REASONS = {
+    FinishReason.STOP_TOKEN: usage_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: usage_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: usage_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CONTEXT_LENGTH: usage_pb2.FINISH_REASON_CONTEXT_LENGTH,
+    FinishReason.TOOL_CALLS: usage_pb2.FINISH_REASON_TOOL_CALLS,
+}
+
+REUSE_LIMITS = {
+    ReuseLimit.NONE: usage_pb2.REUSE_LIMIT_NONE,
+    ReuseLimit.NO_MATCH: usage_pb2.REUSE_LIMIT_NO_MATCH,
+    ReuseLimit.DIVERGED: usage_pb2.REUSE_LIMIT_DIVERGED,
+    ReuseLimit.NO_CHECKPOINT: usage_pb2.REUSE_LIMIT_NO_CHECKPOINT,
+    ReuseLimit.RECOMPUTE_FASTER: usage_pb2.REUSE_LIMIT_RECOMPUTE_FASTER,
+    ReuseLimit.LOAD_FAILED: usage_pb2.REUSE_LIMIT_LOAD_FAILED,
+    ReuseLimit.SWITCHED_OFF: usage_pb2.REUSE_LIMIT_SWITCHED_OFF,
+    ReuseLimit.UNSUPPORTED: usage_pb2.REUSE_LIMIT_UNSUPPORTED,
+    ReuseLimit.PROMPT_LOGPROBS: usage_pb2.REUSE_LIMIT_PROMPT_LOGPROBS,
+}
+
+
+def duration_proto(duration_s: float) -> Duration:
+    """Return seconds as a Duration, to the nanosecond."""
+    duration = Duration()
+    duration.FromNanoseconds(round(duration_s * 1e9))
+    return duration
+
+
+def timestamp_proto(time_s: float) -> Timestamp:
+    """Return seconds since the Unix epoch as a Timestamp, to the microsecond."""
+    timestamp = Timestamp()
+    timestamp.FromMicroseconds(round(time_s * 1e6))
+    return timestamp
+
+
+def cache_report_proto(report: CacheReport) -> usage_pb2.CacheReport:
+    """Return what was reused."""
+    return usage_pb2.CacheReport(
+        cached_tokens=report.cached_token_count,
+        ram_tokens=report.ram_token_count,
+        ssd_tokens=report.ssd_token_count,
+        restore_duration=duration_proto(report.restore_s),
+        limit=REUSE_LIMITS[report.limit],
+    )
+
+
+def usage_proto(usage: Usage) -> usage_pb2.Usage:
+    """Return what a request cost."""
+    return usage_pb2.Usage(
+        prompt_tokens=usage.prompt_token_count,
+        cached_tokens=usage.cache.cached_token_count,
+        ram_tokens=usage.cache.ram_token_count,
+        ssd_tokens=usage.cache.ssd_token_count,
+        output_tokens=usage.output_token_count,
+        queue_duration=duration_proto(usage.queue_s),
+        restore_duration=duration_proto(usage.cache.restore_s),
+        prefill_duration=duration_proto(usage.prefill_s),
+        decode_duration=duration_proto(usage.decode_s),
+        time_to_first_token=duration_proto(usage.ttft_s),
+        total_duration=duration_proto(usage.total_s),
+        draft_tokens=usage.drafts.proposed_count,
+        accepted_draft_tokens=usage.drafts.accepted_count,
+        speculation_limit=LIMITS[usage.drafts.limit],
+    )
+
+
+def started_proto(event: Started, *, request_id: str, model_id: str, seed: int) -> inference.Started:
+    """Return the first event of a stream."""
+    return inference.Started(
+        request_id=request_id,
+        model=model_id,
+        prompt_tokens=event.prompt_token_count,
+        cache=cache_report_proto(event.cache),
+        queue_duration=duration_proto(event.queue_s),
+        seed=seed,
+    )
+
+
+def finished_proto(event: Finished) -> inference.Finished:
+    """Return the last event of a stream."""
+    return inference.Finished(
+        finish_reason=_FINISH_REASONS[event.reason],
+        stop_string=event.stop_string,
+        usage=usage_proto(event.usage),
+    )
+
+
+def delta_proto(event: Delta, *, piece: Spell) -> inference.Delta:
+    """Return new output, all of it as text."""
+    logprobs = [logprobs_proto(entry, piece=piece) for entry in event.logprobs]
+    return inference.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+
+
+def progress_proto(event: PrefillProgress, *, piece: Spell) -> inference.PrefillProgress:
+    """Return how far the prompt is computed."""
+    return inference.PrefillProgress(
+        processed_tokens=event.processed_token_count,
+        prompt_tokens=event.prompt_token_count,
+        prompt_logprobs=[logprobs_proto(entry, piece=piece) for entry in event.logprobs],
+    )
+
+
+def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenLogprobs:
+    """Return what the model thought of one token; `piece` spells a token."""
+    top, asked = (
+        [
+            logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
+            for t in told
+        ]
+        for told in (entry.top, entry.asked)
+    )
+    return logprobs_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        piece=piece(entry.token_id),
+        top=top,
+        asked=asked,
+        text_offset=entry.text_offset,
+    )
+
+
+def model_proto(info: ModelInfo) -> model_service_pb2.Model:
+    """Return a model's facts."""
+    return model_service_pb2.Model(
+        id=info.model_id,
+        architecture=info.architecture,
+        vocabulary_size=info.vocabulary_size,
+        context_tokens=info.context_token_limit,
+        dtype=info.dtype,
+        quantization=info.quantization,
+        parameter_count=info.parameter_count,
+        weight_bytes=info.weight_bytes,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        cache_classes=info.cache_classes,
+        fingerprint=info.fingerprint_hex,
+        has_chat_template=info.has_chat_template,
+        eos_token_ids=info.eos_token_ids,
+        device=info.device,
+        embedding_dimensions=info.embedding_size,
+        adapters=[adapter_proto(adapter) for adapter in info.adapters],
+    )
+
+
+def adapter_proto(adapter: AdapterInfo) -> adapter_pb2.Adapter:
+    """Return an adapter's facts."""
+    return adapter_pb2.Adapter(
+        name=adapter.name,
+        kind=adapter.kind,
+        digest=adapter.digest.hex(),
+        parameter_count=adapter.parameter_count,
+        weight_bytes=adapter.weight_bytes,
+    )

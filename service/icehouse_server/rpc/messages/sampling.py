@@ -1,0 +1,165 @@
+"""`SamplingParams` of a request to domain data; every refusal names its field. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from icehouse.v1 import sampling_pb2
+
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.engine_client.ports import TokenizerPort
+from icehouse_server.rpc.messages.validation import check_token_ids, refuse_value
+
+LOGIT_BIAS_COUNT_LIMIT = 1024
+LOGIT_BIAS_LIMIT = 100.0
+BAD_WORD_COUNT_LIMIT = 128
+BAD_WORD_BYTE_LIMIT = 256
+BAD_WORD_TOKEN_LIMIT = 32
+REPETITION_PENALTY_LIMIT = 10.0
+PENALTY_LIMIT = 2.0
+DEFAULT_XTC_THRESHOLD = 0.1
+
+
+def sampling_of(
+    proto: sampling_pb2.SamplingParams, *, generated_seed: int, max_output_tokens: int, info: ModelInfo
+) -> SamplingParams:
+    """Return the sampling parameters with the API's defaults filled in; `bad_words` need the tokenizer
+    and are read by `spellings`."""
+    _check_filters(proto)
+    _check_penalties(proto)
+    if not 0 <= proto.min_output_tokens <= max_output_tokens:
+        refuse_value(
+            "sampling.min_output_tokens",
+            proto.min_output_tokens,
+            f"0 to the {max_output_tokens} of max_output_tokens",
+        )
+    return SamplingParams(
+        temperature=proto.temperature,
+        top_p=proto.top_p if proto.HasField("top_p") else 1.0,
+        top_k=proto.top_k,
+        min_p=proto.min_p,
+        xtc_probability=proto.xtc_probability,
+        xtc_threshold=proto.xtc_threshold if proto.HasField("xtc_threshold") else DEFAULT_XTC_THRESHOLD,
+        repetition_penalty=proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0,
+        repetition_window=proto.repetition_window,
+        presence_penalty=proto.presence_penalty,
+        presence_window=proto.presence_window,
+        frequency_penalty=proto.frequency_penalty,
+        frequency_window=proto.frequency_window,
+        logit_bias=_logit_bias_of(proto, info),
+        banned=_banned_of(proto, info),
+        min_output_token_count=proto.min_output_tokens,
+        ignores_end_tokens=proto.ignore_end_tokens,
+        seed=proto.seed if proto.HasField("seed") else generated_seed,
+    )
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Refuse too many words, and empty or long ones."""
+    if len(words) > BAD_WORD_COUNT_LIMIT:
+        refuse_value("sampling.bad_words", f"{len(words)} texts", f"at most {BAD_WORD_COUNT_LIMIT} texts")
+    for index, word in enumerate(words):
+        size_bytes = len(word.encode("utf-8"))
+        if not 1 <= size_bytes <= BAD_WORD_BYTE_LIMIT:
+            refuse_value(
+                f"sampling.bad_words[{index}]",
+                f"{size_bytes} bytes",
+                f"1 to {BAD_WORD_BYTE_LIMIT} bytes long in UTF-8",
+            )
+
+
+def spellings(words: Sequence[str], tokenizer: TokenizerPort) -> tuple[tuple[int, ...], ...]:
+    """Return what the tokenizer makes of each word, alone and behind a space; raises InvalidRequest for one
+    that takes too many tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        forms = (word,) if word.startswith(" ") else (word, f" {word}")
+        for form in forms:
+            token_ids = tuple(tokenizer.spell(form))
+            if len(token_ids) > BAD_WORD_TOKEN_LIMIT:
+                refuse_value(
+                    f"sampling.bad_words[{index}]",
+                    f"{len(token_ids)} tokens",
+                    f"at most {BAD_WORD_TOKEN_LIMIT} tokens long",
+                )
+            if token_ids:
+                found[token_ids] = None
+    return tuple(found)
+
+
+def _check_filters(proto: sampling_pb2.SamplingParams) -> None:
+    if not (math.isfinite(proto.temperature) and proto.temperature >= 0):
+        refuse_value("sampling.temperature", proto.temperature, "a finite number >= 0; 0 is greedy")
+    # NaN fails every comparison, so each range is written as what is allowed.
+    if proto.HasField("top_p") and not 0 < proto.top_p <= 1:
+        refuse_value("sampling.top_p", proto.top_p, "> 0 and <= 1; 1 keeps all tokens")
+    if proto.top_k < 0:
+        refuse_value("sampling.top_k", proto.top_k, ">= 0; 0 keeps all tokens")
+    if not 0 <= proto.min_p < 1:
+        refuse_value("sampling.min_p", proto.min_p, ">= 0 and < 1; 0 keeps all tokens")
+    if not 0 <= proto.xtc_probability <= 1:
+        refuse_value("sampling.xtc_probability", proto.xtc_probability, "0 to 1; 0 leaves nothing out")
+    if not 0 <= proto.xtc_threshold <= 0.5:
+        refuse_value("sampling.xtc_threshold", proto.xtc_threshold, "0 to 0.5")
+
+
+def _check_penalties(proto: sampling_pb2.SamplingParams) -> None:
+    repetition = proto.repetition_penalty
+    if proto.HasField("repetition_penalty") and not 0 < repetition <= REPETITION_PENALTY_LIMIT:
+        refuse_value(
+            "sampling.repetition_penalty",
+            repetition,
+            f"> 0 and <= {REPETITION_PENALTY_LIMIT:g}; 1 changes nothing",
+        )
+    for name, penalty in (
+        ("presence_penalty", proto.presence_penalty),
+        ("frequency_penalty", proto.frequency_penalty),
+    ):
+        if not -PENALTY_LIMIT <= penalty <= PENALTY_LIMIT:
+            refuse_value(f"sampling.{name}", penalty, f"{-PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}")
+    for name, window in (
+        ("repetition_window", proto.repetition_window),
+        ("presence_window", proto.presence_window),
+        ("frequency_window", proto.frequency_window),
+    ):
+        if window < 0:
+            refuse_value(f"sampling.{name}", window, ">= 0; 0 counts all tokens")
+
+
+def _logit_bias_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tuple[int, float], ...]:
+    count = len(proto.logit_bias)
+    if count > LOGIT_BIAS_COUNT_LIMIT:
+        refuse_value("sampling.logit_bias", f"{count} entries", f"at most {LOGIT_BIAS_COUNT_LIMIT} entries")
+    biases = tuple(sorted(proto.logit_bias.items()))
+    for token_id, bias in biases:
+        field = f"sampling.logit_bias[{token_id}]"
+        if not 0 <= token_id < info.vocabulary_size:
+            raise InvalidRequest(
+                Reason.TOKEN_OUT_OF_RANGE,
+                f"{field} names a token outside the vocabulary; ids of this model are 0 to "
+                f"{info.vocabulary_size - 1}",
+                field=field,
+                metadata={"token_id": token_id, "vocabulary_size": info.vocabulary_size},
+            )
+        if not -LOGIT_BIAS_LIMIT <= bias <= LOGIT_BIAS_LIMIT:
+            refuse_value(field, bias, f"{-LOGIT_BIAS_LIMIT:g} to {LOGIT_BIAS_LIMIT:g}")
+    return biases
+
+
+def _banned_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tuple[int, ...], ...]:
+    sequences = proto.bad_token_sequences
+    if len(sequences) > BAD_WORD_COUNT_LIMIT:
+        refuse_value(
+            "sampling.bad_token_sequences",
+            f"{len(sequences)} sequences",
+            f"at most {BAD_WORD_COUNT_LIMIT} sequences",
+        )
+    for index, sequence in enumerate(sequences):
+        field = f"sampling.bad_token_sequences[{index}]"
+        if not 1 <= len(sequence.ids) <= BAD_WORD_TOKEN_LIMIT:
+            refuse_value(field, f"{len(sequence.ids)} tokens", f"1 to {BAD_WORD_TOKEN_LIMIT} tokens long")
+        check_token_ids(sequence.ids, info, field=f"{field}.ids")
+    return tuple(dict.fromkeys(tuple(sequence.ids) for sequence in sequences))

@@ -1,0 +1,1 @@
+"""Monitoring: statistics as they are read, polled and reported."""

@@ -1,0 +1,222 @@
+"""The gRPC server: wires the services together, opens the door, and shuts it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+
+import grpc
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_health.v1 import health, health_pb2_grpc
+from icehouse.v1 import (
+    cache_service_pb2_grpc,
+    embedding_service_pb2_grpc,
+    inference_service_pb2_grpc,
+    model_service_pb2_grpc,
+    rerank_service_pb2_grpc,
+)
+
+from icehouse_server.clock import Clock
+from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
+from icehouse_server.rpc.access.credentials import Security
+from icehouse_server.rpc.access.tenants import Tenants
+from icehouse_server.rpc.address import bind, remove_uds, server_options
+from icehouse_server.rpc.auth_interceptor import Door
+from icehouse_server.rpc.calls.calls import CallDesk
+from icehouse_server.rpc.calls.watchers import Telemetry
+from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.health import Health
+from icehouse_server.rpc.monitoring.observation import Observation
+from icehouse_server.rpc.monitoring.stats_poller import Sampler
+from icehouse_server.rpc.oneof_interceptor import OneOfInterceptor
+from icehouse_server.rpc.reflection import add_reflection
+from icehouse_server.rpc.services.cache import CacheService
+from icehouse_server.rpc.services.embedding import EmbeddingService
+from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.services.grammars import GrammarDesk
+from icehouse_server.rpc.services.inference import InferenceService
+from icehouse_server.rpc.services.model import ModelService
+from icehouse_server.rpc.services.prompts import PromptReader
+from icehouse_server.rpc.services.rerank import RerankService
+
+SERVICE_NAMES = (
+    "icehouse.v1.InferenceService",
+    "icehouse.v1.ModelService",
+    "icehouse.v1.CacheService",
+    "icehouse.v1.EmbeddingService",
+    "icehouse.v1.RerankService",
+)
+
+CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+
+HEARTBEAT_TIMEOUT_S = 1.5
+"""A prefill chunk on a slow CPU takes tens of seconds; an inference loop silent for longer is stuck."""
+
+_FLUSH_S = 0.5
+"""Time for the last statuses to leave after their calls have ended."""
+
+
+def draw_seed() -> int:
+    """Return 64 random bits from the system."""
+    return secrets.randbits(64)
+
+
+class RpcServer:
+    """The edge of the house. Constructed, started and stopped on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        engine: EnginePort,
+        router: Router,
+        clock: Clock,
+        grammars: GrammarPort | None = None,
+        connection: ConnectionConfig | None = None,
+        security: SecurityConfig | None = None,
+        tenants: TenantConfig | None = None,
+        tenant_running_limit: int = 0,
+        draw_seed: Callable[[], int] = draw_seed,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        connection = connection or ConnectionConfig()
+        self._config = config
+        self._security_config = security or SecurityConfig()
+        self._tenants = Tenants(tenants or TenantConfig(), running_limit=tenant_running_limit, clock=clock)
+        self._observation = Observation(
+            telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
+        )
+        self._security = Security(self._security_config, clock=clock)
+        self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
+        self._grammars = GrammarDesk(
+            grammars, byte_limit=config.max_grammar_bytes, timeout_s=config.grammar_timeout_s
+        )
+        self._desk = CallDesk(
+            clock=clock,
+            concurrent_call_limit=config.max_concurrent_calls,
+            watchers=self._observation.watchers,
+        )
+        self._health = Health(
+            engine=engine,
+            router=router,
+            clock=clock,
+            service_names=SERVICE_NAMES,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        door = Door(
+            authenticator=self._security.authenticator,
+            desk=self._desk,
+            health_is_open=self._security_config.health_open,
+            message_timeout_s=connection.message_timeout_s,
+            unread_call_limit=config.max_concurrent_calls,
+        )
+        # The first is the outermost: what watches sees refusals too, and whoever calls passes the door
+        # before anything else is looked at.
+        self._server = grpc.aio.server(
+            options=server_options(config, connection),
+            interceptors=(self._observation.interceptor, door, OneOfInterceptor(self._desk)),
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self.address = ""
+        """What clients connect to, once started: "host:port" or "unix:path"."""
+        self._add_services(engine, router, clock, draw_seed)
+
+    async def start(self) -> str:
+        """Listen and return the address; raises StartError when it cannot be had."""
+        self._security.load()
+        self.address = bind(
+            self._server, self._config, self._security_config, credentials=self._security.credentials
+        )
+        await self._health.refresh()
+        await self._server.start()
+        self._grammars.start()
+        self._tasks = [
+            asyncio.create_task(self._health.run(), name="health"),
+            asyncio.create_task(self._security.run(), name="security"),
+        ]
+        self._observation.start()
+        return self.address
+
+    @property
+    def sampler(self) -> Sampler:
+        """What is known of the engine without asking it."""
+        return self._observation.sampler
+
+    async def refresh_health(self) -> None:
+        """Look at state and heartbeat now."""
+        await self._health.refresh()
+
+    async def refresh_security(self) -> None:
+        """Look at certificates and tokens now."""
+        await self._security.refresh()
+
+    async def stop(self, *, grace_s: float) -> None:
+        """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
+        await self._health.stop_serving()
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._desk.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._desk.wait_idle()
+        # Not waited for any longer: health watchers, who would stay for ever.
+        await self._server.stop(_FLUSH_S)
+        await self._observation.stop()
+        self._prompts.close()
+        self._grammars.close()
+        if self.address:
+            remove_uds(self._config)
+
+    async def wait(self) -> None:
+        """Return when the server has stopped."""
+        await self._server.wait_for_termination()
+
+    def _add_services(
+        self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
+    ) -> None:
+        desk = self._desk
+        stats = self._observation.stats
+        generation = Generation(
+            config=self._config,
+            engine=engine,
+            router=router,
+            prompts=self._prompts,
+            grammars=self._grammars,
+            tenants=self._tenants,
+            draw_seed=draw_seed,
+            clock=clock,
+        )
+        inference = InferenceService(
+            config=self._config,
+            desk=desk,
+            generation=generation,
+            router=router,
+            prompts=self._prompts,
+            stats=stats,
+        )
+        cache = CacheService(desk=desk, engine=engine, generation=generation, router=router, stats=stats)
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._server)
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(desk=desk, router=router), self._server
+        )
+        embedding = EmbeddingService(
+            config=self._config, desk=desk, generation=generation, router=router, prompts=self._prompts
+        )
+        rerank = RerankService(
+            config=self._config, desk=desk, generation=generation, router=router, prompts=self._prompts
+        )
+        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, self._server)
+        rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(rerank, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        if self._config.reflection_enabled:
+            channelz_names = (CHANNELZ_NAME,) if self._config.channelz_enabled else ()
+            add_reflection(self._server, (*SERVICE_NAMES, health.SERVICE_NAME, *channelz_names))
+        if self._config.channelz_enabled:
+            channelz.add_channelz_servicer(self._server)

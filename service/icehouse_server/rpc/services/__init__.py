@@ -1,0 +1,1 @@
+"""The services of the API, one module each, and what they share."""

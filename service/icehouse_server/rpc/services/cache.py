@@ -1,0 +1,193 @@
+"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2_grpc
+from icehouse.v1 import cache_service_pb2 as messages
+
+from icehouse_server.domain.cache_commands import (
+    CacheAnswer,
+    CacheOrder,
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.ids import AdapterName, CacheScope
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
+from icehouse_server.rpc.calls.calls import Call, CallDesk, Context
+from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
+from icehouse_server.rpc.messages.stats import evict_response, explain_response, verify_response
+from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
+from icehouse_server.rpc.monitoring.stats_reader import StatsReader
+from icehouse_server.rpc.services.generation import Generation
+
+Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport)
+
+
+class _Scoped(Protocol):
+    @property
+    def adapter(self) -> str: ...
+    @property
+    def cache(self) -> cache_policy_pb2.CachePolicy: ...
+
+
+def scope_of(request: _Scoped, call: Call) -> CacheScope:
+    """Return whose blocks an order is about; raises Forbidden. The adapter is checked with the prompt."""
+    return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.adapter))
+
+
+class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
+    """Turns calls into the cache's orders and their answers into responses."""
+
+    def __init__(
+        self,
+        *,
+        desk: CallDesk,
+        engine: EnginePort,
+        generation: Generation,
+        router: Router,
+        stats: StatsReader,
+    ) -> None:
+        self._desk = desk
+        self._engine = engine
+        self._generation = generation
+        self._router = router
+        self._stats = stats
+
+    async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
+        """Answer with what Generate would reuse."""
+        async with self._desk.call("Explain", context) as call:
+            scope = scope_of(request, call)
+            shared = self._generation.shared_tenant_of(request.cache, call)
+            shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
+            _, prompt = await self._generation.read_prompt(
+                request,
+                request.WhichOneof("prompt"),
+                model_id=request.model,
+                adapter=request.adapter,
+                call=call,
+            )
+            explanation = await self._order(Explain(prompt.token_ids, scope, shared_scope), Explanation)
+            return explain_response(explanation, prompt_token_count=len(prompt.token_ids))
+
+    async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
+        """Run the prompt without output."""
+        async with self._desk.call("Warm", context) as call:
+            prepared = await self._generation.prepare(
+                request,
+                request.WhichOneof("prompt"),
+                call=call,
+                max_output_tokens=0,
+                sampling=SamplingParams(),
+            )
+            async with self._generation.run(prepared.requests, call=call) as events:
+                async for _, event in events:
+                    if isinstance(event, Finished):
+                        return messages.WarmResponse(
+                            request_id=prepared.request.request_id,
+                            cache=cache_report_proto(event.usage.cache),
+                            usage=usage_proto(event.usage),
+                        )
+        raise AssertionError("a request's events ended without Finished or Failed")
+
+    async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
+        """Pin a prompt's blocks."""
+        async with self._desk.call("Pin", context) as call:
+            report = await self._change_pins(Pin, request, call)
+            return messages.PinResponse(
+                block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
+            )
+
+    async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
+        """Take a prompt's pins off."""
+        async with self._desk.call("Unpin", context) as call:
+            report = await self._change_pins(Unpin, request, call)
+            return messages.UnpinResponse(
+                block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
+            )
+
+    async def _change_pins(
+        self,
+        order: Callable[[tuple[int, ...], CacheScope], CacheOrder],
+        request: messages.PinRequest | messages.UnpinRequest,
+        call: Call,
+    ) -> PinReport:
+        scope = scope_of(request, call)
+        _, prompt = await self._generation.read_prompt(
+            request,
+            request.WhichOneof("prompt"),
+            model_id=request.model,
+            adapter=request.adapter,
+            call=call,
+        )
+        return await self._order(order(prompt.token_ids, scope), PinReport)
+
+    async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
+        """Remove a prompt's blocks, or everything."""
+        async with self._desk.call("Evict", context) as call:
+            kind = request.WhichOneof("target")
+            if kind is None:
+                raise InvalidRequest(
+                    Reason.PROMPT_MISSING,
+                    "nothing is named to evict; set `text`, `chat`, `tokens` or `all`",
+                    field="target",
+                )
+            scope = scope_of(request, call)
+            if kind == "all":
+                if not request.all:
+                    refuse_value("all", False, "true; name a prompt to evict less")
+                call.caller.require_operator("evicting everything")
+                check_model(request.model, self._router.require_model().info)
+                return evict_response(await self._order(Evict(None), EvictReport))
+            _, prompt = await self._generation.read_prompt(
+                request, kind, model_id=request.model, adapter=request.adapter, call=call
+            )
+            return evict_response(await self._order(Evict(prompt.token_ids, scope), EvictReport))
+
+    async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
+        """Have blocks on SSD read and compared."""
+        async with self._desk.call("Verify", context) as call:
+            call.caller.require_operator("verifying the SSD")
+            if request.block_limit < 0:
+                refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
+            return verify_response(await self._order(Verify(request.block_limit), VerifyReport))
+
+    async def WatchStats(  # type: ignore[override]
+        self, request: messages.WatchStatsRequest, context: Context
+    ) -> None:
+        """Send counters until the caller ends it or the engine stops."""
+        async with self._desk.call("WatchStats", context) as call:
+            interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
+            while True:
+                stats = await self._stats.read(call.caller)
+                await context.write(messages.WatchStatsResponse(stats=stats))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await self._router.left_ready.wait()
+
+    async def _order(self, order: CacheOrder, answer_type: type[Answer]) -> Answer:
+        self._router.require_model()
+
+        def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+            self._engine.give_order(order, reply)
+
+        answer = await self._router.ask(send)
+        if isinstance(answer, IcehouseError):
+            raise answer
+        assert isinstance(answer, answer_type), f"{order} was answered by {answer}"
+        return answer

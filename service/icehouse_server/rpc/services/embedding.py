@@ -1,0 +1,147 @@
+"""EmbeddingService: Embed."""
+
+from __future__ import annotations
+
+from icehouse.v1 import cache_policy_pb2, embedding_service_pb2_grpc
+from icehouse.v1 import embedding_service_pb2 as messages
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.ids import AdapterName, RequestId
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import CacheUse, GenerationRequest, Pooling, Vector, finished
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.errors import CannotFit, InvalidRequest, Reason
+from icehouse_server.rpc.calls.calls import Call, CallDesk, Context
+from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.messages.responses import duration_proto
+from icehouse_server.rpc.messages.validation import (
+    check_adapter,
+    check_model,
+    priority_of,
+    refuse_value,
+    request_id_of,
+    tenant_of,
+)
+from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.services.prepared import requests_together
+from icehouse_server.rpc.services.prompts import PromptReader, input_of
+
+_POOLINGS = {
+    messages.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
+    messages.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
+    messages.POOLING_MEAN: Pooling.MEAN,
+}
+
+
+class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
+    """Each input runs through the engine like a prompt that wants no output."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        desk: CallDesk,
+        generation: Generation,
+        router: Router,
+        prompts: PromptReader,
+    ) -> None:
+        self._config = config
+        self._desk = desk
+        self._generation = generation
+        self._router = router
+        self._prompts = prompts
+
+    async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
+        """Answer with a vector for each input."""
+        async with self._desk.call("Embed", context) as call:
+            model = self._router.require_model()
+            dimension_count = self._check(request, model.info)
+            whole = self._whole_request(request, call)
+            inputs = await self._read(request, model, call)
+            order, requests = requests_together(whole, inputs)
+            vectors: dict[int, Vector] = {}
+            total_s = 0.0
+            async with self._generation.run(requests, call=call) as events:
+                async for rank, event in events:
+                    if isinstance(event, Finished):
+                        assert event.embedding is not None, "an input ended without its vector"
+                        vectors[order[rank]] = event.embedding
+                        total_s = max(total_s, event.usage.total_s)
+            return messages.EmbedResponse(
+                request_id=whole.request_id,
+                model=model.info.model_id,
+                embeddings=[
+                    messages.Embedding(
+                        values=finished(
+                            vectors[index],
+                            dimension_count=dimension_count,
+                            is_normalized=request.normalize or not request.HasField("normalize"),
+                        ).tolist(),
+                        prompt_tokens=len(inputs[index]),
+                    )
+                    for index in range(len(inputs))
+                ],
+                prompt_tokens=sum(map(len, inputs)),
+                total_duration=duration_proto(total_s),
+            )
+
+    def _check(self, request: messages.EmbedRequest, info: ModelInfo) -> int:
+        """Refuse what needs no tokenizer to be refused; return the dimensions to keep."""
+        check_model(request.model, info)
+        check_adapter(request.adapter, info)
+        if not info.embedding_size:
+            raise CannotFit(
+                Reason.EMBEDDING_UNSUPPORTED,
+                f"model {info.model_id!r} ({info.architecture}) shows no hidden states to pool",
+                metadata={"model": info.model_id, "architecture": info.architecture},
+            )
+        limit = self._config.max_embedding_inputs
+        if not 1 <= len(request.inputs) <= limit:
+            refuse_value("inputs", f"{len(request.inputs)} inputs", f"1 to {limit} inputs")
+        if request.pooling not in _POOLINGS:
+            refuse_value("pooling", int(request.pooling), "a Pooling of this API version")
+        if not 0 <= request.dimensions <= info.embedding_size:
+            refuse_value("dimensions", request.dimensions, f"1 to {info.embedding_size}, or absent")
+        return request.dimensions or info.embedding_size
+
+    def _whole_request(self, request: messages.EmbedRequest, call: Call) -> GenerationRequest:
+        """Return what the engine's requests have in common."""
+        call.request_id = request_id_of(request.request_id, generated=call.request_id)
+        call.tenant = tenant_of(cache_policy_pb2.CachePolicy(), call.caller)
+        return GenerationRequest(
+            request_id=RequestId(call.request_id),
+            prompt_token_ids=(),
+            max_output_tokens=0,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=call.arrival_time,
+            deadline_time=call.deadline_time,
+            # A vector needs every token's hidden state, or comes of a text that nobody continues.
+            cache_use=CacheUse.OFF,
+            tenant=call.tenant,
+            adapter=AdapterName(request.adapter),
+            priority=priority_of(request.priority),
+            pooling=_POOLINGS[request.pooling],
+        )
+
+    async def _read(
+        self, request: messages.EmbedRequest, model: ServedModel, call: Call
+    ) -> list[tuple[int, ...]]:
+        """Return the tokens of every input; raises InvalidRequest that names the one at fault."""
+        call.model_id = model.info.model_id
+        inputs: list[tuple[int, ...]] = []
+        for index, message in enumerate(request.inputs):
+            try:
+                prompt = input_of(message, message.WhichOneof("input"), model.info)
+                inputs.append((await self._prompts.read(prompt, model)).token_ids)
+            except InvalidRequest as error:
+                raise InvalidRequest(
+                    error.reason,
+                    f"inputs[{index}]: {error.message}",
+                    field=f"inputs[{index}].{error.field}",
+                    metadata=error.metadata,
+                ) from error
+        call.prompt_token_count = sum(map(len, inputs))
+        return inputs

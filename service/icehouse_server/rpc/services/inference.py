@@ -1,0 +1,129 @@
+"""InferenceService: Generate, Stream, Tokenize, CacheStats."""
+
+from __future__ import annotations
+
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import inference_service_pb2_grpc
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.domain.events import CacheReport, Finished
+from icehouse_server.rpc.calls.calls import Call, CallDesk, Context
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.stall_timer import StallTimer
+from icehouse_server.rpc.messages.response_format import response_format_of
+from icehouse_server.rpc.messages.responses import cache_report_proto
+from icehouse_server.rpc.messages.sampling import sampling_of
+from icehouse_server.rpc.messages.speculation import speculation_of
+from icehouse_server.rpc.messages.validation import (
+    check_model,
+    completions_of,
+    logprobs_of,
+    max_output_tokens_of,
+    stop_of,
+)
+from icehouse_server.rpc.monitoring.stats_reader import StatsReader
+from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.services.prepared import Prepared
+from icehouse_server.rpc.services.prompts import PromptReader, text_prompt_of
+from icehouse_server.rpc.services.reply_sum import ReplySum
+
+
+class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
+    """Thin: each method reads the request, asks below, and writes the answer."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        desk: CallDesk,
+        generation: Generation,
+        router: Router,
+        prompts: PromptReader,
+        stats: StatsReader,
+    ) -> None:
+        self._config = config
+        self._desk = desk
+        self._generation = generation
+        self._router = router
+        self._prompts = prompts
+        self._stats = stats
+
+    async def Generate(
+        self, request: messages.GenerateRequest, context: Context
+    ) -> messages.GenerateResponse:
+        """Answer once, with the complete output."""
+        async with self._desk.call("Generate", context) as call:
+            prepared = await self._read(request, call)
+            replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
+            caches = [CacheReport()] * prepared.completion_count
+            async with self._generation.run(prepared.requests, call=call) as events:
+                async for index, event in events:
+                    total.add(replies.responses(index, event))
+                    if isinstance(event, Finished):
+                        caches[index] = event.usage.cache
+            return total.response(
+                [cache_report_proto(cache) for cache in caches], lists_completions=request.completions > 0
+            )
+        # The desk turns every error into a status and raises that.
+        raise AssertionError("a call that answered nothing ended well")
+
+    # Written with context.write, not as a generator: only so can a write that blocks be timed.
+    async def Stream(  # type: ignore[override]
+        self, request: messages.GenerateRequest, context: Context
+    ) -> None:
+        """Answer event by event."""
+        timer = StallTimer(timeout_s=self._config.stall_timeout_s)
+        async with self._desk.call("Stream", context) as call:
+            prepared = await self._read(request, call)
+            replies = prepared.new_replies()
+            running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
+            async with running as events, timer.guard():
+                async for index, event in events:
+                    for response in replies.responses(index, event):
+                        timer.writing()
+                        await context.write(response)
+                        timer.written()
+
+    async def Tokenize(
+        self, request: messages.TokenizeRequest, context: Context
+    ) -> messages.TokenizeResponse:
+        """Answer with the tokens of a prompt."""
+        async with self._desk.call("Tokenize", context) as call:
+            model = self._router.require_model()
+            check_model(request.model, model.info)
+            prompt = text_prompt_of(request, request.WhichOneof("prompt"), model.info)
+            pieces = await self._prompts.pieces(prompt, model)
+            call.prompt_token_count = len(pieces)
+            tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in pieces]
+            return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
+
+    async def CacheStats(
+        self, request: messages.CacheStatsRequest, context: Context
+    ) -> messages.CacheStatsResponse:
+        """Answer with the counters between two steps."""
+        async with self._desk.call("CacheStats", context) as call:
+            return await self._stats.read(call.caller)
+
+    async def _read(self, request: messages.GenerateRequest, call: Call) -> Prepared:
+        max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
+        info = self._router.require_model().info
+        sampling = sampling_of(
+            request.sampling,
+            generated_seed=self._generation.draw_seed(),
+            max_output_tokens=max_output_tokens,
+            info=info,
+        )
+        return await self._generation.prepare(
+            request,
+            request.WhichOneof("prompt"),
+            call=call,
+            max_output_tokens=max_output_tokens,
+            sampling=sampling,
+            bad_words=request.sampling.bad_words,
+            stop=stop_of(request.stop, self._config),
+            form=response_format_of(request.response_format) if request.HasField("response_format") else None,
+            logprobs=logprobs_of(request.logprobs, info) if request.HasField("logprobs") else None,
+            completion_count=completions_of(request.completions, sampling, self._config),
+            tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
+            speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,
+        )

@@ -1,0 +1,76 @@
+"""A request that has been read: what the engine is asked, and how its output is told.
+
+Several prompts of one call as requests that the engine takes in together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse_server.domain.request import GenerationRequest, part_of
+from icehouse_server.rpc.engine_client.ports import ServedModel, SplitterPort
+from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RenderedConversation:
+    """A conversation and its prompt."""
+
+    conversation: Conversation
+    rendered: RenderedChat
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """Ready to run. `chat` is None where the prompt was plain text or tokens: then nothing is told apart."""
+
+    model: ServedModel
+    request: GenerationRequest
+    chat: RenderedConversation | None
+    completion_count: int = 1
+
+    @property
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        """What the engine is asked, one request a completion."""
+        return tuple(self.request.completion(index) for index in range(self.completion_count))
+
+    def new_replies(self) -> Replies:
+        """Return what turns the events of one run into messages."""
+        return Replies([self._new_reply(request) for request in self.requests])
+
+    def _new_reply(self, request: GenerationRequest) -> Reply:
+        return Reply(
+            request_id=request.request_id,
+            model_id=self.model.info.model_id,
+            seed=request.sampling.seed,
+            splitter=self._new_splitter(request),
+            piece=self.model.tokenizer.piece,
+        )
+
+    def _new_splitter(self, request: GenerationRequest) -> SplitterPort | None:
+        if self.chat is None:
+            return None
+        return self.model.tokenizer.reply_splitter(
+            self.chat.conversation,
+            self.chat.rendered,
+            make_call_id=call_id_maker(request.request_id, request.prompt_token_ids),
+        )
+
+
+def requests_together(
+    whole: GenerationRequest, prompts: Sequence[tuple[int, ...]]
+) -> tuple[list[int], list[GenerationRequest]]:
+    """Return a request for each prompt, like `whole` in everything else, and which prompt each one is of.
+
+    The engine judges requests that come together by the first, so that is the longest.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    requests = [
+        dataclasses.replace(
+            whole, request_id=part_of(whole.request_id, rank), prompt_token_ids=prompts[index]
+        )
+        for rank, index in enumerate(order)
+    ]
+    return order, requests

@@ -1,0 +1,110 @@
+"""What Generate answers: the events of a stream, added up by completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from icehouse.v1 import completion_pb2, logprobs_pb2, tool_pb2, usage_pb2
+from icehouse.v1 import inference_service_pb2 as inference
+
+from icehouse_server.domain.sampling import SEED_RANGE
+
+
+class ReplySum:
+    """Adds the messages of a request up."""
+
+    def __init__(self, *, completion_count: int) -> None:
+        self._started = inference.Started()
+        self._prompt_logprobs: list[logprobs_pb2.TokenLogprobs] = []
+        self._outputs = [_OutputSum() for _ in range(completion_count)]
+
+    def add(self, responses: Iterable[inference.StreamResponse]) -> None:
+        """Add messages, in order."""
+        for response in responses:
+            match response.WhichOneof("event"):
+                case "started":
+                    self._started = response.started
+                case "prefill_progress":
+                    self._prompt_logprobs.extend(response.prefill_progress.prompt_logprobs)
+                case "delta":
+                    self._outputs[response.delta.completion_index].add(response.delta)
+                case "finished":
+                    self._outputs[response.finished.completion_index].finished = response.finished
+
+    def response(
+        self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool
+    ) -> inference.GenerateResponse:
+        """Return the whole, once each `finished` was added; `caches` is what each completion reused."""
+        completions = [
+            output.completion(index, seed=(self._started.seed + index) % SEED_RANGE, cache=cache)
+            for index, (output, cache) in enumerate(zip(self._outputs, caches, strict=True))
+        ]
+        first = completions[0]
+        return inference.GenerateResponse(
+            request_id=self._started.request_id,
+            model=self._started.model,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            stop_string=first.stop_string if first.HasField("stop_string") else None,
+            usage=first.usage,
+            cache=first.cache,
+            seed=first.seed,
+            tool_calls=first.tool_calls,
+            reasoning=first.reasoning,
+            malformed_tool_calls=first.malformed_tool_calls,
+            logprobs=first.logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            completions=completions if lists_completions else (),
+        )
+
+
+class _OutputSum:
+    """One completion."""
+
+    def __init__(self) -> None:
+        self.finished = inference.Finished()
+        self._texts: list[str] = []
+        self._reasonings: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[logprobs_pb2.TokenLogprobs] = []
+        self._calls: dict[int, tool_pb2.ToolCall] = {}
+        self._arguments: dict[int, list[str]] = {}
+        self._malformed: list[tool_pb2.MalformedToolCall] = []
+
+    def add(self, delta: inference.Delta) -> None:
+        self._texts.append(delta.text)
+        self._reasonings.append(delta.reasoning)
+        self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        if delta.HasField("malformed_tool_call"):
+            self._malformed.append(delta.malformed_tool_call)
+        if delta.HasField("tool_call"):
+            self._add_call(delta.tool_call)
+
+    def completion(self, index: int, *, seed: int, cache: usage_pb2.CacheReport) -> completion_pb2.Completion:
+        for call_index, call in self._calls.items():
+            call.arguments_json = "".join(self._arguments[call_index])
+        finished = self.finished
+        return completion_pb2.Completion(
+            index=index,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=finished.finish_reason,
+            stop_string=finished.stop_string if finished.HasField("stop_string") else None,
+            usage=finished.usage,
+            cache=cache,
+            seed=seed,
+            tool_calls=self._calls.values(),
+            reasoning="".join(self._reasonings),
+            logprobs=self._logprobs,
+            malformed_tool_calls=self._malformed,
+        )
+
+    def _add_call(self, piece: tool_pb2.ToolCallDelta) -> None:
+        if piece.withdrawn:
+            del self._calls[piece.index]
+            return
+        if piece.index not in self._calls:
+            self._calls[piece.index] = tool_pb2.ToolCall(id=piece.id, name=piece.name)
+        self._arguments.setdefault(piece.index, []).append(piece.arguments_json)

@@ -1,0 +1,111 @@
+"""How a query and a document become a prompt, and which tokens answer it. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from icehouse.v1 import rerank_service_pb2 as messages
+
+from icehouse_server.domain.chat import ChatMessage, Conversation
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.validation import refuse_value
+from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text
+
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+DEFAULT_ANSWERS = ("yes", "no")
+
+_DEFAULT_TURNS = messages.RerankTurns(
+    system=(
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".'
+    ),
+    user="<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+)
+"""What Qwen3-Reranker was trained with, by its model card; its template gives the rest."""
+
+_NO_THINKING: Mapping[str, bool] = {"enable_thinking": False}
+_PLACES = re.compile(r"\{(instruction|query|document)\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RerankForm:
+    """The request's form with everything known but the document. `turns` is None for plain text."""
+
+    turns: messages.RerankTurns | None
+    text: str
+    known: Mapping[str, str]
+
+    def prompt(self, document: str) -> Text | Chat:
+        """Return the prompt that asks about one document; raises InvalidRequest for none."""
+        if not document:
+            raise InvalidRequest(Reason.PROMPT_EMPTY, "it is empty; leave it out", field="documents")
+        values = {**self.known, "document": document}
+        if self.turns is None:
+            return Text(_filled(self.text, values))
+        turns = [("system", self.turns.system), ("user", self.turns.user)]
+        said = tuple(ChatMessage(role, _filled(text, values)) for role, text in turns if text)
+        return Chat(Conversation(said, template_arguments=_NO_THINKING))
+
+
+def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
+    """Return how documents are asked about; raises InvalidRequest."""
+    if not request.query:
+        raise InvalidRequest(Reason.PROMPT_EMPTY, "`query` is empty; say what to rank for", field="query")
+    kind = request.WhichOneof("form")
+    known = {"instruction": request.instruction or DEFAULT_INSTRUCTION, "query": request.query}
+    if kind == "text":
+        _check_places("text", request.text)
+        return RerankForm(None, request.text, known)
+    if not info.has_chat_template:
+        raise InvalidRequest(
+            Reason.CHAT_TEMPLATE_MISSING,
+            f"the model {info.model_id!r} has no chat template; say in `text` how a prompt is made",
+            field="text",
+        )
+    turns = request.turns if kind == "turns" else _DEFAULT_TURNS
+    if not turns.user:
+        refuse_value("turns.user", "", "the user's turn: no conversation is without one")
+    _check_places("turns", f"{turns.system}\n{turns.user}")
+    return RerankForm(turns, "", known)
+
+
+def check_begins_with_answer(prompt: ReadPrompt) -> None:
+    """Refuse a prompt after which the model would think first."""
+    if prompt.chat is not None and prompt.chat.rendered.is_reasoning:
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            "the model's chat template lets every reply begin with reasoning, so its first token is no "
+            "answer; say in `text` how a prompt is made",
+            field="turns",
+        )
+
+
+def answers_of(positive: Sequence[int], negative: Sequence[int]) -> tuple[int, int]:
+    """Return the answers' tokens, given the spelling of each; raises InvalidRequest unless that is one."""
+    for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
+        if len(spelling) != 1:
+            refuse_value(field, f"{len(spelling)} tokens", "spelled by one token of the model")
+    if positive == negative:
+        refuse_value("negative_answer", "the positive one too", "another token than the positive answer")
+    return positive[0], negative[0]
+
+
+def _check_places(field: str, template: str) -> None:
+    missing = {"query", "document"} - set(_PLACES.findall(template))
+    if missing:
+        wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))
+        raise InvalidRequest(
+            Reason.PARAMETER_OUT_OF_RANGE,
+            # The form is not shown: it is most of a prompt.
+            f"`{field}` must have {wanted} in it",
+            field=field,
+            metadata={"field": field, "wanted": wanted},
+        )
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """Put values into their places, all at once: what stands in a value is text."""
+    return _PLACES.sub(lambda found: values[found[1]], template)

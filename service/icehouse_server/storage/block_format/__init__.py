@@ -1,0 +1,1 @@
+"""The block file: one safetensors file for each block, its header, checksums and damage."""

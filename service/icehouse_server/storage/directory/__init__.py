@@ -1,0 +1,1 @@
+"""The cache directory: commits, manifest, reconciliation, eviction from disk."""

@@ -1,0 +1,158 @@
+"""The blocks on SSD in memory: who they are, what they weigh, and which goes first.
+
+Owned by the storage thread. Eviction order is least recently used, but only among leaves: a
+block with a stored child is reachable for nobody without its parent, so tails go before heads
+and a chain shrinks from its end. Pinned blocks, and therefore all their ancestors, stay.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.storage.record import BlockRecord
+
+
+class DiskIndex:
+    """Records by hash, with a heap of the leaves by recency.
+
+    The heap holds stale entries (a use is only noted, not moved); they are set right or
+    thrown away when they reach the top, so each operation is O(log n) amortised.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[BlockHash, BlockRecord] = {}
+        self._uses: dict[BlockHash, int] = {}
+        self._child_counts: dict[BlockHash, int] = {}
+        self._leaves: list[tuple[int, BlockHash]] = []
+        self._use_number = 0
+        self.block_bytes = 0
+
+    @classmethod
+    def of(cls, records: Iterable[BlockRecord]) -> DiskIndex:
+        """Return an index of records given from the least to the most recently used."""
+        index = cls()
+        # In bulk, not by `add`: a start with 100,000 blocks waits for this.
+        given = list(records)
+        index._records = {record.hash: record for record in given}
+        index._uses = dict(zip(index._records, range(1, len(given) + 1), strict=True))
+        index._use_number = len(given)
+        index._child_counts = dict(Counter([record.parent for record in given]))
+        index.block_bytes = sum([record.file_bytes for record in given])
+        index._leaves = [
+            (use, record.hash)
+            for use, record in enumerate(given, start=1)
+            if record.hash not in index._child_counts and not record.pinned
+        ]
+        return index
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._records
+
+    def __iter__(self) -> Iterator[BlockRecord]:
+        return iter(self._records.values())
+
+    def get(self, block_hash: BlockHash) -> BlockRecord | None:
+        """Return the record of a stored block."""
+        return self._records.get(block_hash)
+
+    def by_recency(self, fingerprint: Fingerprint) -> list[BlockRecord]:
+        """Return the blocks of one fingerprint, least recently used first."""
+        mine = [record for record in self._records.values() if record.fingerprint == fingerprint]
+        return sorted(mine, key=lambda record: self._uses[record.hash])
+
+    def add(self, record: BlockRecord) -> None:
+        """Add a block as the most recently used one."""
+        assert record.hash not in self._records, f"Block {record.hash.hex()} added twice"
+        self._records[record.hash] = record
+        self._uses[record.hash] = self._next_use()
+        self._child_counts[record.parent] = self._child_counts.get(record.parent, 0) + 1
+        self.block_bytes += record.file_bytes
+        self._offer(record.hash)
+
+    def put(self, record: BlockRecord) -> None:
+        """Add a block as the most recently used one, or put it in the place of the one of its name."""
+        stored = self._records.get(record.hash)
+        if stored is None:
+            self.add(record)
+            return
+        self.block_bytes += record.file_bytes - stored.file_bytes
+        self._records[record.hash] = record
+        self._uses[record.hash] = self._next_use()
+
+    def covers(self, block: HostBlock) -> bool:
+        """Say whether a block is stored with every region that it has here."""
+        record = self._records.get(block.header.hash)
+        if record is None:
+            return False
+        return all(record.region_bytes(region.kind) or not region.size_bytes for region in block.regions)
+
+    def remove(self, block_hash: BlockHash) -> BlockRecord | None:
+        """Forget a block and return its record, or None when it is not stored."""
+        record = self._records.pop(block_hash, None)
+        if record is None:
+            return None
+        del self._uses[block_hash]
+        self.block_bytes -= record.file_bytes
+        left = self._child_counts[record.parent] - 1
+        if left:
+            self._child_counts[record.parent] = left
+        else:
+            del self._child_counts[record.parent]
+            self._offer(record.parent)
+        return record
+
+    def touch(self, block_hash: BlockHash, *, now_time: float) -> bool:
+        """Note a use, seconds since the epoch; False when the block is not stored."""
+        record = self._records.get(block_hash)
+        if record is None:
+            return False
+        self._records[block_hash] = record._replace(
+            last_used_time=max(now_time, record.last_used_time), hit_count=record.hit_count + 1
+        )
+        self._uses[block_hash] = self._next_use()
+        return True
+
+    def set_pinned(self, block_hash: BlockHash, *, pinned: bool) -> bool:
+        """Protect a block and its ancestors from eviction, or stop to; False when it is not stored."""
+        record = self._records.get(block_hash)
+        if record is None:
+            return False
+        self._records[block_hash] = record._replace(pinned=pinned)
+        self._offer(block_hash)
+        return True
+
+    def restamp(self, record: BlockRecord) -> None:
+        """Replace the record of a stored block by one with the same size and place in the chain."""
+        assert self._records[record.hash].file_bytes == record.file_bytes
+        self._records[record.hash] = record
+
+    def next_victim(self) -> BlockRecord | None:
+        """Return the block to evict next without removing it, or None when every one is held."""
+        while self._leaves:
+            use, block_hash = self._leaves[0]
+            if not self._is_evictable(block_hash):
+                heapq.heappop(self._leaves)
+            elif self._uses[block_hash] != use:
+                heapq.heapreplace(self._leaves, (self._uses[block_hash], block_hash))
+            else:
+                return self._records[block_hash]
+        return None
+
+    def _offer(self, block_hash: BlockHash) -> None:
+        if self._is_evictable(block_hash):
+            heapq.heappush(self._leaves, (self._uses[block_hash], block_hash))
+
+    def _is_evictable(self, block_hash: BlockHash) -> bool:
+        record = self._records.get(block_hash)
+        return record is not None and not record.pinned and block_hash not in self._child_counts
+
+    def _next_use(self) -> int:
+        self._use_number += 1
+        return self._use_number

@@ -1,0 +1,161 @@
+"""The start of the SSD tier: from a directory in any state to rows and files that agree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sqlite3
+from collections.abc import Sequence
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_stats import ReconcileReport
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.directory.lock import snapshot, take_mark
+from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.directory.reconcile import Finding, Walk, reconcile
+from icehouse_server.storage.directory.space import SECONDS_PER_DAY
+from icehouse_server.storage.encryption.cipher import KEY_DETAIL, Vault
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.paths import StorePaths, parse_block_name
+from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.settings import StorageSettings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """A directory whose rows and files agree."""
+
+    manifest: Manifest
+    records: list[BlockRecord]
+    """Of all fingerprints, from the least to the most recently used."""
+    quarantined: dict[BlockHash, int]
+    """Bytes by hash, oldest first."""
+    unknown_bytes: int
+    """Files in our folders that we did not name."""
+    report: ReconcileReport
+
+
+def open_store(
+    settings: StorageSettings, *, paths: StorePaths, files: Files, clock: Clock, vault: Vault | None = None
+) -> OpenedStore:
+    """Open the manifest, reconcile it with the files and return what is usable.
+
+    The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
+    refuses; running it again is safe.
+    """
+    for path in (paths.root, paths.blocks, paths.quarantine):
+        files.make_dir(path)
+    started = clock.monotonic()
+    is_clean = _matches_mark(files, paths)
+    manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
+    try:
+        loaded = clock.monotonic()
+        now_time = clock.wall()
+        walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time, vault=vault)
+        unknown_bytes = 0
+        if is_clean and not edited and not rebuilt:
+            records = rows
+        else:
+            day = int(now_time // SECONDS_PER_DAY)
+            records = reconcile(walk, files=files, paths=paths, manifest=manifest, day=day)
+            records.sort(key=lambda record: record.last_used_time)
+            unknown_bytes = walk.unknown_bytes
+        walked = clock.monotonic()
+        files.make_dir(paths.folder(settings.fingerprint))
+        files.fsync_dir(paths.blocks)
+        manifest.add_fingerprint(
+            settings.fingerprint, details=dict(settings.fingerprint_details), now_time=now_time
+        )
+        quarantined = {
+            block_hash: info.size_bytes
+            for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
+            if (block_hash := parse_block_name(info.name)) is not None
+        }
+    except BaseException:
+        manifest.close(checkpoint=False)
+        raise
+    counts = walk.counts
+    report = ReconcileReport(
+        time=now_time,
+        was_clean=records is rows,
+        manifest_rebuilt=rebuilt,
+        row_count=len(rows) + len(edited),
+        file_count=walk.file_count,
+        partials_deleted=counts[Finding.PARTIAL],
+        adopted=counts[Finding.ADOPTABLE],
+        quarantined=counts[Finding.INVALID] + counts[Finding.DIFFERS] + counts[Finding.EDITED_ROW],
+        rows_without_file=counts[Finding.MISSING],
+        other_abi_deleted=counts[Finding.OTHER_ABI],
+        unknown_files=counts[Finding.UNKNOWN],
+        restamped=counts[Finding.RESTAMPED],
+        unencrypted=_unencrypted_count(manifest, records) if vault else 0,
+        manifest_s=loaded - started,
+        walk_s=walked - loaded,
+    )
+    return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
+
+
+def _unencrypted_count(manifest: Manifest, records: Sequence[BlockRecord]) -> int:
+    """Return how many blocks were written before there was a key."""
+    sealed = {name for name, details in manifest.fingerprints().items() if KEY_DETAIL in details}
+    return sum(record.fingerprint not in sealed for record in records)
+
+
+def _matches_mark(files: Files, paths: StorePaths) -> bool:
+    """Say whether the directory is as the last clean shutdown left it. The mark is used up."""
+    mark = take_mark(files, paths)
+    if mark is None:
+        return False
+    try:
+        return snapshot(files, paths) == mark
+    except FileNotFoundError:
+        return False
+
+
+def _load_manifest(
+    files: Files, paths: StorePaths, *, check_pages: bool
+) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
+    """Return the open manifest, its rows and edited rows, and whether it was made anew beside blocks."""
+    existed = _create_private(files, paths)
+    try:
+        manifest = Manifest.open(paths.manifest)
+        try:
+            if not (check_pages and existed) or manifest.is_sound():
+                has_blocks = bool(files.list(paths.blocks))
+                return manifest, *manifest.load(check_facts=check_pages), not existed and has_blocks
+        except BaseException:
+            manifest.close(checkpoint=False)
+            raise
+        manifest.close(checkpoint=False)
+    except sqlite3.OperationalError:
+        # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
+        raise
+    except sqlite3.DatabaseError as error:
+        _log.warning("manifest_moved_aside", extra={"detail": str(error)})
+    _move_aside(files, paths)
+    _create_private(files, paths)
+    return Manifest.open(paths.manifest), [], [], True
+
+
+def _create_private(files: Files, paths: StorePaths) -> bool:
+    """Make the manifest's file so that SQLite keeps its mode; say whether there was one already."""
+    try:
+        files.close(files.create(paths.manifest))
+    except FileExistsError:
+        return True
+    # A log of another manifest must never be replayed into the new one.
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            files.unlink(paths.manifest + suffix)
+    return False
+
+
+def _move_aside(files: Files, paths: StorePaths) -> None:
+    """Keep the unreadable manifest for a person to look at; its logs first, or they would outlive it."""
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            files.unlink(paths.manifest + suffix)
+    files.rename(paths.manifest, paths.manifest_aside)

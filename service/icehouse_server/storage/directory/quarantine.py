@@ -1,0 +1,92 @@
+"""Files in the cache directory that are no blocks any more: quarantined ones, and ones that would not go.
+
+Owned by the storage thread. Both count against the size limit until they are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.directory.commit import move_to_quarantine
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.paths import StorePaths
+
+_QUARANTINE_LIMIT_COUNT = 64
+"""Damaged files kept to be looked at; the oldest goes when one more comes."""
+
+
+class Quarantine:
+    """Damaged block files, kept where a person can look at them while there is room."""
+
+    def __init__(self, files: Files, paths: StorePaths, *, found: dict[BlockHash, int]) -> None:
+        """`found` are the bytes of those already there, oldest first."""
+        self._files = files
+        self._paths = paths
+        self._sizes = dict(found)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        """All quarantined bytes."""
+        return sum(self._sizes.values())
+
+    def take_in(self, block_hash: BlockHash, *, path: str) -> None:
+        """Move a file in; an older one of the same block is replaced. Raises `OSError`."""
+        move_to_quarantine(block_hash, path=path, files=self._files, paths=self._paths)
+        self._sizes.pop(block_hash, None)
+        self._sizes[block_hash] = self._files.stat(self._paths.quarantined(block_hash)).size_bytes
+        self.trim()
+
+    def trim(self) -> None:
+        """Remove the oldest files beyond the limit. Raises `OSError`."""
+        while len(self._sizes) > _QUARANTINE_LIMIT_COUNT:
+            self.drop_oldest()
+
+    def drop_oldest(self) -> None:
+        """Remove one file. Raises `OSError`, and will not try that one again before the next start."""
+        block_hash = next(iter(self._sizes))
+        del self._sizes[block_hash]
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(self._paths.quarantined(block_hash))
+
+
+class Leftovers:
+    """Files without a row that could not be removed; tried again from time to time."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._sizes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        """All bytes left over."""
+        return sum(self._sizes.values())
+
+    def note(self, path: str) -> None:
+        """Remember a file if it is there."""
+        try:
+            self._sizes[path] = self._files.stat(path).size_bytes
+        except FileNotFoundError:
+            return
+
+    def forget(self, path: str) -> None:
+        """A block has this path again."""
+        self._sizes.pop(path, None)
+
+    def retry(self) -> None:
+        """Try to remove each of them once more."""
+        for path in list(self._sizes):
+            try:
+                self._files.unlink(path)
+            except FileNotFoundError:
+                del self._sizes[path]
+            except OSError:
+                continue
+            else:
+                del self._sizes[path]

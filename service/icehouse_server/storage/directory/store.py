@@ -1,0 +1,322 @@
+"""The SSD directory as one thing: its lock, manifest, files and limits, always in agreement.
+
+Owned by the storage thread; every method does its work before it returns. What the disk
+refuses is raised as `OSError` or `sqlite3.Error` and leaves the store consistent: a block is
+either committed and in the index, or neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_stats import ReconcileReport
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.block_format.file import PreparedBlock
+from icehouse_server.storage.directory.commit import (
+    Writing,
+    begin_commit,
+    finish_commit,
+    remove_blocks,
+    undo_commit,
+)
+from icehouse_server.storage.directory.disk_index import DiskIndex
+from icehouse_server.storage.directory.lock import leave_mark, take_lock
+from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES, Manifest
+from icehouse_server.storage.directory.open import open_store
+from icehouse_server.storage.directory.quarantine import Leftovers, Quarantine
+from icehouse_server.storage.directory.reconcile import Finding, examine_row, repair
+from icehouse_server.storage.directory.space import Room, Space, StoreCounters
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
+from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.settings import StorageSettings
+
+_EVICTION_BATCH_COUNT = 8
+"""Blocks evicted by one call, so that a read never waits long behind evictions."""
+
+
+class BlockStore:
+    """Blocks by hash on one disk. `lock`, then `open`, then anything, then `close`."""
+
+    def __init__(
+        self, settings: StorageSettings, *, files: Files, clock: Clock, vault: Vault | None = None
+    ) -> None:
+        self.settings = settings
+        self.vault = vault
+        self.paths = StorePaths(os.path.abspath(settings.directory))
+        self.files = files
+        self.clock = clock
+        self.index = DiskIndex()
+        self.report = ReconcileReport()
+        self.counters = StoreCounters()
+        self.syncs: Executor | None = None
+        """Makes files durable beside what the storage thread does; None: in their turn."""
+        self.space = Space(
+            limit_bytes=settings.limit_bytes,
+            floor_bytes=settings.free_floor_bytes,
+            daily_limit_bytes=settings.daily_write_limit_bytes,
+        )
+        self.quarantined = Quarantine(files, self.paths, found={})
+        self._leftovers = Leftovers(files)
+        self._unknown_bytes = 0
+        self._manifest: Manifest | None = None
+        self._lock: int | None = None
+        self._uses: dict[BlockHash, tuple[float, int]] = {}
+        self._gone: list[BlockHash] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the manifest is open."""
+        return self._manifest is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The open manifest."""
+        assert self._manifest is not None, "The store is not open"
+        return self._manifest
+
+    def lock(self) -> None:
+        """Make the directory this process's own. Raises `StartError` naming the owner, or `OSError`."""
+        self._lock = take_lock(self.files, self.paths)
+
+    def unlock(self) -> None:
+        """Let another process have the directory."""
+        if self._lock is not None:
+            descriptor, self._lock = self._lock, None
+            with contextlib.suppress(OSError):
+                self.files.close(descriptor)
+
+    def open(self) -> None:
+        """Open the manifest and repair what disagrees; `report` and `index` tell what was found.
+
+        Raises `StartError` when the lock could not be had before and another process has it now.
+        """
+        if self._lock is None:
+            self.lock()
+        opened = open_store(
+            self.settings, paths=self.paths, files=self.files, clock=self.clock, vault=self.vault
+        )
+        self._manifest = opened.manifest
+        self.report = opened.report
+        self.index = DiskIndex.of(opened.records)
+        self.quarantined = Quarantine(self.files, self.paths, found=opened.quarantined)
+        self._leftovers = Leftovers(self.files)
+        self._unknown_bytes = opened.unknown_bytes
+        self.space.written_today_bytes = 0
+        day = self.space.turn_day(self.clock.wall())
+        self.space.written_today_bytes = opened.manifest.written_bytes(day=day)
+        self.quarantined.trim()
+        self._weigh()
+
+    def close(self) -> bool:
+        """Flush recency, close the manifest and mark the directory clean; True when all of it worked."""
+        if self._manifest is None:
+            return False
+        try:
+            self.keep_up()
+            self._manifest.close()
+            self._manifest = None
+            if not (self._leftovers or self._unknown_bytes):
+                leave_mark(self.files, self.paths)
+        except (OSError, sqlite3.Error):
+            self.abandon()
+            return False
+        return True
+
+    def abandon(self) -> None:
+        """Forget the manifest as a crash would; whatever is committed stays committed."""
+        manifest, self._manifest = self._manifest, None
+        if manifest is not None:
+            with contextlib.suppress(sqlite3.Error):
+                manifest.close(checkpoint=False)
+
+    def put(self, prepared: PreparedBlock) -> BlockRecord:
+        """Commit a block that is not stored yet; there must be room. Raises `OSError` or `sqlite3.Error`."""
+        return self.finish(self.begin(prepared))
+
+    def begin(self, prepared: PreparedBlock) -> Writing:
+        """Write the file of a block that is not stored whole yet; `finish` or `undo` follows.
+
+        Raises `OSError`.
+        """
+        header = prepared.block.header
+        assert not self.index.covers(prepared.block), f"Block {header.hash.hex()} is stored already"
+        try:
+            writing = begin_commit(prepared, files=self.files, paths=self.paths, syncs=self.syncs)
+        except OSError:
+            self._leftovers.note(self.paths.block(header.fingerprint, header.hash) + PARTIAL_SUFFIX)
+            raise
+        self.space.partial_bytes += prepared.file_bytes
+        return writing
+
+    def finish(self, writing: Writing) -> BlockRecord:
+        """Commit a block that was begun. Raises `OSError` or `sqlite3.Error`; it is no longer begun then."""
+        now_time = self.clock.wall()
+        day = self.space.turn_day(now_time)
+        self.space.partial_bytes -= writing.prepared.file_bytes
+        replaced = self.index.get(writing.file.outline.hash)
+        try:
+            record = finish_commit(
+                writing,
+                files=self.files,
+                paths=self.paths,
+                manifest=self.manifest,
+                now_time=now_time,
+                day=day,
+                replaced=replaced,
+            )
+        except OSError:
+            self._leftovers.note(writing.partial)
+            if replaced is None:
+                self._leftovers.note(writing.path)
+            raise
+        self._leftovers.forget(writing.path)
+        self.index.put(record)
+        self.space.written_today_bytes += record.file_bytes
+        self.counters.written_bytes += record.file_bytes
+        self._weigh()
+        return record
+
+    def undo(self, writing: Writing) -> None:
+        """Remove the file of a block that was begun."""
+        self.space.partial_bytes -= writing.prepared.file_bytes
+        undo_commit(writing, files=self.files)
+        self._leftovers.note(writing.partial)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Say whether `size_bytes` more may be written and nothing need go for it."""
+        return self._shortage_bytes(size_bytes) == 0
+
+    def make_room(self, size_bytes: int) -> Room:
+        """Evict a few blocks if `size_bytes` more would pass the limit or the free-space floor."""
+        shortage_bytes = self._shortage_bytes(size_bytes)
+        return self.reclaim(shortage_bytes) if shortage_bytes else Room.READY
+
+    def reclaim(self, size_bytes: int) -> Room:
+        """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
+        if self.quarantined:
+            self.quarantined.drop_oldest()
+            self._weigh()
+            return Room.PROGRESS
+        victims: list[BlockRecord] = []
+        freed_bytes = 0
+        while len(victims) < _EVICTION_BATCH_COUNT and freed_bytes < size_bytes:
+            victim = self.index.next_victim()
+            if victim is None:
+                break
+            self.index.remove(victim.hash)
+            victims.append(victim)
+            freed_bytes += victim.file_bytes
+        if not victims:
+            return Room.FULL
+        self.remove(victims)
+        self.counters.evicted_count += len(victims)
+        self.counters.evicted_bytes += freed_bytes
+        return Room.PROGRESS
+
+    def purge(self, records: Sequence[BlockRecord]) -> None:
+        """Remove blocks by order, pinned or not. Raises `sqlite3.Error`."""
+        self.remove(records)
+        self.counters.purged_count += len(records)
+
+    def remove(self, records: Sequence[BlockRecord]) -> None:
+        """Remove blocks, rows first. Raises `sqlite3.Error`."""
+        for record in records:
+            self.index.remove(record.hash)
+        self._gone.extend(record.hash for record in records)
+        for path in remove_blocks(records, files=self.files, paths=self.paths, manifest=self.manifest):
+            self._leftovers.note(path)
+        self._weigh()
+
+    def quarantine(self, block_hash: BlockHash) -> bool:
+        """Put a damaged block's file aside, its row first; False when it is not stored."""
+        record = self.index.remove(block_hash)
+        if record is None:
+            return False
+        self._gone.append(block_hash)
+        self.manifest.delete([block_hash])
+        path = self.paths.block(record.fingerprint, block_hash)
+        self.counters.quarantined_count += 1
+        try:
+            self.quarantined.take_in(block_hash, path=path)
+        except FileNotFoundError:
+            return True
+        self._weigh()
+        return True
+
+    def drop_missing(self, block_hash: BlockHash) -> bool:
+        """Delete the row of a block whose file is gone; False when it is not stored."""
+        if self.index.remove(block_hash) is None:
+            return False
+        self._gone.append(block_hash)
+        self.manifest.delete([block_hash])
+        return True
+
+    def check_row(self, record: BlockRecord) -> bool:
+        """Compare one row with its file and repair what differs; True when they agreed."""
+        found = examine_row(
+            record, files=self.files, paths=self.paths, now_time=self.clock.wall(), vault=self.vault
+        )
+        if found is None:
+            return True
+        if found.finding is Finding.MISSING:
+            self.drop_missing(record.hash)
+        elif found.finding is Finding.RESTAMPED and found.record is not None:
+            self.index.restamp(found.record)
+            day = self.space.turn_day(self.clock.wall())
+            repair([found], files=self.files, paths=self.paths, manifest=self.manifest, day=day)
+        else:
+            self.quarantine(record.hash)
+        return False
+
+    def touch(self, hashes: Iterable[BlockHash]) -> None:
+        """Note a use of each stored block; written to the manifest by `keep_up`."""
+        now_time = self.clock.wall()
+        for block_hash in hashes:
+            if self.index.touch(block_hash, now_time=now_time):
+                self._uses[block_hash] = (now_time, self._uses.get(block_hash, (0.0, 0))[1] + 1)
+
+    def keep_up(self) -> None:
+        """Write the noted uses in one transaction, and try again to remove what would not go."""
+        if self._uses:
+            uses, self._uses = self._uses, {}
+            self.manifest.touch(uses)
+        if self._leftovers:
+            self._leftovers.retry()
+            self._weigh()
+
+    def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> int:
+        """Pin or unpin the stored ones of these blocks; return how many those were."""
+        stored = [item for item in hashes if self.index.set_pinned(item, pinned=pinned)]
+        self.manifest.set_pinned(stored, pinned=pinned)
+        return len(stored)
+
+    def take_gone(self) -> tuple[BlockHash, ...]:
+        """Return the blocks that left since the last call, for whatever reason."""
+        gone, self._gone = self._gone, []
+        return tuple(gone)
+
+    def used_bytes(self) -> int:
+        """Return all bytes the limit counts."""
+        return self.index.block_bytes + self.space.other_bytes()
+
+    def _shortage_bytes(self, size_bytes: int) -> int:
+        return self.space.shortage_bytes(
+            size_bytes,
+            block_bytes=self.index.block_bytes,
+            free_bytes=self.files.free_bytes(self.paths.root),
+        )
+
+    def _weigh(self) -> None:
+        """Bring the ledger up to date with everything that is no block."""
+        # The log grows and shrinks with every row; a fixed allowance keeps the limit true between looks.
+        manifest_bytes = self.files.stat(self.paths.manifest).size_bytes
+        self.space.manifest_bytes = manifest_bytes + LOG_ALLOWANCE_BYTES
+        self.space.quarantine_bytes = self.quarantined.size_bytes
+        self.space.leftover_bytes = self._unknown_bytes + self._leftovers.size_bytes

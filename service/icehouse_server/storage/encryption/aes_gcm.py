@@ -1,0 +1,142 @@
+"""AES-256-GCM for block files, from the `cryptography` package. Nothing else imports that package here.
+
+Each file has a key of its own, derived (HKDF-SHA-256) from the data key and the file's random
+salt, and each part of a file a nonce of its own: 0 for the head, 1 to 3 for the regions. So no
+nonce ever meets its key twice, however many files one data key encrypts. The public facts of
+the head are additional authenticated data of every part (NIST SP 800-38D).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap, aes_key_wrap
+
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.storage.encryption.cipher import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES
+
+KEY_BYTES = 32
+_ID_TAG = b"icehouse.data-key.id.v1\x00"
+_NAMES_INFO = b"icehouse.data-key.names.v1"
+_FILE_INFO = b"icehouse.data-key.file.v1"
+_NONCE_BYTES = 12
+_PARTS: dict[RegionKind | None, int] = {None: 0}
+_PARTS.update({kind: number for number, kind in enumerate(RegionKind, start=1)})
+
+
+class AesVault:
+    """One data key of 32 bytes."""
+
+    def __init__(self, data_key: bytes, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
+        assert len(data_key) == KEY_BYTES, f"A data key has {KEY_BYTES} bytes, not {len(data_key)}"
+        self._data_key = data_key
+        self._random_bytes = random_bytes
+        self.key_id = hashlib.sha256(_ID_TAG + data_key).digest()[:KEY_ID_BYTES]
+        self.name_secret = _derive(data_key, salt=b"", info=_NAMES_INFO)
+
+    def new_salt(self) -> bytes:
+        """Return 32 random bytes."""
+        return self._random_bytes(SALT_BYTES)
+
+    def file(self, *, salt: bytes, facts: bytes) -> AesFileVault:
+        """Return one file's encryption."""
+        return AesFileVault(_derive(self._data_key, salt=salt, info=_FILE_INFO), facts)
+
+
+class AesFileVault:
+    """One file's key and facts."""
+
+    def __init__(self, file_key: bytes, facts: bytes) -> None:
+        self._file_key = file_key
+        self._facts = facts
+
+    def seal_head(self, text: bytes) -> bytes:
+        """Return ciphertext and tag."""
+        return AESGCM(self._file_key).encrypt(_nonce(None), text, self._facts)
+
+    def open_head(self, sealed: bytes) -> bytes | None:
+        """Return the text, or None when the tag does not prove it."""
+        try:
+            return AESGCM(self._file_key).decrypt(_nonce(None), sealed, self._facts)
+        except InvalidTag:
+            return None
+
+    def sealer(self, kind: RegionKind) -> AesSealer:
+        """Begin to encrypt a region."""
+        context = Cipher(AES256(self._file_key), GCM(_nonce(kind))).encryptor()
+        context.authenticate_additional_data(self._facts)
+        return AesSealer(context)
+
+    def opener(self, kind: RegionKind, *, tag: bytes) -> AesOpener:
+        """Begin to decrypt a region."""
+        context = Cipher(AES256(self._file_key), GCM(_nonce(kind))).decryptor()
+        context.authenticate_additional_data(self._facts)
+        return AesOpener(context, tag)
+
+
+class AesSealer:
+    """An encryption in progress."""
+
+    def __init__(self, context: AEADEncryptionContext) -> None:
+        self._context = context
+
+    def update(self, data: memoryview, target: memoryview) -> None:
+        """Encrypt; the interpreter's lock is not held meanwhile."""
+        self._context.update_into(data, target)
+
+    def finish(self) -> bytes:
+        """Return the tag."""
+        self._context.finalize()
+        return self._context.tag
+
+
+class AesOpener:
+    """A decryption in progress."""
+
+    def __init__(self, context: AEADDecryptionContext, tag: bytes) -> None:
+        self._context = context
+        self._tag = tag
+
+    def update(self, data: memoryview) -> None:
+        """Decrypt in place."""
+        self._context.update_into(data, data)
+
+    def finish(self) -> bool:
+        """Compare the tags."""
+        if len(self._tag) != TAG_BYTES:
+            return False
+        try:
+            self._context.finalize_with_tag(self._tag)
+        except InvalidTag:
+            return False
+        return True
+
+
+def wrap_key(data_key: bytes, *, master_key: bytes) -> bytes:
+    """Return a data key encrypted under the master key (AES key wrap, RFC 3394)."""
+    return aes_key_wrap(master_key, data_key)
+
+
+def unwrap_key(wrapped: bytes, *, master_key: bytes) -> bytes | None:
+    """Invert `wrap_key`; None when it was wrapped under another key, or changed."""
+    try:
+        return aes_key_unwrap(master_key, wrapped)
+    except (InvalidUnwrap, ValueError):
+        return None
+
+
+def _nonce(kind: RegionKind | None) -> bytes:
+    return _PARTS[kind].to_bytes(_NONCE_BYTES, "big")
+
+
+def _derive(key: bytes, *, salt: bytes, info: bytes) -> bytes:
+    return HKDF(SHA256(), KEY_BYTES, salt, info).derive(key)

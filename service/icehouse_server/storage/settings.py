@@ -1,0 +1,26 @@
+"""What the SSD tier is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.ids import Fingerprint
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageSettings:
+    """All limits are enforced before the disk is touched."""
+
+    directory: str
+    fingerprint: Fingerprint
+    fingerprint_details: tuple[tuple[str, str], ...]
+    limit_bytes: int
+    free_floor_bytes: int
+    daily_write_limit_bytes: int
+    """0 means unlimited."""
+    spill_queue_limit_bytes: int
+    load_queue_limit_count: int
+    task_queue_limit_count: int
+    reader_thread_count: int
+    share_beside_decode: float = 1.0
+    """Of one core's time, what all readers together take while sequences decode; 1 is unlimited."""

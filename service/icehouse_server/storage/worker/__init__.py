@@ -1,0 +1,1 @@
+"""The storage thread: its loop, the readers beside it, and the work they are given."""

@@ -1,0 +1,298 @@
+"""The storage thread's loop: one inbox, one small piece of work at a time.
+
+Owns the `BlockStore`. A step empties the inbox, then does one piece: a spill or a batch of
+evictions for it, a batch of a purge, one file of a verify, one slice of the deferred walk.
+Reads never wait here (see `reader_pool`). Nothing the disk does ends the loop: a failure
+shuts the write gate, and the directory is opened anew when that is due.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import queue
+import sqlite3
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import assert_never
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.errors import StartError
+from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.messages import (
+    Evicted,
+    Health,
+    Inventory,
+    Outcome,
+    StatsAnswer,
+    StorageClosed,
+    TaskGivenUp,
+    TaskId,
+)
+from icehouse_server.storage.worker.credit import Meter
+from icehouse_server.storage.worker.reader_pool import HeadReport, LoadReport
+from icehouse_server.storage.worker.requests import (
+    CloseRequest,
+    FlushRequest,
+    PinRequest,
+    PurgeRequest,
+    Request,
+    SpillRequest,
+    StatsRequest,
+    TouchRequest,
+    VerifyRequest,
+)
+from icehouse_server.storage.worker.spiller import Spiller
+from icehouse_server.storage.worker.stats import StorageCounters, stats_of
+from icehouse_server.storage.worker.tasks import PurgeTask, Task, VerifyTask, retire
+from icehouse_server.storage.worker.write_breaker import WriteGate, is_disk_full, outline
+
+_log = logging.getLogger(__name__)
+
+_KEEP_UP_S = 5.0
+"""Recency is written at most this often; a crash forgets no more of it."""
+_DEFERRED_SLICE_COUNT = 64
+"""Files looked at per idle step after a clean start."""
+
+
+class StorageLoop:
+    """Everything the storage thread does, callable step by step."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        inbox: queue.SimpleQueue[Request],
+        spill_meter: Meter,
+        load_meter: Meter,
+        task_meter: Meter,
+        clock: Clock,
+        post: Callable[[Outcome], None],
+    ) -> None:
+        self.is_closed = False
+        self._store = store
+        self._inbox = inbox
+        self._spill_meter = spill_meter
+        self._load_meter = load_meter
+        self._task_meter = task_meter
+        self._clock = clock
+        self._post = post
+        self._gate = WriteGate()
+        self._counters = StorageCounters()
+        self._spiller = Spiller(store, gate=self._gate, counters=self._counters, clock=clock, post=post)
+        self._tasks: collections.deque[Task] = collections.deque()
+        self._close: CloseRequest | None = None
+        self._deferred: Iterator[BlockHash] = iter(())
+        self._announced_detail = ""
+        self._has_inventory = False
+        self._kept_up_time = clock.monotonic()
+
+    def open(self) -> None:
+        """Open the directory and post the inventory; a disk that refuses shuts the gate instead."""
+        try:
+            self._store.open()
+        except (OSError, sqlite3.Error, StartError) as error:
+            self._fail(error)
+            if not self._has_inventory:
+                # Later failures leave the engine what it knows: files may still be read.
+                self._has_inventory = True
+                self._post(Inventory(()))
+            self._announce()
+            return
+        report = self._store.report
+        _log.info(
+            "cache_opened",
+            extra={
+                "blocks": len(self._store.index),
+                "was_clean": report.was_clean,
+                "repairs": report.repair_count,
+                "duration_s": round(report.manifest_s + report.walk_s, 3),
+            },
+        )
+        if report.unencrypted:
+            _log.warning(
+                "unencrypted_blocks_found",
+                extra={
+                    "blocks": report.unencrypted,
+                    "detail": "written before there was a key; to remove them, stop the server and say "
+                    "icehouse cache purge --unencrypted",
+                },
+            )
+        self._deferred = iter([record.hash for record in self._store.index] if report.was_clean else ())
+        self._gate.open()
+        self._has_inventory = True
+        self._post(Inventory(tuple(self._store.index.by_recency(self._store.settings.fingerprint))))
+        self._announce()
+
+    def wait(self, timeout_s: float) -> None:
+        """Handle the next message, or return when none comes in time."""
+        try:
+            self._handle(self._inbox.get(timeout=timeout_s))
+        except queue.Empty:
+            return
+
+    def step(self) -> bool:
+        """Empty the inbox and do one piece of work; False when there is nothing left to do now."""
+        while not self._inbox.empty():
+            self._handle(self._inbox.get_nowait())
+        is_busy = self._guarded(self._work, instead=True)
+        self._announce()
+        return is_busy and not self.is_closed
+
+    def _work(self) -> bool:
+        now = self._clock.monotonic()
+        self._spiller.finish_flushes()
+        if self._close is not None and (not self._spiller or now >= self._close.deadline_time):
+            self._end()
+            return False
+        if self._gate.is_retry_due(now=now):
+            self._try_to_recover(now)
+        if self._spiller:
+            self._spiller.step()
+            return True
+        if not self._store.is_open:
+            self._give_up_tasks()
+            return False
+        if self._tasks:
+            self._step_task()
+            return True
+        if now - self._kept_up_time >= _KEEP_UP_S:
+            self._kept_up_time = now
+            self._store.keep_up()
+        return self._walk_deferred()
+
+    def _handle(self, request: Request) -> None:
+        match request:
+            case SpillRequest():
+                self._spiller.add(request)
+            case TouchRequest(hashes):
+                self._task_meter.give_back(1)
+                self._store.touch(hashes)
+            case PinRequest(hashes, pinned):
+                self._task_meter.give_back(1)
+                self._guarded(lambda: self._pin(hashes, pinned=pinned), instead=False)
+            case PurgeRequest():
+                self._tasks.append(PurgeTask(request))
+            case VerifyRequest():
+                self._tasks.append(VerifyTask(request))
+            case FlushRequest():
+                self._task_meter.give_back(1)
+                self._spiller.flush(request)
+            case StatsRequest(task_id):
+                self._task_meter.give_back(1)
+                self._answer(task_id)
+            case CloseRequest():
+                self._close = request
+            case LoadReport():
+                self._load_meter.give_back(1)
+                self._guarded(lambda: self._count_load(request), instead=False)
+            case HeadReport():
+                self._load_meter.give_back(1)
+            case _:
+                assert_never(request)
+
+    def _step_task(self) -> None:
+        outcome = self._tasks[0].step(self._store, self._counters)
+        if outcome is not None:
+            self._tasks.popleft()
+            self._task_meter.give_back(1)
+            # The engine must have forgotten the blocks before it tells anybody that they are gone.
+            self._announce()
+            self._post(outcome)
+
+    def _give_up_tasks(self) -> None:
+        """Nobody waits for a directory that may never come back: whoever ordered may order again."""
+        while self._tasks:
+            self._task_meter.give_back(1)
+            self._post(TaskGivenUp(self._tasks.popleft().task_id, self._gate.detail))
+
+    def _walk_deferred(self) -> bool:
+        """After a clean start, look at a few files; False when all have been looked at."""
+        hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
+        for block_hash in hashes:
+            record = self._store.index.get(block_hash)
+            if record is not None and not self._store.check_row(record):
+                _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
+        return bool(hashes)
+
+    def _pin(self, hashes: tuple[BlockHash, ...], *, pinned: bool) -> bool:
+        if self._store.is_open:
+            self._store.set_pinned(hashes, pinned=pinned)
+        return True
+
+    def _answer(self, task_id: TaskId) -> None:
+        stats = stats_of(
+            self._store,
+            self._counters,
+            self._gate,
+            spill_meter=self._spill_meter,
+            load_meter=self._load_meter,
+            spill_queue_count=len(self._spiller),
+        )
+        self._post(StatsAnswer(task_id, stats))
+
+    def _count_load(self, report: LoadReport) -> bool:
+        self._counters.load += 1
+        self._counters.verified_block += report.block_count
+        self._counters.read_bytes += report.read_bytes
+        self._counters.read_bytes_per_s = report.read_bytes_per_s
+        for failure in report.failures:
+            self._counters.load_failed[failure.cause] += 1
+            _log.warning(
+                "block_retired",
+                extra={"block": failure.hash.hex(), "cause": failure.cause.value, "detail": failure.detail},
+            )
+            if self._store.is_open:
+                retire(self._store, failure)
+        return True
+
+    def _try_to_recover(self, now: float) -> None:
+        """Look whether the disk takes writes again; open the directory anew when it was given up."""
+        if self._store.is_open and self._gate.needed_bytes:
+            free_bytes = self._store.files.free_bytes(self._store.paths.root)
+            if free_bytes >= self._gate.needed_bytes + self._store.space.floor_bytes:
+                self._gate.open()
+            else:
+                self._gate.shut(self._gate.detail, now=now, needed_bytes=self._gate.needed_bytes)
+            return
+        self._store.abandon()
+        self._store.unlock()
+        self.open()
+
+    def _end(self) -> None:
+        self._spiller.drop_all(SpillDropCause.SHUTDOWN)
+        was_clean = self._store.close()
+        self._store.unlock()
+        self.is_closed = True
+        self._announce()
+        self._post(StorageClosed(was_clean))
+
+    def _guarded(self, action: Callable[[], bool], *, instead: bool) -> bool:
+        """Return what an action returns, or `instead` when the disk refused it."""
+        try:
+            return action()
+        except (OSError, sqlite3.Error) as error:
+            self._fail(error)
+            return instead
+
+    def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
+        """Stop writing and give the directory up until it is opened anew: rows and memory may differ now."""
+        # Callers see the detail, so it names no path; the log does.
+        reason = "Disk is full" if is_disk_full(error) else "Disk refused"
+        detail = f"{reason}: {outline(error)}; nothing is written until the cache directory works again"
+        _log.error(
+            "cache_directory_given_up", extra={"directory": self._store.paths.root, "detail": str(error)}
+        )
+        self._gate.shut(detail, now=self._clock.monotonic())
+        self._spiller.undo_writings()
+        self._store.abandon()
+
+    def _announce(self) -> None:
+        """Tell the engine what left the disk and whether writing works, when that has changed."""
+        if gone := self._store.take_gone():
+            self._post(Evicted(gone))
+        if self._gate.detail != self._announced_detail:
+            self._announced_detail = self._gate.detail
+            self._post(Health(writes_enabled=self._gate.is_open, detail=self._gate.detail))

@@ -1,0 +1,257 @@
+"""The readers: a few threads that turn load requests into verified, assembled buffers.
+
+A load goes from the engine straight to this pool, never behind a write, and its answer goes
+straight back; the storage thread is only told what was found, to count it and to put damaged
+files aside. The blocks of one load are shared among the readers: the reader that takes the
+last ticket delivers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable
+from math import exp
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import Damage, RegionKind
+from icehouse_server.domain.ids import Fingerprint
+from icehouse_server.storage.block_facts import BlockFile
+from icehouse_server.storage.block_format.damage import BlockFileError
+from icehouse_server.storage.block_format.reader import (
+    KvBuffers,
+    ReadPace,
+    open_block,
+    read_block,
+    read_header,
+)
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.loads import (
+    BlockFailure,
+    HeadRequest,
+    HeadsRead,
+    Loaded,
+    LoadedBlock,
+    LoadFailed,
+    LoadRequest,
+)
+from icehouse_server.storage.paths import StorePaths
+
+_RATE_WINDOW_S = 5.0
+"""Seconds of reading after which an old rate weighs 1/e."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What the storage thread is told of a finished load."""
+
+    block_count: int
+    failures: tuple[BlockFailure, ...]
+    read_bytes: int
+    read_bytes_per_s: float
+
+
+class Rate:
+    """An exponential moving average of bytes per second, weighted by the time each sample took."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+
+    def add(self, *, size_bytes: int, elapsed_s: float) -> None:
+        """Take a sample in. Two threads at once may lose one sample, which an average can bear."""
+        if elapsed_s <= 0 or size_bytes == 0:
+            return
+        old_weight = exp(-elapsed_s / _RATE_WINDOW_S) if self.bytes_per_s else 0.0
+        self.bytes_per_s = old_weight * self.bytes_per_s + (1 - old_weight) * size_bytes / elapsed_s
+
+
+class LoadJob:
+    """One load on its way. Each result slot is written by the one reader that has that block."""
+
+    def __init__(self, request: LoadRequest) -> None:
+        assert request.blocks, f"Load {request.load_id} asks for no block"
+        # What the request brought is held once, so that it is let go of before the answer.
+        self.request = dataclasses.replace(request, targets=())
+        self.is_own_memory = not request.targets
+        self.started_s = 0.0
+        self.is_shared = False
+        """Set by the first block's reader before others get a part."""
+        self.buffers = KvBuffers.of(request) if request.targets else None
+        self.results: list[LoadedBlock | BlockFailure | None] = [None] * len(request.blocks)
+        self.tickets = collections.deque(range(len(request.blocks)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadReport:
+    """The storage thread is told that a request for headers has left the queue."""
+
+
+class ReaderPool:
+    """Reads what is submitted, on `run`'s threads or, step by step, on the caller's."""
+
+    def __init__(
+        self,
+        *,
+        files: Files,
+        paths: StorePaths,
+        clock: Clock,
+        post: Callable[[Loaded | LoadFailed | HeadsRead], None],
+        report: Callable[[LoadReport | HeadReport], None],
+        fingerprint: Fingerprint,
+        vault: Vault | None,
+        share_beside_decode: float = 1.0,
+        pause: Callable[[float], object] | None = None,
+    ) -> None:
+        """Each reader works `share_beside_decode` of its time on loads that others decode beside.
+
+        `pause` waits for so many seconds; by default it ends early when the pool stops.
+        """
+        self._share_beside_decode = share_beside_decode
+        self._is_stopping = threading.Event()
+        self._pause = pause or self._is_stopping.wait
+        self._files = files
+        self._paths = paths
+        self._clock = clock
+        self._post = post
+        self._report = report
+        self._fingerprint = fingerprint
+        self._vault = vault
+        self._rate = Rate()
+        self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
+
+    def submit(self, request: LoadRequest) -> None:
+        """Queue a load; bounding it is the caller's part."""
+        self._work.put((LoadJob(request), 0))
+
+    def submit_heads(self, request: HeadRequest) -> None:
+        """Queue a question for headers; bounding it is the caller's part."""
+        self._work.put(request)
+
+    def run(self) -> None:
+        """Read until `stop`; the body of each reader's thread."""
+        while (work := self._work.get()) is not None:
+            self._do(work)
+            # While this thread waits for the next one, nothing of the last one is kept.
+            del work
+        # The others are told too.
+        self._work.put(None)
+
+    def stop(self) -> None:
+        """Let the threads end after the reads queued before, without a pause."""
+        self._is_stopping.set()
+        self._work.put(None)
+
+    def step(self) -> bool:
+        """Read one block on the calling thread; False when nothing is queued."""
+        try:
+            work = self._work.get_nowait()
+        except queue.Empty:
+            return False
+        if work is None:
+            return False
+        self._do(work)
+        return True
+
+    def _do(self, work: tuple[LoadJob, int] | HeadRequest) -> None:
+        if isinstance(work, HeadRequest):
+            self._read_heads(work)
+        else:
+            self._read(*work)
+
+    def _read_heads(self, request: HeadRequest) -> None:
+        """Answer with the headers that are sound; the others are found out when they are loaded."""
+        headers = []
+        for name in request.hashes:
+            with contextlib.suppress(BlockFileError, OSError):
+                path = self._paths.block(self._fingerprint, name)
+                headers.append(read_header(self._files, path, name, vault=self._vault))
+        self._post(HeadsRead(request.load_id, tuple(headers)))
+        self._report(HeadReport())
+
+    def _read(self, job: LoadJob, index: int) -> None:
+        if index == 0:
+            job.started_s = self._clock.monotonic()
+        planned = job.request.blocks[index]
+        path = self._paths.block(planned.header.fingerprint, planned.header.hash)
+        try:
+            if not isinstance(job.results[0], BlockFailure):
+                descriptor, file = open_block(self._files, path, planned, vault=self._vault)
+                try:
+                    if index == 0:
+                        self._begin(job, file)
+                    job.results[index] = read_block(
+                        self._files, descriptor, file, planned, job.buffers, pace=self._pace(job.request)
+                    )
+                finally:
+                    self._files.close(descriptor)
+        except BlockFileError as error:
+            job.results[index] = BlockFailure(planned.header.hash, error.damage, str(error))
+        except MemoryError:
+            job.results[index] = BlockFailure(planned.header.hash, Damage.MEMORY, "No memory to read it into")
+        except OSError as error:
+            # Only a close can raise it here, after the bytes were read: the medium is not to be trusted.
+            job.results[index] = BlockFailure(planned.header.hash, Damage.IO, f"{path}: {error}")
+        if not job.is_shared or job.tickets.pop() == 0:
+            self._deliver(job)
+
+    def _pace(self, request: LoadRequest) -> ReadPace:
+        share = self._share_beside_decode if request.beside_decode else 1.0
+        return ReadPace(self._clock, share=share, pause=self._pause)
+
+    def _begin(self, job: LoadJob, file: BlockFile) -> None:
+        """Make buffers like the first block if none came along, then let all readers at the others."""
+        region = file.region(RegionKind.KV)
+        wants_kv = any(RegionKind.KV in block.regions for block in job.request.blocks)
+        if job.buffers is None and region is not None and wants_kv:
+            job.buffers = KvBuffers.like(
+                region,
+                origin_token_index=job.request.origin_token_index,
+                capacity_token_count=job.request.capacity_token_count,
+            )
+        job.is_shared = True
+        for index in range(1, len(job.request.blocks)):
+            self._work.put((job, index))
+
+    def _deliver(self, job: LoadJob) -> None:
+        request = job.request
+        elapsed_s = self._clock.monotonic() - job.started_s
+        loaded: list[LoadedBlock] = []
+        for result in job.results:
+            if not isinstance(result, LoadedBlock):
+                break
+            loaded.append(result)
+        failures = tuple(result for result in job.results if isinstance(result, BlockFailure))
+        tensors = job.buffers.tensors if job.buffers and job.is_own_memory else ()
+        read_bytes = _read_bytes(job, loaded)
+        job.buffers = None
+        self._rate.add(size_bytes=read_bytes, elapsed_s=elapsed_s)
+        if loaded:
+            last = request.blocks[len(loaded) - 1]
+            self._post(
+                Loaded(
+                    load_id=request.load_id,
+                    tensors=tensors,
+                    blocks=tuple(loaded),
+                    end_token_index=last.header.start_token_index + last.token_count,
+                    failure=failures[0] if failures else None,
+                    read_bytes=read_bytes,
+                    read_s=elapsed_s,
+                    read_bytes_per_s=self._rate.bytes_per_s,
+                )
+            )
+        else:
+            self._post(LoadFailed(request.load_id, failures[0]))
+        self._report(LoadReport(len(loaded), failures, read_bytes, self._rate.bytes_per_s))
+
+
+def _read_bytes(job: LoadJob, loaded: list[LoadedBlock]) -> int:
+    """Return the region bytes of the delivered blocks."""
+    own_bytes = sum(region.size_bytes for block in loaded for region in block.regions)
+    if job.buffers is None:
+        return own_bytes
+    row_bytes = sum(t.data.nbytes for t in job.buffers.tensors) // job.buffers.capacity_token_count
+    return own_bytes + row_bytes * sum(block.header.token_count for block in loaded)

@@ -1,0 +1,89 @@
+"""What waits in the storage thread's inbox. Made by `Storage`, read by `StorageLoop`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.domain.ids import BlockHash, Fingerprint, RequestId
+from icehouse_server.storage.messages import TaskId
+from icehouse_server.storage.worker.credit import Credit
+from icehouse_server.storage.worker.reader_pool import HeadReport, LoadReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpillRequest:
+    """Persist a block; its room in the queue comes back with the outcome."""
+
+    block: HostBlock
+    credit: Credit
+    request_id: RequestId | None = None
+    """Whose work made the block leave RAM."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TouchRequest:
+    """These blocks were used now, in this order."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PinRequest:
+    """Protect these blocks, or stop to."""
+
+    hashes: tuple[BlockHash, ...]
+    pinned: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PurgeRequest:
+    """Remove these blocks, or all of a fingerprint (None: of every one)."""
+
+    task_id: TaskId
+    hashes: tuple[BlockHash, ...] | None
+    fingerprint: Fingerprint | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """Read and hash these blocks, or all."""
+
+    task_id: TaskId
+    hashes: tuple[BlockHash, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlushRequest:
+    """Finish the spills that came before; drop what is left at the deadline (`Clock.monotonic`)."""
+
+    task_id: TaskId
+    deadline_time: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatsRequest:
+    """Answer with the counters."""
+
+    task_id: TaskId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CloseRequest:
+    """Finish the spills until the deadline (`Clock.monotonic`), close the directory and end."""
+
+    deadline_time: float
+
+
+Request = (
+    SpillRequest
+    | TouchRequest
+    | PinRequest
+    | PurgeRequest
+    | VerifyRequest
+    | FlushRequest
+    | StatsRequest
+    | CloseRequest
+    | LoadReport
+    | HeadReport
+)

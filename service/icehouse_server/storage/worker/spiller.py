@@ -1,0 +1,242 @@
+"""The spills that wait, and the commit of the first of them. Every accepted one gets one outcome.
+
+While the disk makes the first one's file durable, the second one's is written: hashing and writing a
+block take about as long as waiting for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sqlite3
+from collections.abc import Callable
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.block_format.file import PreparedBlock, prepare_block
+from icehouse_server.storage.directory.commit import Writing
+from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
+from icehouse_server.storage.directory.space import Room
+from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.messages import Flushed, Outcome, Persisted, SpillDropped
+from icehouse_server.storage.worker.reader_pool import Rate
+from icehouse_server.storage.worker.requests import FlushRequest, SpillRequest
+from icehouse_server.storage.worker.stats import StorageCounters
+from icehouse_server.storage.worker.write_breaker import WriteGate, is_disk_full, outline
+
+
+class Spiller:
+    """A queue of blocks to commit, bounded by the credits that came with them."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        gate: WriteGate,
+        counters: StorageCounters,
+        clock: Clock,
+        post: Callable[[Outcome], None],
+    ) -> None:
+        self._store = store
+        self._gate = gate
+        self._counters = counters
+        self._clock = clock
+        self._post = post
+        self._rate = Rate()
+        self._spills: collections.deque[SpillRequest] = collections.deque()
+        self._prepared: PreparedBlock | None = None
+        self._writings: collections.deque[_UnderWay] = collections.deque()
+        """The files of the first and perhaps the second spill that waits."""
+        self._finished_time = 0.0
+        self._has_retried = False
+        self._flushes: collections.deque[_Flush] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._spills)
+
+    def add(self, request: SpillRequest) -> None:
+        """Accept a block."""
+        self._counters.spill_accepted += 1
+        self._spills.append(request)
+
+    def flush(self, request: FlushRequest) -> None:
+        """Tell when all spills accepted so far have their outcome, at the latest at the deadline."""
+        self._flushes.append(_Flush(request, self._counters))
+        self.finish_flushes()
+
+    def step(self) -> None:
+        """Bring the first spill nearer to its outcome: evict a batch for it, write it, commit it or drop it.
+
+        Raises `OSError` or `sqlite3.Error` when the disk is broken and not merely full.
+        """
+        if self._writings:
+            self._write_ahead()
+            self._finish_writing()
+        else:
+            self._begin_writing()
+        self.finish_flushes()
+
+    def undo_writings(self) -> None:
+        """Remove the files that are being written; their spills wait on."""
+        while self._writings:
+            self._store.undo(self._writings.pop().writing)
+
+    def drop_all(self, cause: SpillDropCause) -> None:
+        """Drop everything that waits and is not written. Raises as `step` does."""
+        self._commit_written()
+        while self._spills:
+            self._drop(cause)
+        self.finish_flushes()
+
+    def finish_flushes(self) -> None:
+        """Answer the flushes that are done; at a deadline, drop what waits first."""
+        now = self._clock.monotonic()
+        if self._spills and any(now >= flush.request.deadline_time for flush in self._flushes):
+            self._commit_written()
+            while self._spills:
+                self._drop(SpillDropCause.SHUTDOWN)
+        while self._flushes and self._flushes[0].is_done(self._counters):
+            self._post(self._flushes.popleft().answer(self._counters))
+
+    def _begin_writing(self) -> None:
+        block = self._spills[0].block
+        if self._store.index.covers(block):
+            self._drop(SpillDropCause.DUPLICATE)
+        elif not (self._gate.is_open and self._store.is_open):
+            self._drop(SpillDropCause.WRITES_OFF)
+        else:
+            self._prepared = self._prepared or prepare_block(block, vault=self._store.vault)
+            self._write(self._prepared)
+
+    def _write(self, prepared: PreparedBlock) -> None:
+        size_bytes = prepared.file_bytes
+        if not self._store.space.can_ever_fit(size_bytes):
+            self._drop(SpillDropCause.DISK_FULL)
+            return
+        if not self._store.space.budget_allows(size_bytes, now_time=self._clock.wall()):
+            self._drop(SpillDropCause.DAILY_BUDGET)
+            return
+        room = self._store.make_room(size_bytes)
+        if room is Room.PROGRESS:
+            return
+        if room is Room.FULL:
+            self._drop(SpillDropCause.DISK_FULL)
+            return
+        try:
+            self._begin(prepared)
+        except OSError as error:
+            self._refused(error, size_bytes)
+
+    def _write_ahead(self) -> None:
+        """Write the second spill's file where nothing stands in its way; what does is met in its turn."""
+        if len(self._spills) < 2:
+            return
+        block = self._spills[1].block
+        if self._store.index.covers(block) or block.header.hash == self._spills[0].block.header.hash:
+            return
+        prepared = prepare_block(block, vault=self._store.vault)
+        space = self._store.space
+        is_allowed = space.budget_allows(prepared.file_bytes, now_time=self._clock.wall())
+        # The first one's row is yet to come, and the manifest may grow by it.
+        if not (is_allowed and self._store.has_room(prepared.file_bytes + GROWTH_ALLOWANCE_BYTES)):
+            return
+        try:
+            self._begin(prepared)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+
+    def _begin(self, prepared: PreparedBlock) -> None:
+        began, start_time = self._clock.monotonic(), self._clock.wall()
+        self._writings.append(_UnderWay(self._store.begin(prepared), began, start_time))
+
+    def _commit_written(self) -> None:
+        while self._writings:
+            self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        under_way = self._writings.popleft()
+        size_bytes = under_way.writing.prepared.file_bytes
+        try:
+            record = self._store.finish(under_way.writing)
+        except OSError as error:
+            self.undo_writings()
+            self._refused(error, size_bytes)
+            return
+        except sqlite3.Error:
+            self.undo_writings()
+            self._drop(SpillDropCause.WRITE_FAILED)
+            raise
+        now = self._clock.monotonic()
+        self._gate.wrote()
+        elapsed_s = now - under_way.began
+        # The next one was written meanwhile: what both took together is shared among them.
+        self._rate.add(size_bytes=size_bytes, elapsed_s=now - max(under_way.began, self._finished_time))
+        self._finished_time = now
+        self._counters.write_bytes_per_s = self._rate.bytes_per_s
+        self._counters.spill_persisted += 1
+        self._finish(Persisted(record, self._spills[0].request_id, under_way.start_time, elapsed_s))
+
+    def _refused(self, error: OSError, size_bytes: int) -> None:
+        """Make room on a disk that is full; drop the first spill and raise when it is broken."""
+        if not is_disk_full(error):
+            self._drop(SpillDropCause.WRITE_FAILED)
+            raise error
+        self._make_more_room(size_bytes, error)
+
+    def _make_more_room(self, size_bytes: int, error: OSError) -> None:
+        """The disk is full before the limits said so: evict and retry once, then stop writing."""
+        if not self._has_retried:
+            self._has_retried = True
+            self._store.reclaim(size_bytes)
+            return
+        self._gate.shut(
+            f"Disk is full: {outline(error)} after evicting; writes resume when {size_bytes} bytes are free "
+            f"above the floor of {self._store.space.floor_bytes}",
+            now=self._clock.monotonic(),
+            needed_bytes=size_bytes,
+        )
+        self._drop(SpillDropCause.DISK_FULL)
+
+    def _drop(self, cause: SpillDropCause) -> None:
+        self._counters.spill_dropped[cause] += 1
+        self._finish(SpillDropped(self._spills[0].block.header.hash, cause))
+
+    def _finish(self, outcome: Outcome) -> None:
+        # The block's buffers are freed here, on the storage thread, before its room is given back.
+        credit = self._spills.popleft().credit
+        self._prepared = None
+        self._has_retried = False
+        credit.release()
+        self._post(outcome)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A block that is written and not committed."""
+
+    writing: Writing
+    began: float
+    """`Clock.monotonic`."""
+    start_time: float
+    """Wall clock."""
+
+
+class _Flush:
+    """A flush that waits, with the counters as they were when it came."""
+
+    def __init__(self, request: FlushRequest, counters: StorageCounters) -> None:
+        self.request = request
+        self._accepted = counters.spill_accepted
+        self._persisted = counters.spill_persisted
+        self._dropped = counters.spill_dropped.total()
+
+    def is_done(self, counters: StorageCounters) -> bool:
+        return counters.spill_persisted + counters.spill_dropped.total() >= self._accepted
+
+    def answer(self, counters: StorageCounters) -> Flushed:
+        return Flushed(
+            self.request.task_id,
+            persisted_count=counters.spill_persisted - self._persisted,
+            dropped_count=counters.spill_dropped.total() - self._dropped,
+        )

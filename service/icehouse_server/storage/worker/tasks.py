@@ -1,0 +1,118 @@
+"""Work by order that may be long: purges and verifications, done piece by piece."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.storage.block_facts import BlockFile
+from icehouse_server.storage.block_format.damage import BlockFileError
+from icehouse_server.storage.block_format.reader import verify_block
+from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.loads import BlockFailure
+from icehouse_server.storage.messages import Outcome, Purged, TaskId, Verified
+from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.worker.requests import PurgeRequest, VerifyRequest
+from icehouse_server.storage.worker.stats import StorageCounters
+
+_PURGE_BATCH_COUNT = 64
+
+
+class Task(Protocol):
+    """A piece of ordered work in progress."""
+
+    @property
+    def task_id(self) -> TaskId:
+        """What its outcome will be known by."""
+        ...
+
+    def step(self, store: BlockStore, counters: StorageCounters) -> Outcome | None:
+        """Do one piece; return the outcome after the last one."""
+        ...
+
+
+class PurgeTask:
+    """Removes blocks in batches, pinned ones too: an order outranks a pin."""
+
+    def __init__(self, request: PurgeRequest) -> None:
+        self.task_id = request.task_id
+        self._request = request
+        self._left: list[BlockRecord] | None = None
+        self._block_count = 0
+        self._size_bytes = 0
+
+    def step(self, store: BlockStore, counters: StorageCounters) -> Outcome | None:
+        """Remove one batch."""
+        if self._left is None:
+            self._left = self._targets(store)
+        batch, self._left = self._left[:_PURGE_BATCH_COUNT], self._left[_PURGE_BATCH_COUNT:]
+        batch = [record for record in batch if record.hash in store.index]
+        store.purge(batch)
+        self._block_count += len(batch)
+        self._size_bytes += sum(record.file_bytes for record in batch)
+        return None if self._left else Purged(self.task_id, self._block_count, self._size_bytes)
+
+    def _targets(self, store: BlockStore) -> list[BlockRecord]:
+        if self._request.hashes is not None:
+            found = (store.index.get(block_hash) for block_hash in self._request.hashes)
+            return [record for record in found if record is not None]
+        wanted = self._request.fingerprint
+        return [record for record in store.index if wanted is None or record.fingerprint == wanted]
+
+
+class VerifyTask:
+    """Reads and hashes one file per step and compares it with its row."""
+
+    def __init__(self, request: VerifyRequest) -> None:
+        self.task_id = request.task_id
+        self._request = request
+        self._left: list[BlockRecord] | None = None
+        self._checked_count = 0
+        self._checked_bytes = 0
+        self._damaged: list[BlockFailure] = []
+
+    def step(self, store: BlockStore, counters: StorageCounters) -> Outcome | None:
+        """Verify one block."""
+        if self._left is None:
+            asked = self._request.hashes
+            found = (store.index.get(item) for item in asked) if asked is not None else list(store.index)
+            self._left = [record for record in found if record is not None]
+        if self._left:
+            # One that was evicted meanwhile has nothing left to verify.
+            record = store.index.get(self._left.pop().hash)
+            if record is not None:
+                self._verify(record, store, counters)
+        if self._left:
+            return None
+        return Verified(self.task_id, self._checked_count, self._checked_bytes, tuple(self._damaged))
+
+    def _verify(self, record: BlockRecord, store: BlockStore, counters: StorageCounters) -> None:
+        self._checked_count += 1
+        self._checked_bytes += record.file_bytes
+        counters.verified_block += 1
+        try:
+            file = verify_block(
+                store.files, store.paths.block(record.fingerprint, record.hash), vault=store.vault
+            )
+            check_row(record, file, store)
+        except BlockFileError as error:
+            counters.load_failed[error.damage] += 1
+            failure = BlockFailure(record.hash, error.damage, str(error))
+            self._damaged.append(failure)
+            retire(store, failure)
+
+
+def check_row(record: BlockRecord, file: BlockFile, store: BlockStore) -> None:
+    """Compare a row, its contents included, with what its file says. Raises `BlockFileError`."""
+    if not (record.is_of(file) and store.manifest.holds(file)):
+        raise BlockFileError(Damage.MISMATCH, f"The row of {record.hash.hex()} is not what its file says")
+
+
+def retire(store: BlockStore, failure: BlockFailure) -> None:
+    """Take a block that could not be used out of the store. Raises `OSError` or `sqlite3.Error`."""
+    if failure.cause is Damage.MEMORY:
+        return
+    if failure.cause is Damage.MISSING:
+        store.drop_missing(failure.hash)
+    else:
+        store.quarantine(failure.hash)

@@ -1,0 +1,1 @@
+"""Structured output: response formats compiled to grammars, and tokens matched against them."""

@@ -1,0 +1,212 @@
+"""Compiles the forms that callers ask for. Kept off the inference thread and the event loop.
+
+Everything here but reading the vocabulary releases Python's global lock. llguidance descends
+recursively and cannot be interrupted: the caller bounds the size of a form (`STACK_BYTES_PER_BYTE`
+says what stack that takes), and what is small but costly is refused here.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import threading
+from typing import Any, Protocol
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from icehouse_server.domain.response_format import (
+    Choice,
+    JsonObject,
+    JsonSchema,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+    TaggedJson,
+)
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.structured_output.cost import check_multiples, check_multiples_in_text
+from icehouse_server.structured_output.error_location import (
+    Mistake,
+    lark_mistake,
+    regex_mistake,
+    schema_mistake,
+)
+from icehouse_server.structured_output.matcher import CompiledGrammar
+from icehouse_server.structured_output.source import grammar_source
+
+STACK_BYTES_PER_BYTE = 4096
+"""Stack to have for each byte of a form. The worst one found, rules that only name the next rule in
+parentheses, took 32 to 64 MiB for 64 KiB (llguidance 1.9.1, x86-64)."""
+
+_LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+"""A lexer state is 1 to 2 kB, so this many are some 100 MB; the rest are llguidance's own limits."""
+
+_FIELDS: dict[type[ResponseFormat], str] = {
+    JsonSchema: "response_format.json_schema",
+    JsonObject: "response_format.json_object",
+    Regex: "response_format.regex",
+    LarkGrammar: "response_format.lark",
+    Choice: "response_format.choice",
+    TaggedJson: "tools",
+}
+
+
+class VocabularySource(Protocol):
+    """What is wanted of a tokenizer."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def vocabulary_json(self) -> str | None:
+        """Return the vocabulary as tokenizer.json writes it; None where there is none."""
+        ...
+
+
+class GrammarCompiler:
+    """Forms to grammars over one model's vocabulary; remembers the ones used last."""
+
+    def __init__(self, tokenizer: VocabularySource, *, vocabulary_size: int, kept_count: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._kept_count = kept_count
+        self._kept: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+
+    @property
+    def stack_bytes_per_byte(self) -> int:
+        """Stack that the calling thread needs for each byte of a form."""
+        return STACK_BYTES_PER_BYTE
+
+    def prepare(self) -> None:
+        """Read the vocabulary, unless it was read before.
+
+        262,144 tokens take two seconds and 50 MB, and Python's global lock is held meanwhile (llguidance
+        1.9.1, one x86 core), so this is best done while the model loads.
+        """
+        with self._lock:
+            self._read_vocabulary()
+
+    def compile(self, form: ResponseFormat) -> CompiledGrammar:
+        """Return the grammar of a form. Raises InvalidRequest that tells the place of the mistake."""
+        with self._lock:
+            kept = self._kept.get(form)
+            if kept is None:
+                kept = self._compile(form)
+                self._kept[form] = kept
+                if len(self._kept) > self._kept_count:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(form)
+            return kept
+
+    def _compile(self, form: ResponseFormat) -> CompiledGrammar:
+        field = _FIELDS[type(form)]
+        vocabulary, executor = self._read_vocabulary()
+        if isinstance(form, JsonSchema):
+            check_multiples(_read_schema(form.schema, field=field), field=field)
+        elif isinstance(form, LarkGrammar):
+            check_multiples_in_text(form.grammar, field=field)
+        elif isinstance(form, TaggedJson):
+            for index, tag in enumerate(form.tags):
+                # A whole of many parts could not tell which of them is wrong.
+                self._compile_tag(tag.schema, field=f"{field}[{index}]")
+        source = grammar_source(form, pieces=self._pieces)
+        matcher = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _invalid(self._mistake(form, matcher.get_error()), field=field)
+        _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
+        return CompiledGrammar(matcher, executor=executor, vocabulary_size=vocabulary.vocab_size)
+
+    def _compile_tag(self, schema: str, *, field: str) -> None:
+        parsed = _read_schema(schema, field=field)
+        check_multiples(parsed, field=field)
+        message = self._complaint(parsed)
+        if message:
+            raise _invalid(schema_mistake(parsed, message, complain=self._complaint), field=field)
+
+    def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
+        if isinstance(form, JsonSchema):
+            return schema_mistake(json.loads(form.schema), message, complain=self._complaint)
+        return regex_mistake(message) if isinstance(form, Regex) else lark_mistake(message)
+
+    def _complaint(self, schema: Any) -> str:
+        """Return what is wrong with a schema, "" when nothing is."""
+        source = grammar_source(JsonSchema(json.dumps(schema)), pieces=self._pieces)
+        return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
+
+    def _pieces(self, text: str) -> list[int | str]:
+        """Cut a text into the special tokens it spells and the text between them."""
+        vocabulary, _ = self._read_vocabulary()
+        pieces: list[int | str] = []
+        plain: list[int] = []
+        for token_id in [*vocabulary.tokenize_str(text, parse_special=True), None]:
+            if token_id is not None and not vocabulary.is_special_token(token_id):
+                plain.append(token_id)
+                continue
+            if plain:
+                pieces.append(vocabulary.decode_str(plain))
+                plain = []
+            if token_id is not None:
+                pieces.append(token_id)
+        return pieces
+
+    def _read_vocabulary(self) -> tuple[LLTokenizer, LLExecutor]:
+        if self._vocabulary is None or self._executor is None:
+            text = self._tokenizer.vocabulary_json()
+            if text is None:
+                raise InvalidRequest(
+                    Reason.UNSUPPORTED,
+                    "this model's tokenizer has no tokenizer.json, so its outputs cannot be constrained; "
+                    "leave response_format out",
+                    field="response_format",
+                )
+            size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
+            ends = [i for i in self._tokenizer.eos_token_ids if i < size]
+            self._vocabulary = LLTokenizer(text, n_vocab=size, eos_token=ends or None)
+            self._executor = LLExecutor()
+        return self._vocabulary, self._executor
+
+
+def _read_schema(schema: str, *, field: str) -> Any:
+    try:
+        parsed: Any = json.loads(schema)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise _invalid(Mistake(f"it is not JSON: {error.msg}", place), field=field) from error
+    except RecursionError as error:
+        raise _invalid(Mistake("it is nested too deeply", ""), field=field) from error
+    if not isinstance(parsed, dict | bool):
+        raise _invalid(Mistake("a JSON schema is an object, true or false", "/"), field=field)
+    return parsed
+
+
+def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: str) -> None:
+    """Compute the first mask, which also warms the lexer, and refuse what cannot begin."""
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    allowed[end_token_ids] = 0
+    if not matcher.is_error() and allowed.any():
+        return
+    if not matcher.is_error():
+        raise _invalid(Mistake("it allows nothing but the empty text", ""), field=field)
+    if "NoExtension" in matcher.get_error():
+        raise _invalid(Mistake("no text can match it", ""), field=field)
+    detail = matcher.get_error().partition("\n")[0]
+    raise InvalidRequest(
+        Reason.GRAMMAR_TOO_COMPLEX,
+        f"{field} is too complex: {detail}; simplify it",
+        field=field,
+        metadata={"detail": detail},
+    )
+
+
+def _invalid(mistake: Mistake, *, field: str) -> InvalidRequest:
+    where = f" (at {mistake.place})" if mistake.place else ""
+    return InvalidRequest(
+        Reason.RESPONSE_FORMAT_INVALID,
+        f"{field} cannot be used: {mistake.detail}{where}",
+        field=field,
+        metadata={"detail": mistake.detail, "place": mistake.place},
+    )

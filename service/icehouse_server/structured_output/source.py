@@ -1,0 +1,109 @@
+"""From the form a caller asked for to the text that llguidance compiles. Pure functions, any thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from llguidance import LLMatcher
+
+from icehouse_server.domain.response_format import (
+    Choice,
+    JsonObject,
+    JsonSchema,
+    JsonTag,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+    TaggedJson,
+)
+
+Pieces = Callable[[str], Iterable[int | str]]
+"""Cuts a text into the special tokens it spells and the text between them."""
+
+_OWN_OPTIONS_KEY = "x-guidance"
+"""llguidance lets a schema change how it is read; an output might then not validate against it."""
+
+
+def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
+    """Return the grammar of a form whose JSON has been read once already."""
+    match form:
+        case JsonSchema():
+            return _json_source(form.schema, is_compact=form.is_compact)
+        case JsonObject():
+            return _json_source('{"type":"object"}', is_compact=form.is_compact)
+        case Regex():
+            return LLMatcher.grammar_from_regex(form.pattern)
+        case LarkGrammar():
+            return LLMatcher.grammar_from_lark(form.grammar)
+        case Choice():
+            return LLMatcher.grammar_from_lark(_choice_lark(form.texts))
+        case TaggedJson():
+            return LLMatcher.grammar_from_lark(_tagged_lark(form, pieces))
+
+
+def _as_object(schema: str) -> str:
+    """Return a schema's text as an object without llguidance's own key; unchanged where it is one."""
+    parsed: Any = json.loads(schema)
+    if isinstance(parsed, bool):
+        return "{}" if parsed else '{"allOf":[false]}'
+    if _OWN_OPTIONS_KEY not in parsed:
+        return schema
+    del parsed[_OWN_OPTIONS_KEY]
+    return json.dumps(parsed)
+
+
+def _json_source(schema: str, *, is_compact: bool) -> str:
+    options: dict[str, Any] = {"whitespace_flexible": not is_compact}
+    return LLMatcher.grammar_from_json_schema(_as_object(schema), overrides=options)  # type: ignore[arg-type]
+
+
+def _choice_lark(texts: Iterable[str]) -> str:
+    # One token, not one rule a text: a rule's alternatives are limited to 2,000.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
+
+
+def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
+    names = [f"tag_{index}" for index in range(len(form.tags))]
+    tag = f"({' | '.join(names)})"
+    more = f" (WHITE? {tag})*" if form.may_repeat else ""
+    lines = ["WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/"]
+    if form.may_begin_with_text:
+        first = f"({' | '.join(f'first_{name}' for name in names)})"
+        lines.append(f"start: {first}{more}")
+        for name, item in zip(names, form.tags, strict=True):
+            lines += _after_text(name, item, pieces)
+    else:
+        lines.append(f"start: {tag}{more}")
+    lines += [f"{name}: {_body(item, pieces)}" for name, item in zip(names, form.tags, strict=True)]
+    return "\n".join(lines)
+
+
+def _after_text(name: str, item: JsonTag, pieces: Pieces) -> list[str]:
+    """Return rules for a tag behind any text: the first place where it begins is where it begins."""
+    begin = list(pieces(item.begin))
+    rest = " ".join(
+        [
+            *(_literal(piece) for piece in begin[1:]),
+            f"%json {_as_object(item.schema)}",
+            *_literals(item.end, pieces),
+        ]
+    )
+    if isinstance(begin[0], int):
+        return [f"first_{name}: TEXT {_literal(begin[0])} {rest}"]
+    return [f"lead_{name}[lazy]: TEXT {_literal(begin[0])}", f"first_{name}: lead_{name} {rest}"]
+
+
+def _body(item: JsonTag, pieces: Pieces) -> str:
+    parts = [*_literals(item.begin, pieces), f"%json {_as_object(item.schema)}", *_literals(item.end, pieces)]
+    return " ".join(parts)
+
+
+def _literals(text: str, pieces: Pieces) -> list[str]:
+    return [_literal(piece) for piece in pieces(text)]
+
+
+def _literal(piece: int | str) -> str:
+    """Spell a token by its id, and text as Lark does, which is as JSON does."""
+    return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)

@@ -1,0 +1,196 @@
+"""Metrics of calls, counted as they end: gRPC's standard ones, and where a request's time went.
+
+`grpc.server.call.*` after gRPC proposal A66, `gen_ai.server.*` after OpenTelemetry's semantic
+conventions for generative AI. Nothing is counted per token.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from icehouse_server.domain.call import CallRecord, WireRecord
+from icehouse_server.domain.events import Usage
+from icehouse_server.telemetry.metric import Kind, Metric
+
+_CALL_BUCKETS_S = (
+    *(0.0, 1e-05, 5e-05, 0.0001, 0.0003, 0.0006, 0.0008, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008),
+    *(0.01, 0.013, 0.016, 0.02, 0.025, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3),
+    *(0.4, 0.5, 0.65, 0.8, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
+)
+_SIZE_BUCKETS = (
+    *(0.0, 1024.0, 2048.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0, 4194304.0, 16777216.0),
+    *(67108864.0, 268435456.0, 1073741824.0, 4294967296.0),
+)
+_FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    # Beyond the convention's own: long prompts on a small machine.
+    *(20.0, 40.0, 80.0),
+)
+_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_REQUEST_BUCKETS_S = tuple(0.01 * 2**i for i in range(14))
+_TOKEN_COUNT_BUCKETS = tuple(float(4**i) for i in range(1, 11))
+
+_GEN_AI = ("gen_ai.operation.name", "gen_ai.request.model")
+
+CALLS_STARTED = Metric(
+    "grpc.server.call.started",
+    Kind.COUNTER,
+    "{call}",
+    "Calls begun, of every service; a name that no service has is counted as other.",
+    ("grpc.method",),
+)
+CALL_DURATION = Metric(
+    "grpc.server.call.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "From a call's arrival until its status was sent.",
+    ("grpc.method", "grpc.status"),
+    _CALL_BUCKETS_S,
+)
+CALL_SENT = Metric(
+    "grpc.server.call.sent_total_compressed_message_size",
+    Kind.HISTOGRAM,
+    "By",
+    "Bytes of a call's response messages, without framing (nothing is compressed unless a client asks).",
+    ("grpc.method", "grpc.status"),
+    _SIZE_BUCKETS,
+)
+CALL_RECEIVED = Metric(
+    "grpc.server.call.rcvd_total_compressed_message_size",
+    Kind.HISTOGRAM,
+    "By",
+    "Bytes of a call's request messages, without framing (after decompression).",
+    ("grpc.method", "grpc.status"),
+    _SIZE_BUCKETS,
+)
+CALLS_REFUSED = Metric(
+    "icehouse.call.errors",
+    Kind.COUNTER,
+    "{call}",
+    "Calls of Icehouse's own services that ended with a status other than OK, by reason.",
+    ("grpc.method", "grpc.status", "icehouse.reason"),
+)
+REQUEST_DURATION = Metric(
+    "gen_ai.server.request.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "From a request's arrival to its last token; requests that ran to their end.",
+    _GEN_AI,
+    _REQUEST_BUCKETS_S,
+)
+FIRST_TOKEN = Metric(
+    "gen_ai.server.time_to_first_token",
+    Kind.HISTOGRAM,
+    "s",
+    "From a request's arrival to its first token.",
+    _GEN_AI,
+    _FIRST_TOKEN_BUCKETS_S,
+)
+PER_TOKEN = Metric(
+    "gen_ai.server.time_per_output_token",
+    Kind.HISTOGRAM,
+    "s",
+    "Mean time between the tokens of one request, after its first.",
+    _GEN_AI,
+    _TOKEN_BUCKETS_S,
+)
+QUEUE_TIME = Metric(
+    "icehouse.request.queue.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "From a request's arrival until it left the queue.",
+    (),
+    _REQUEST_BUCKETS_S,
+)
+RESTORE_TIME = Metric(
+    "icehouse.request.restore.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "Putting a request's cached prefix in place; requests that reused one.",
+    (),
+    _REQUEST_BUCKETS_S,
+)
+PREFILL_TIME = Metric(
+    "icehouse.request.prefill.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "Computing the rest of a request's prompt, up to its first token.",
+    (),
+    _REQUEST_BUCKETS_S,
+)
+PROMPT_TOKENS = Metric(
+    "icehouse.request.prompt.tokens",
+    Kind.HISTOGRAM,
+    "{token}",
+    "Tokens of a request's prompt.",
+    (),
+    _TOKEN_COUNT_BUCKETS,
+)
+OUTPUT_TOKENS = Metric(
+    "icehouse.request.output.tokens",
+    Kind.HISTOGRAM,
+    "{token}",
+    "Tokens a request generated.",
+    (),
+    _TOKEN_COUNT_BUCKETS,
+)
+
+CALL_METRICS: tuple[Metric, ...] = (
+    *(CALLS_STARTED, CALL_DURATION, CALL_SENT, CALL_RECEIVED, CALLS_REFUSED),
+    *(REQUEST_DURATION, FIRST_TOKEN, PER_TOKEN, QUEUE_TIME, RESTORE_TIME, PREFILL_TIME),
+    *(PROMPT_TOKENS, OUTPUT_TOKENS),
+)
+
+
+class Meter(Protocol):
+    """Where the values go."""
+
+    def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
+        """Add to a counter."""
+        ...
+
+    def observe(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
+        """Record one value of a histogram."""
+        ...
+
+
+class CallMetrics:
+    """Counts calls. Owned by the event loop."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def call_started(self, method: str) -> None:
+        """A call began."""
+        self._meter.add(CALLS_STARTED, 1, (method,))
+
+    def wire_ended(self, record: WireRecord) -> None:
+        """A call ended, whatever its service."""
+        labels = (record.method, record.code)
+        self._meter.observe(CALL_DURATION, record.duration_s, labels)
+        self._meter.observe(CALL_SENT, record.sent_bytes, labels)
+        self._meter.observe(CALL_RECEIVED, record.received_bytes, labels)
+
+    def call_ended(self, record: CallRecord) -> None:
+        """A call of our own services ended."""
+        if record.code != "OK":
+            self._meter.add(CALLS_REFUSED, 1, (record.method, record.code, record.reason))
+        if record.started is not None:
+            self._meter.observe(QUEUE_TIME, record.started.queue_s)
+        if record.usage is not None:
+            self._request_ended(record.usage, record)
+
+    def _request_ended(self, usage: Usage, record: CallRecord) -> None:
+        meter = self._meter
+        meter.observe(PREFILL_TIME, usage.prefill_s)
+        meter.observe(PROMPT_TOKENS, usage.prompt_token_count)
+        meter.observe(OUTPUT_TOKENS, usage.output_token_count)
+        if usage.cache.cached_token_count:
+            meter.observe(RESTORE_TIME, usage.cache.restore_s)
+        if not usage.output_token_count:
+            return  # A warm-up has no tokens to time.
+        labels = ("text_completion", record.model_id)
+        meter.observe(REQUEST_DURATION, usage.total_s, labels)
+        meter.observe(FIRST_TOKEN, usage.ttft_s, labels)
+        if usage.output_token_count > 1:
+            meter.observe(PER_TOKEN, usage.decode_s / (usage.output_token_count - 1), labels)

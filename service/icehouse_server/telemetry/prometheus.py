@@ -1,0 +1,110 @@
+"""The table of metrics as Prometheus reads it, on a port of its own.
+
+The scrapes are answered by threads of this endpoint. They read the counters of calls under
+prometheus_client's own locks and the latest snapshot, a frozen value; they never ask the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from icehouse_server.domain.stats import Snapshot
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.telemetry.call_metrics import CALL_METRICS
+from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.observed import Observed
+from icehouse_server.telemetry.table import OBSERVED_METRICS
+
+
+class PrometheusMeter:
+    """Counters and histograms of calls. `add` and `observe` are cheap and safe from any thread."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for metric in CALL_METRICS:
+            names = (metric.prometheus_name, metric.description, metric.prometheus_labels)
+            if metric.kind is Kind.COUNTER:
+                self._counters[metric.name] = Counter(*names, registry=self.registry)
+            else:
+                self._histograms[metric.name] = Histogram(
+                    *names, buckets=metric.buckets, registry=self.registry
+                )
+
+    def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
+        counter = self._counters[metric.name]
+        (counter.labels(*labels) if labels else counter).inc(value)
+
+    def observe(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
+        histogram = self._histograms[metric.name]
+        (histogram.labels(*labels) if labels else histogram).observe(value)
+
+
+class SnapshotCollector(Collector):
+    """Turns the latest snapshot into metrics at every scrape."""
+
+    def __init__(self, latest: Callable[[], Snapshot]) -> None:
+        self._latest = latest
+
+    def describe(self) -> Iterator[Family]:
+        """Name the families without reading anything, for the registry's check of duplicates."""
+        return (_family(row) for row in OBSERVED_METRICS)
+
+    def collect(self) -> Iterator[Family]:
+        """Yield one family per row of the table."""
+        snapshot = self._latest()
+        for row in OBSERVED_METRICS:
+            family = _family(row)
+            for labels, value in row.read(snapshot):
+                family.add_metric(labels, value)
+            yield family
+
+
+class PrometheusEndpoint:
+    """An HTTP server for scrapes, from `start` to `stop`."""
+
+    def __init__(self, meter: PrometheusMeter, *, host: str, port: int) -> None:
+        self._meter = meter
+        self._host = host
+        self._port = port
+        self._server: WSGIServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, latest: Callable[[], Snapshot]) -> str:
+        """Listen and return the URL; raises StartError when the address cannot be had."""
+        self._meter.registry.register(SnapshotCollector(latest))
+        try:
+            self._server, self._thread = start_http_server(
+                self._port, addr=self._host, registry=self._meter.registry
+            )
+        except OSError as error:
+            raise StartError(
+                Reason.ADDRESS_IN_USE,
+                f"the metrics endpoint cannot listen on {self._host}:{self._port} ({error.strerror}); "
+                "choose another --metrics-port, or stop what listens there",
+                metadata={"host": self._host, "port": self._port},
+            ) from error
+        return f"http://{self._host}:{self._server.server_port}/metrics"
+
+    def stop(self) -> None:
+        """Answer no more scrapes."""
+        if self._server is None or self._thread is None:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _family(row: Observed) -> CounterMetricFamily | GaugeMetricFamily:
+    metric = row.metric
+    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    return make(metric.prometheus_name, metric.description, labels=metric.prometheus_labels)

@@ -1,0 +1,179 @@
+"""OpenTelemetry spans of ended calls and of the spills that they caused, sent over OTLP.
+
+Spans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
+block is committed, on the storage thread. The inference thread only ever tells plain numbers, and
+sending happens on the SDK's own thread, from a bounded queue that drops what it cannot hold.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.telemetry.stages import Attribute, stages_of
+
+SERVICE_NAME = "icehouse"
+
+_EXPORT_TIMEOUT_S = 5.0
+"""For one batch; also the longest that a collector which does not answer holds up the stop."""
+
+_KEPT_CALL_COUNT = 4096
+"""Ended calls whose later spills still find them."""
+
+_KEPT_SPILL_COUNT = 4096
+"""Spills kept for calls that have not ended."""
+
+# What OpenTelemetry's conventions for gRPC servers call an error; the others are the caller's affair.
+_SERVER_ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+
+_propagator = TraceContextTextMapPropagator()
+
+
+def otlp_exporter(endpoint: str) -> SpanExporter:
+    """Return an exporter to a collector; https:// means TLS, everything else none."""
+    return OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"), timeout=_EXPORT_TIMEOUT_S)
+
+
+class Spans:
+    """Makes the spans. `trace` belongs to the event loop, `spilled` to the storage thread."""
+
+    def __init__(self, exporter: SpanExporter, *, sample_ratio: float, version: str) -> None:
+        # The SDK's own remarks on a collector that is away would come once per batch.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+            resource=Resource.create({"service.name": SERVICE_NAME, "service.version": version}),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("icehouse", version)
+        self._joins = _Joins()
+
+    def trace(self, record: CallRecord) -> SpanNames | None:
+        """Record an ended call with its stages and the spills it has caused so far; None: not kept."""
+        carrier = {"traceparent": record.trace.traceparent, "tracestate": record.trace.tracestate}
+        span = self._tracer.start_span(
+            record.method,
+            _propagator.extract(carrier, Context()),
+            SpanKind.SERVER,
+            attributes=_attributes_of(record),
+            start_time=_ns(record.start_time),
+        )
+        if record.code in _SERVER_ERRORS:
+            span.set_status(StatusCode.ERROR)
+        parent = trace.set_span_in_context(span, Context())
+        if span.is_recording():
+            for stage in stages_of(record):
+                child = self._tracer.start_span(
+                    stage.name,
+                    parent,
+                    attributes=stage.attributes,
+                    start_time=_ns(record.start_time + stage.start_s),
+                )
+                child.end(_ns(record.start_time + stage.end_s))
+        for spill in self._joins.call_ended(RequestId(record.request_id), span):
+            self._spill_span(spill, span)
+        span.end(_ns(record.start_time + record.duration_s))
+        return _names_of(span) if span.get_span_context().trace_flags.sampled else None
+
+    def spilled(self, record: SpillRecord) -> None:
+        """Record the writing of a block under the call whose work sent it to SSD."""
+        span = self._joins.spilled(record)
+        if span is not None:
+            self._spill_span(record, span)
+
+    def stop(self) -> None:
+        """Send what waits, for a few seconds at most."""
+        self._provider.shutdown()
+
+    def _spill_span(self, record: SpillRecord, parent: Span) -> None:
+        span = self._tracer.start_span(
+            "spill",
+            trace.set_span_in_context(parent, Context()),
+            attributes={"icehouse.tokens": record.token_count, "icehouse.size": record.size_bytes},
+            start_time=_ns(record.start_time),
+        )
+        span.end(_ns(record.start_time + record.duration_s))
+
+
+class _Joins:
+    """Brings calls and spills together, whichever ends first. Any thread; bounded.
+
+    A request id that is used again while blocks of its first use are still being written is taken for one.
+    The lock is held for a few operations on dicts; nobody waits for anything under it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: collections.OrderedDict[RequestId, Span] = collections.OrderedDict()
+        self._early: collections.deque[SpillRecord] = collections.deque(maxlen=_KEPT_SPILL_COUNT)
+
+    def call_ended(self, request_id: RequestId, span: Span) -> list[SpillRecord]:
+        """Remember the call's span; return the spills that came before its end."""
+        with self._lock:
+            self._ended[request_id] = span
+            if len(self._ended) > _KEPT_CALL_COUNT:
+                self._ended.popitem(last=False)
+            if not self._early:
+                return []
+            found = [spill for spill in self._early if spill.request_id == request_id]
+            if found:
+                others = [spill for spill in self._early if spill.request_id != request_id]
+                self._early = collections.deque(others, maxlen=_KEPT_SPILL_COUNT)
+            return found
+
+    def spilled(self, record: SpillRecord) -> Span | None:
+        """Return the span of the spill's call if it has ended; keep the spill for it if not."""
+        with self._lock:
+            span = self._ended.get(record.request_id)
+            if span is None:
+                self._early.append(record)
+            return span
+
+
+def _names_of(span: Span) -> SpanNames:
+    context = span.get_span_context()
+    trace_id, span_id = f"{context.trace_id:032x}", f"{context.span_id:016x}"
+    return SpanNames(trace_id, f"00-{trace_id}-{span_id}-{context.trace_flags:02x}")
+
+
+def _attributes_of(record: CallRecord) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "rpc.system.name": "grpc",
+        "rpc.method": record.method,
+        "rpc.response.status_code": record.code,
+        "icehouse.request.id": record.request_id,
+        "icehouse.peer": record.peer.value,
+    }
+    if record.code != "OK":
+        attributes["error.type"] = record.reason or record.code
+    if record.tenant:
+        attributes["icehouse.tenant"] = record.tenant
+    if record.model_id:
+        attributes["gen_ai.operation.name"] = "text_completion"
+        attributes["gen_ai.request.model"] = record.model_id
+    if record.prompt_token_count:
+        attributes["gen_ai.usage.input_tokens"] = record.prompt_token_count
+    if record.started is not None:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = record.started.cache.cached_token_count
+    if record.usage is not None:
+        attributes["gen_ai.usage.output_tokens"] = record.usage.output_token_count
+        attributes["gen_ai.response.time_to_first_chunk"] = record.usage.ttft_s
+    return attributes
+
+
+def _ns(time_s: float) -> int:
+    return round(time_s * 1e9)

@@ -1,0 +1,1 @@
+"""Text: tokenizing, chat templates, and replies parsed as they stream."""

@@ -1,0 +1,281 @@
+"""From a conversation to the tokens of its prompt, and how the reply begins in them.
+
+Runs in the rpc room's small executor, one caller at a time.
+
+A rendered conversation to tokens, with the assistant's turns as they were drawn. Pure.
+
+A model may draw tokens that the tokenizer would not have chosen for the same text. A cached prefix is
+a prefix of tokens, so a turn that is tokenized anew ends the match there; put back as it was drawn it
+does not. Where a turn's tokens do not spell what the template wrote, the text counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from icehouse_server.domain.chat import ChatMessage, Conversation, RenderedChat, ToolCall, ToolMode
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.chat_template import ChatTemplate, TemplateTraits, fit
+from icehouse_server.text.reply_format import ReplyFormat
+
+CommonTokens = Callable[[Sequence[str]], int]
+"""Characters of the first text whose tokens all the others begin with."""
+
+# A call in the template's own form; its name and argument stand for those of the tools on offer.
+_NAME, _ARGUMENT, _ID = "qzcalledqz", "qzargumentqz", "000000000"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatRenderer:
+    """Wires the template, the tokenizer and the format of replies together."""
+
+    template: ChatTemplate
+    turns: TurnTokens
+    format: ReplyFormat
+    common_tokens: CommonTokens
+
+    def render(self, conversation: Conversation) -> RenderedChat:
+        """Return the prompt; raises InvalidRequest for what the model or its template cannot do."""
+        traits = self.template.traits
+        self._check(conversation, traits)
+        messages = fit(conversation.messages, traits)
+        drawn = [message.token_ids for message in messages if message.token_ids]
+        base = self._text(conversation, messages)
+        if conversation.continues_final_message:
+            text = self._text(conversation, messages, continues=True)
+            header = self._header(conversation, messages[:-1]) if drawn else ""
+            is_reasoning = self._is_open_in(messages[-1])
+        elif not conversation.adds_generation_prompt:
+            text, is_reasoning = base, False
+            header = self._header(conversation, messages) if drawn else ""
+        else:
+            text = self._text(conversation, messages, adds_prompt=True)
+            header = text[len(base) :] if text.startswith(base) else ""
+            is_reasoning = self._is_open(header)
+        opening = ""
+        if conversation.tool_choice.is_forced:
+            thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
+            text, opening = self._forced(conversation, messages, base=base, begun=text + thought)
+            is_reasoning = False
+        tokens = self.turns.tokens(text, turns=drawn, headers=[header, self._unthinking(header)])
+        return RenderedChat(tuple(tokens), opening=opening, is_reasoning=is_reasoning)
+
+    def _text(
+        self,
+        conversation: Conversation,
+        messages: Sequence[ChatMessage],
+        *,
+        adds_prompt: bool = False,
+        continues: bool = False,
+    ) -> str:
+        return self.template.text(
+            messages,
+            tools=conversation.tools,
+            arguments=conversation.template_arguments,
+            adds_generation_prompt=adds_prompt,
+            continues_final_message=continues,
+        )
+
+    def _header(self, conversation: Conversation, messages: Sequence[ChatMessage]) -> str:
+        """Return what the template writes before an assistant's turn."""
+        if not messages:
+            return ""
+        base = self._text(conversation, messages)
+        text = self._text(conversation, messages, adds_prompt=True)
+        return text[len(base) :] if text.startswith(base) else ""
+
+    def _unthinking(self, header: str) -> str:
+        """Return the header without the reasoning that it opens: turns of the past have none."""
+        start = self.format.think_start
+        return header[: header.index(start)] if start and start in header else ""
+
+    def _is_open(self, text: str) -> bool:
+        """Whether `text` ends within reasoning."""
+        if not self.format.marks_reasoning:
+            return False
+        return text.rfind(self.format.think_start) > text.rfind(self.format.think_end)
+
+    def _is_open_in(self, message: ChatMessage) -> bool:
+        continues_reasoning = bool(message.reasoning) and not message.content
+        return continues_reasoning or self._is_open(message.content)
+
+    def _forced(
+        self, conversation: Conversation, messages: Sequence[ChatMessage], *, base: str, begun: str
+    ) -> tuple[str, str]:
+        """Return a prompt that ends with the beginning of a call, and that beginning.
+
+        The template writes it: the form of the calls is the one that the model was trained on. What
+        does not depend on the tool or its arguments is the beginning; it ends where a token ends.
+        Most templates go on from `base`; one that writes the past anew when it grows cannot, and then
+        the call goes behind the usual prompt, `begun`.
+        """
+        start = self.format.call_start
+        replies = []
+        for arguments in ("{}", f'{{"{_ARGUMENT}": "{_ARGUMENT}"}}'):
+            call = ChatMessage("assistant", "", tool_calls=(ToolCall(_ID, _NAME, arguments),))
+            text = self._text(conversation, [*messages, call])
+            if not text.startswith(base):
+                base = begun
+            if text.startswith(base):
+                replies.append(text[len(base) :])
+            elif start in text[: text.find(_NAME)]:
+                replies.append(text[text.rindex(start, 0, text.index(_NAME)) :])
+        choice = conversation.tool_choice
+        names = [choice.name] if choice.mode is ToolMode.NAMED else [t.name for t in conversation.tools]
+        texts = [reply.replace(_NAME, name) for reply in replies for name in names]
+        common = texts[0][: self.common_tokens(texts)] if texts else ""
+        if start not in common:
+            raise InvalidRequest(
+                Reason.TOOLS_UNSUPPORTED,
+                "this model's chat template does not show how a call begins, so none can be required; "
+                "leave tool_choice out",
+                field="tool_choice",
+            )
+        return base + common, common[common.index(start) :]
+
+    def _check(self, conversation: Conversation, traits: TemplateTraits) -> None:
+        if conversation.tools and not (traits.shows_tools and self.format.marks_calls):
+            why = (
+                "the model's chat template does not show them to the model"
+                if not traits.shows_tools
+                else "the form of this model's calls is not known"
+            )
+            raise InvalidRequest(
+                Reason.TOOLS_UNSUPPORTED,
+                f"{len(conversation.tools)} tools are offered, but {why}; leave `tools` out or describe "
+                "them in a message",
+                field="tools",
+                metadata={"tool_count": len(conversation.tools)},
+            )
+        for index, message in enumerate(conversation.messages):
+            if message.tool_calls and not traits.shows_tool_calls:
+                raise _dropped("tool_calls", f"chat.messages[{index}].tool_calls")
+            if message.role == "tool" and not traits.shows_tool_results:
+                raise _dropped('messages of role "tool"', f"chat.messages[{index}].role")
+
+
+def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | None) -> int:
+    """Return how long the common beginning is, cut back to one of `ends`: ends of the first text's tokens.
+
+    Without `ends` nothing is known of tokens, and the whole common beginning counts.
+    """
+    different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+    common = next(different, min(map(len, texts)))
+    if ends is None:
+        return common
+    shared = set(ends[0]).intersection(*ends[1:])
+    return max((end for end in shared if end <= common), default=0)
+
+
+def _dropped(what: str, field: str) -> InvalidRequest:
+    return InvalidRequest(
+        Reason.CHAT_INVALID,
+        f"the model's chat template would drop {what} without a word; say it in a user's message instead",
+        field=field,
+        metadata={"what": what},
+    )
+
+
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
+
+_HEADER_TOKEN_COUNT = 8
+"""Tokens decoded before a turn's own."""
+_LONGEST_ADDED_TOKEN = 64
+"""Characters of the longest special token that is looked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """Puts drawn turns back. `encode` adds no special tokens, `decode` hides none."""
+
+    encode: Encode
+    decode: Decode
+    eos_token_ids: frozenset[int]
+    added_token_ids: frozenset[int]
+    """Tokens that are cut out of a text before anything else, so that text may end before them."""
+
+    def tokens(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
+        """Return the tokens of `text`, in which the drawn `turns` follow one of `headers`, in order.
+
+        `headers` are ways in which the template begins a turn, the likeliest first. Whatever is
+        returned decodes to the same text as the plain encoding does.
+        """
+        plain = self.encode(text)
+        if not turns:
+            return plain
+        spliced = self._spliced(text, turns=turns, headers=[header for header in headers if header])
+        return spliced if self.decode(spliced) == self.decode(plain) else plain
+
+    def _spliced(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
+        tokens: list[int] = []
+        position = 0
+        for turn in turns:
+            place = self._place(text, position, self._without_end(turn), headers)
+            if place is not None:
+                tokens += self.encode(text[position : place.start])
+                tokens += place.token_ids
+                position = place.stop
+        return tokens + self.encode(text[position:])
+
+    def _place(self, text: str, position: int, drawn: Sequence[int], headers: Sequence[str]) -> _Place | None:
+        """Return where the turn stands whole; failing that, how it begins after the next header."""
+        for header in headers:
+            spelled = _Spelling(self, header).text(drawn)
+            found = text.find(header + spelled, position) if spelled else -1
+            stop = found + len(header) + len(spelled)
+            if found >= 0 and self._may_end(text, stop):
+                return _Place(found + len(header), stop, drawn)
+        for header in headers:
+            found = text.find(header, position)
+            if found >= 0 and (part := self._beginning(text, found + len(header), drawn, header)) is not None:
+                return part
+        return None
+
+    def _beginning(self, text: str, start: int, drawn: Sequence[int], header: str) -> _Place | None:
+        """Return the longest beginning of a turn that the template has kept: it may trim or close it."""
+        spelling = _Spelling(self, header)
+        low, high = 0, len(drawn)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if text.startswith(spelling.text(drawn[:middle]), start):
+                low = middle
+            else:
+                high = middle - 1
+        stop = start + len(spelling.text(drawn[:low]))
+        return _Place(start, stop, drawn[:low]) if stop > start and self._may_end(text, stop) else None
+
+    def _may_end(self, text: str, stop: int) -> bool:
+        """Whether a token ends there in any case: elsewhere a word of an edited turn could be cut in two."""
+        following = self.encode(text[stop : stop + _LONGEST_ADDED_TOKEN])
+        return not following or following[0] in self.added_token_ids
+
+    def _without_end(self, turn: Sequence[int]) -> list[int]:
+        """Return the turn without the tokens that ended it: the template writes its own end."""
+        drawn = list(turn)
+        while drawn and drawn[-1] in self.eos_token_ids:
+            drawn.pop()
+        return drawn
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Tokens for `text[start:stop]`."""
+
+    start: int
+    stop: int
+    token_ids: Sequence[int]
+
+
+class _Spelling:
+    """Text of tokens that stand behind a header, so that a leading space survives."""
+
+    def __init__(self, turns: TurnTokens, header: str) -> None:
+        self._decode = turns.decode
+        self._before = turns.encode(header)[-_HEADER_TOKEN_COUNT:]
+        self._known = turns.decode(self._before)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        whole = self._decode([*self._before, *token_ids])
+        return whole[len(self._known) :] if whole.startswith(self._known) else ""

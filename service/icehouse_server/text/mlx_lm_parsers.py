@@ -1,0 +1,78 @@
+"""mlx-lm's text state machine and parsers of tool calls, behind a format of ours.
+
+As in `upstream`: `tests/engine/test_upstream_reply.py` fails when what is relied on moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+
+from icehouse_server.text.reply_format import ReplyFormat
+
+
+def read_reply_format(wrapper: Any) -> ReplyFormat:
+    """Return how this tokenizer's model marks reasoning and tool calls, as far as mlx-lm knows."""
+    with_tools = make_text_state_machine(wrapper)  # type: ignore[no-untyped-call]
+    # The same tokenizer as the machine sees it, but for the tools.
+    view = SimpleNamespace(
+        has_thinking=wrapper.has_thinking,
+        think_start=wrapper.think_start,
+        think_end=wrapper.think_end,
+        has_tool_calling=False,
+        structural_markers=wrapper.structural_markers,
+        response_transitions={
+            state: [edge for edge in edges if edge[1] != "tool"]
+            for state, edges in wrapper.response_transitions.items()
+        },
+    )
+    without_tools = make_text_state_machine(view)  # type: ignore[no-untyped-call]
+    initial = wrapper.response_initial_state or ""
+    markers = [wrapper.think_start, wrapper.think_end, *wrapper.structural_markers]
+    markers += [text for edges in wrapper.response_transitions.values() for text, _ in edges]
+    call_markers = [wrapper.tool_call_start, wrapper.tool_call_end]
+    special = _special_tokens(wrapper)
+    return ReplyFormat(
+        think_start=wrapper.think_start or "",
+        think_end=wrapper.think_end or "",
+        call_start=wrapper.tool_call_start or "",
+        call_end=wrapper.tool_call_end or "",
+        parser_name=str(wrapper.init_kwargs.get("tool_parser_type") or ""),
+        parse=wrapper.tool_parser,
+        make_machine=lambda has_tools, state: _Machine(
+            with_tools if has_tools else without_tools, state or initial or "normal"
+        ),
+        hidden_markers={
+            False: _contains(markers, special),
+            True: _contains([*markers, *call_markers], special),
+        },
+        initial_state=initial,
+    )
+
+
+class _Machine:
+    """mlx-lm's text state machine with its state beside it."""
+
+    def __init__(self, machine: TextStateMachine, initial: str) -> None:
+        self._state = machine.make_state(initial)  # type: ignore[no-untyped-call]
+
+    def split(self, text: str) -> Sequence[tuple[str | None, str]]:
+        self._state, segments = TextStateMachine.split(self._state, text)  # type: ignore[no-untyped-call]
+        return list(segments)
+
+    def flush(self) -> tuple[str | None, str]:
+        self._state, held, name = TextStateMachine.flush(self._state)  # type: ignore[no-untyped-call]
+        return name, held
+
+
+def _special_tokens(wrapper: Any) -> list[str]:
+    """Return the spellings that decoding hides when told to hide special tokens."""
+    added = wrapper.added_tokens_decoder.values()
+    return [*wrapper.all_special_tokens, *(token.content for token in added if token.special)]
+
+
+def _contains(texts: Sequence[str | None], parts: Sequence[str]) -> bool:
+    return any(part in text for text in texts if text for part in parts if part)

@@ -1,0 +1,149 @@
+"""The tokenizer, without mlx: text and chats to token ids, token ids to text.
+
+Used by the rpc room's small executor (encode, render) and by the inference thread (decode).
+Both go straight to the immutable Rust tokenizer where there is one, which any number of
+threads may call at once; the Python wrapper around it may not be shared so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
+from icehouse_server.text.chat_template import ChatTemplate, offer
+from icehouse_server.text.mlx_lm_parsers import read_reply_format
+from icehouse_server.text.reply_parser import ReplySplitter
+
+_HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+_MERGES = '"merges":['
+"""How tokenizer.json begins its list of merges; inside a string of it the quotes would be escaped."""
+
+
+class Tokenizer:
+    """One model's tokenizer. `wrapper` is mlx-lm's TokenizerWrapper around a Hugging Face one."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._fast = getattr(wrapper, "backend_tokenizer", None)
+        # Only the slow path and the chat template share Python state between callers.
+        self._wrapper_lock = threading.RLock()
+        self._format = read_reply_format(wrapper)
+        named = (getattr(wrapper, name, None) for name in _HIDDEN_NAMES)
+        self._hidden_ids = frozenset(i for i in (*named, *self.eos_token_ids) if i is not None)
+        self._renderer = ChatRenderer(
+            template=ChatTemplate(wrapper),
+            turns=TurnTokens(
+                encode=lambda text: self._encode(text, add_special_tokens=False),
+                decode=lambda ids: self._decode(ids, hides_special_tokens=False),
+                eos_token_ids=frozenset(self.eos_token_ids),
+                added_token_ids=frozenset(wrapper.added_tokens_decoder),
+            ),
+            format=self._format,
+            common_tokens=self._common_tokens,
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an output, from generation_config.json, config.json and the tokenizer."""
+        return tuple(sorted(int(i) for i in self._wrapper.eos_token_ids))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._wrapper.has_chat_template)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids the tokenizer knows; the model's own table may be larger."""
+        return len(self._wrapper)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text` with the model's own special tokens around it (`<bos>`)."""
+        return self._encode(text, add_special_tokens=True)
+
+    def spell(self, text: str) -> list[int]:
+        """Return the token ids of a piece of text by itself, without a start token."""
+        return self._encode(text, add_special_tokens=False)
+
+    def render_chat(self, conversation: Conversation) -> RenderedChat:
+        """Return the prompt of a conversation.
+
+        Raises InvalidRequest when the model has no chat template or the template refuses.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                Reason.CHAT_TEMPLATE_MISSING,
+                "this model has no chat template; send `text` or `tokens` instead of `chat`",
+                field="chat",
+            )
+        with self._wrapper_lock:
+            return self._renderer.render(conversation)
+
+    def reply_splitter(
+        self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
+    ) -> ReplySplitter | None:
+        """Return what tells the parts of this conversation's reply apart; None where there is but text."""
+        has_tools = conversation.reads_tool_calls and self._format.marks_calls
+        if not (has_tools or self._format.marks_reasoning or self._format.initial_state):
+            return None
+        return ReplySplitter(
+            format=self._format,
+            tools=[offer(tool) for tool in conversation.tools] if has_tools else [],
+            make_call_id=make_call_id,
+            opening=rendered.opening,
+            is_reasoning=rendered.is_reasoning,
+        )
+
+    def hides_markers(self, conversation: Conversation) -> bool:
+        """Whether plain decoding hides what tells the parts of this conversation's reply apart."""
+        return self._format.hidden_markers[conversation.reads_tool_calls]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, without special tokens, bytes that are no UTF-8 as U+FFFD."""
+        return self._decode(token_ids, hides_special_tokens=True)
+
+    def decode_with_markers(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, hiding only those special tokens that begin, end or pad a text."""
+        shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        return self._decode(shown, hides_special_tokens=False)
+
+    def vocabulary_json(self) -> str | None:
+        """Return the vocabulary as tokenizer.json writes it, without the merges; None for a slow tokenizer.
+
+        Merges matter for encoding only, and were three quarters of what reading 262,144 tokens took in
+        memory.
+        """
+        if self._fast is None:
+            return None
+        text = str(self._fast.to_str())
+        start = text.find(_MERGES)
+        # The merges are the model's last entry, and the model is the last of all.
+        return text if start < 0 or not text.endswith("]}}") else text[:start] + _MERGES + "]}}"
+
+    def piece(self, token_id: int) -> str:
+        """Return one token's own spelling, special tokens included; empty outside the vocabulary."""
+        if self._fast is not None:
+            return self._fast.id_to_token(token_id) or ""
+        with self._wrapper_lock:
+            return str(self._wrapper.convert_ids_to_tokens(token_id) or "")
+
+    def _decode(self, token_ids: Sequence[int], *, hides_special_tokens: bool) -> str:
+        if self._fast is not None:
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
+        with self._wrapper_lock:
+            return str(self._wrapper.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._fast is not None:
+            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        with self._wrapper_lock:
+            return [int(i) for i in self._wrapper.encode(text, add_special_tokens=add_special_tokens)]
+
+    def _common_tokens(self, texts: Sequence[str]) -> int:
+        if self._fast is None:
+            return common_text_length(texts, None)
+        encodings = [self._fast.encode(text, add_special_tokens=False) for text in texts]
+        return common_text_length(texts, [[end for _, end in encoding.offsets] for encoding in encodings])
