@@ -18,7 +18,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.engine import Engine
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.fingerprint import model_fingerprint
@@ -139,7 +139,7 @@ class House:
             adapters={adapter.name: adapter.digest for adapter in adapters},
         )
 
-        def make_prefix() -> PrefixDesk:
+        def make_prefix() -> CacheController:
             self.cache = PrefixCache(
                 settings=settings,
                 facts=runner.blocks.facts,
@@ -147,7 +147,7 @@ class House:
                 storage=self.storage,
                 clock=clock,
             )
-            return PrefixDesk(cache=self.cache, runner=runner.blocks, clock=clock, adopt_budget_s=0.005)
+            return CacheController(cache=self.cache, runner=runner.blocks, clock=clock, adopt_budget_s=0.005)
 
         self.engine = Engine(
             runner=runner,

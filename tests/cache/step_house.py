@@ -30,7 +30,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message,
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
@@ -135,7 +135,9 @@ class StepHouse:
             storage=self.storage,
             clock=self.clock,
         )
-        self.desk = PrefixDesk(cache=self.cache, runner=self.runner, clock=self.clock, adopt_budget_s=1.0)
+        self.desk = CacheController(
+            cache=self.cache, runner=self.runner, clock=self.clock, adopt_budget_s=1.0
+        )
         self.room = WaitingRoom(WaitingLimits(request_limit=100))
         self.scheduler = Scheduler(
             SchedulerLimits(

@@ -15,7 +15,7 @@ from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import MemoryModel, ModelShape
 from icehouse_server.engine.core.ports import Drawn, MemoryUse
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.errors import IcehouseError
@@ -204,7 +204,7 @@ class NoRegions:
     begin_restore = continue_restore = to_host = from_host = cut
 
 
-def no_prefix(clock) -> PrefixDesk:
+def no_prefix(clock) -> CacheController:
     """A desk that reuses nothing."""
     runner = NoRegions()
     cache = PrefixCache(
@@ -220,7 +220,7 @@ def no_prefix(clock) -> PrefixDesk:
         storage=None,
         clock=clock,
     )
-    return PrefixDesk(cache=cache, runner=runner, clock=clock, adopt_budget_s=1.0)
+    return CacheController(cache=cache, runner=runner, clock=clock, adopt_budget_s=1.0)
 
 
 def request(

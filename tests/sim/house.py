@@ -14,7 +14,7 @@ from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
@@ -114,7 +114,7 @@ class House:
             storage=_WatchedStorage(self.storage, ledger) if self.storage is not None else None,
             clock=clock,
         )
-        self.desk = PrefixDesk(cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001)
+        self.desk = CacheController(cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001)
         self.guard = MemoryGuard(
             self.runner.memory_model(),
             limit_bytes=setup.memory_limit_bytes,

@@ -67,13 +67,13 @@ def read_one_row_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
-    real = controller.PrefixDesk._adopted
+    real = controller.CacheController._adopted
 
     def adopted(self, restore):
         real(self, restore)
         restore.sequence.processed_token_count = max(0, restore.sequence.processed_token_count - 4)
 
-    patch.setattr(controller.PrefixDesk, "_adopted", adopted)
+    patch.setattr(controller.CacheController, "_adopted", adopted)
 
 
 def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def keep_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(controller.PrefixDesk, "_give_up", lambda self, restore: [])
+    patch.setattr(controller.CacheController, "_give_up", lambda self, restore: [])
 
 
 def end_twice(patch: pytest.MonkeyPatch) -> None:

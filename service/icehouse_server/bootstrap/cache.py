@@ -12,7 +12,7 @@ from icehouse_server.bootstrap.preload import runs_on_cpu
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, ModelConfig, TenantConfig
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
 from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
@@ -42,7 +42,7 @@ class CacheRoom:
     adopt_budget_s: float
     storage: Storage | None
 
-    def open_desk(self, runner: MlxRunner, clock: Clock) -> PrefixDesk:
+    def open_controller(self, runner: MlxRunner, clock: Clock) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
             settings=dataclasses.replace(self.settings, ram_limit_bytes=self.ram_limit_bytes()),
@@ -51,7 +51,9 @@ class CacheRoom:
             storage=self.storage,
             clock=clock,
         )
-        return PrefixDesk(cache=cache, runner=runner.blocks, clock=clock, adopt_budget_s=self.adopt_budget_s)
+        return CacheController(
+            cache=cache, runner=runner.blocks, clock=clock, adopt_budget_s=self.adopt_budget_s
+        )
 
 
 def build_cache_room(

@@ -110,7 +110,7 @@ def build_house(
     )
     engine = Engine(
         runner=runner,
-        make_prefix=lambda: room.open_desk(runner, clock),
+        make_prefix=lambda: room.open_controller(runner, clock),
         flush_timeout_s=config.cache.flush_timeout_s,
         limits=limits,
         waiting=waiting_limits(config.engine),

@@ -23,7 +23,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message,
 from icehouse_server.engine.core.ports import Listener, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.loop import EngineLoop
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
@@ -56,7 +56,7 @@ class Engine:
         clock: Clock,
         decode: Callable[[Sequence[int]], str],
         decode_with_markers: Callable[[Sequence[int]], str] | None = None,
-        make_prefix: Callable[[], PrefixDesk],
+        make_prefix: Callable[[], CacheController],
         memory_limit_bytes: Callable[[], int] = lambda: 0,
         flush_timeout_s: float = 0.0,
     ) -> None:

@@ -17,7 +17,7 @@ from icehouse_server.engine.core.ports import Listener, Runner
 from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.output import Delivery
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
 from icehouse_server.engine.requests import LiveRequests, Reception
 from icehouse_server.engine.scheduling.admission import Admission
@@ -54,7 +54,7 @@ class EngineLoop:
         decode: Decode,
         decode_with_markers: Decode,
         model: ModelInfo,
-        prefix: PrefixDesk,
+        prefix: CacheController,
         guard: MemoryGuard,
         room: WaitingRoom,
     ) -> None:

@@ -20,7 +20,7 @@ from icehouse_server.engine.core.ports import Runner
 from icehouse_server.engine.core.refusals import past_deadline
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.output import Delivery
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.admission import Admission
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
@@ -36,7 +36,7 @@ class LiveRequests:
         *,
         runner: Runner,
         scheduler: Scheduler,
-        prefix: PrefixDesk,
+        prefix: CacheController,
         delivery: Delivery,
         counters: Counters,
         clock: Clock,

@@ -40,7 +40,7 @@ _SMOOTHING = 0.3
 _EARLY_ORDER_LIMIT = 256
 
 
-class PrefixDesk:
+class CacheController:
     """What the loop asks and tells about prefixes."""
 
     def __init__(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from icehouse_server.engine.core.ports import Runner
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.prefix_cache.controller import PrefixDesk
+from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Join, PrefillChunk, Scheduler, Work
 from icehouse_server.errors import Overloaded
@@ -24,7 +24,7 @@ class Pressure:
         guard: MemoryGuard,
         runner: Runner,
         scheduler: Scheduler,
-        prefix: PrefixDesk,
+        prefix: CacheController,
         park: Callable[[Sequence], None],
     ) -> None:
         self.guard = guard
