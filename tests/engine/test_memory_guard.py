@@ -234,7 +234,7 @@ def test_a_follower_goes_on_although_nobody_else_may_start() -> None:
     house.submit("big", [2] * 50, max_output_tokens=5)
     house.loop.step()
     assert house.scheduler.waiting_count == 1
-    house.prefix._promises._ready.append(follower)
+    house.prefix._in_flight._ready.append(follower)
     house.run()
     assert isinstance(house.recorder.end_of("leader"), Finished)
     assert isinstance(house.recorder.end_of("big"), Finished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from icehouse_server.domain.blocks import block_hash, root_hash
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, SequenceId, Tenant
 from icehouse_server.engine.core.sequence import Sequence
-from icehouse_server.engine.prefix_cache.in_flight import Promises
+from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.text.detokenizer import TextStream
 
 from tests.engine.fakes import decode_ascii, request
@@ -28,7 +28,7 @@ def names(tokens: list[int]) -> list:
 
 
 def test_a_follower_waits_for_the_last_block_it_shares() -> None:
-    promises = Promises(block_token_count=BLOCK)
+    promises = InFlightPrefixes(block_token_count=BLOCK)
     shared = list(range(10, 18))
     leader = sequence(0, [*shared, 1, 2, 3, 4, 5])
     follower = sequence(1, [*shared, 9, 9, 9, 9, 9])
@@ -43,7 +43,7 @@ def test_a_follower_waits_for_the_last_block_it_shares() -> None:
 
 
 def test_nobody_follows_what_is_not_promised_or_another_tenant() -> None:
-    promises = Promises(block_token_count=BLOCK)
+    promises = InFlightPrefixes(block_token_count=BLOCK)
     leader = sequence(0, list(range(10, 30)))
     assert not promises.follow(sequence(1, list(range(10, 30))), ROOT), "nothing is promised yet"
     promises.make(leader, ROOT)
@@ -53,7 +53,7 @@ def test_nobody_follows_what_is_not_promised_or_another_tenant() -> None:
 
 
 def test_a_leader_that_goes_away_frees_its_followers() -> None:
-    promises = Promises(block_token_count=BLOCK)
+    promises = InFlightPrefixes(block_token_count=BLOCK)
     leader, follower, gone = (sequence(i, list(range(10, 30))) for i in range(3))
     promises.make(leader, ROOT)
     assert promises.follow(follower, ROOT) and promises.follow(gone, ROOT)
@@ -64,7 +64,7 @@ def test_a_leader_that_goes_away_frees_its_followers() -> None:
 
 
 def test_following_is_bounded() -> None:
-    promises = Promises(block_token_count=BLOCK)
+    promises = InFlightPrefixes(block_token_count=BLOCK)
     follower = sequence(99, list(range(10, 30)))
     rounds = 0
     for number in range(10):
@@ -77,7 +77,7 @@ def test_following_is_bounded() -> None:
 
 
 def test_only_the_first_promise_of_a_block_counts() -> None:
-    promises = Promises(block_token_count=BLOCK)
+    promises = InFlightPrefixes(block_token_count=BLOCK)
     first, second, follower = (sequence(i, list(range(10, 30))) for i in range(3))
     promises.make(first, ROOT)
     promises.make(second, ROOT)
@@ -87,7 +87,7 @@ def test_only_the_first_promise_of_a_block_counts() -> None:
 
 
 def test_a_leader_that_goes_away_leaves_the_promises_of_others_alone() -> None:
-    promises = Promises(block_token_count=BLOCK)
+    promises = InFlightPrefixes(block_token_count=BLOCK)
     tokens = list(range(10, 30))
     first, second, follower = (sequence(i, tokens) for i in range(3))
     promises.make(first, ROOT)

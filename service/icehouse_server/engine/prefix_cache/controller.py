@@ -19,7 +19,7 @@ from icehouse_server.engine.core.sequence import Phase, Sequence, UnkeptBlock
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.commands import PrefixOrders, storage_busy
 from icehouse_server.engine.prefix_cache.header_fetch import Introductions
-from icehouse_server.engine.prefix_cache.in_flight import Promises
+from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.restore import Promotions, Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
 from icehouse_server.errors import IcehouseError, StorageError
@@ -57,7 +57,7 @@ class CacheController:
         self._orders = PrefixOrders(cache, clock, load_ids=self._load_ids)
         self._introductions = Introductions(cache, load_ids=self._load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
-        self._promises = Promises(
+        self._in_flight = InFlightPrefixes(
             block_token_count=cache.settings.block_token_count,
             least_token_count=cache.settings.min_reuse_token_count,
             shares_blocks=cache.can_share,
@@ -158,11 +158,11 @@ class CacheController:
     def lead(self, sequence: Sequence) -> None:
         """Note that a sequence computes the rest of its input now, so that others may wait for it."""
         if self._cache.may_write(sequence):
-            self._promises.make(sequence, self._cache.root(sequence.request.scope))
+            self._in_flight.make(sequence, self._cache.root(sequence.request.scope))
 
     def take_ready(self) -> list[Sequence]:
         """Return sequences that waited for another one's blocks and need wait no longer."""
-        return self._promises.take_ready()
+        return self._in_flight.take_ready()
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the blocks that are complete now; with `is_end` the tail too."""
@@ -170,13 +170,13 @@ class CacheController:
         self._promotions.step(sequence)
         before = len(sequence.chain)
         self._cache.capture(sequence, is_end=is_end)
-        self._promises.keep(sequence.chain[before:])
+        self._in_flight.keep(sequence.chain[before:])
         if is_end:
-            self._promises.withdraw(sequence)
+            self._in_flight.withdraw(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
-        self._promises.forget(sequence)
+        self._in_flight.forget(sequence)
 
     @property
     def cache(self) -> PrefixCache:
@@ -248,7 +248,7 @@ class CacheController:
         cache = self._cache
         if not cache.may_read(sequence):
             return False
-        return self._promises.follow(sequence, cache.root(sequence.request.scope))
+        return self._in_flight.follow(sequence, cache.root(sequence.request.scope))
 
     def _load(self, restore: Restore, *, beside_decode: bool) -> Phase:
         assert self._cache.storage is not None

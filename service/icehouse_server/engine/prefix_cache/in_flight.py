@@ -17,7 +17,7 @@ _FOLLOW_LIMIT = 3
 """Leaders one request follows at most, one after the other."""
 
 
-class Promises:
+class InFlightPrefixes:
     """Who computes what, and who waits for it."""
 
     def __init__(
