@@ -97,11 +97,11 @@ def test_a_stored_block_of_unknown_tokens_is_found_by_its_hash_alone() -> None:
     # Whether it begins like this prompt is not known before its header was read.
     fork = [*LONG[: 2 * SIZE + 1], 7, 7, 7]
     assert shelf.matched(fork) == 2 * SIZE
-    strangers = shelf.index.strangers(root=ROOT, token_ids=fork, token_limit=len(fork) - 1)
-    assert [entry.start_token_index for entry in strangers] == [2 * SIZE]
-    strangers[0].token_ids = tuple(LONG[2 * SIZE : 3 * SIZE])
+    unread_blocks = shelf.index.unread_blocks(root=ROOT, token_ids=fork, token_limit=len(fork) - 1)
+    assert [entry.start_token_index for entry in unread_blocks] == [2 * SIZE]
+    unread_blocks[0].token_ids = tuple(LONG[2 * SIZE : 3 * SIZE])
     assert shelf.matched(fork) == 2 * SIZE + 1
-    assert shelf.index.strangers(root=ROOT, token_ids=fork, token_limit=len(fork) - 1) == []
+    assert shelf.index.unread_blocks(root=ROOT, token_ids=fork, token_limit=len(fork) - 1) == []
 
 
 def test_an_equal_hash_is_not_enough() -> None:

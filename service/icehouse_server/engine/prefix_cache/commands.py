@@ -174,16 +174,16 @@ class PrefixOrders:
     def _explain(self, order: Explain, reply: _Reply) -> Explanation | None:
         """Answer now, or when the headers of blocks that this process never saw whole are read."""
         cache, storage = self._cache, self._cache.storage
-        strangers = cache.index.strangers(
+        unread_blocks = cache.index.unread_blocks(
             root=cache.root(order.scope),
             token_ids=order.prompt_token_ids,
             token_limit=len(order.prompt_token_ids) - 1,
             shared_root=cache.shared_root(order.shared_scope),
         )
-        if storage is None or not strangers:
+        if storage is None or not unread_blocks:
             return self._explained(order)
         load_id = LoadId(next(self._load_ids))
-        if not storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in strangers))):
+        if not storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in unread_blocks))):
             return self._explained(order)
         self._explanations[load_id] = (order, reply)
         return None

@@ -18,7 +18,7 @@ from icehouse_server.engine.core.mailbox import Order
 from icehouse_server.engine.core.sequence import Phase, Sequence, UnkeptBlock
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.commands import PrefixOrders, storage_busy
-from icehouse_server.engine.prefix_cache.header_fetch import Introductions
+from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.restore import Promotions, Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
@@ -55,7 +55,7 @@ class CacheController:
         self._load_ids = count(1)
         self._early_orders: list[Order] = []
         self._orders = PrefixOrders(cache, clock, load_ids=self._load_ids)
-        self._introductions = Introductions(cache, load_ids=self._load_ids)
+        self._header_fetches = HeaderFetches(cache, load_ids=self._load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._in_flight = InFlightPrefixes(
             block_token_count=cache.settings.block_token_count,
@@ -77,7 +77,7 @@ class CacheController:
         self._cache.spills.request_id = sequence.request.request_id
         if self._follows(sequence):
             return Phase.FOLLOWING
-        if sequence.sequence_id not in self._restores and self._introductions.ask(sequence):
+        if sequence.sequence_id not in self._restores and self._header_fetches.ask(sequence):
             return Phase.LOADING
         restore = self._restores.get(sequence.sequence_id)
         plan = self._cache.plan(sequence, with_ssd=restore is None or restore.with_ssd)
@@ -106,7 +106,7 @@ class CacheController:
         if isinstance(outcome, Loaded):
             return self._loaded(outcome)
         if isinstance(outcome, HeadsRead):
-            ready = self._introductions.met(outcome)
+            ready = self._header_fetches.met(outcome)
             self._orders.met(outcome)
             return ready
         if isinstance(outcome, LoadFailed):
@@ -115,7 +115,7 @@ class CacheController:
             return self._give_up(restore)
         if isinstance(outcome, Inventory):
             cache.take_inventory(outcome.records)
-            ready = self._introductions.take_inventory()
+            ready = self._header_fetches.take_inventory()
             self._carry_out_early_orders()
             return ready
         if isinstance(outcome, Persisted):
@@ -195,7 +195,7 @@ class CacheController:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
         self._cache.spills.request_id = sequence.request.request_id
         restore = self._restores.pop(sequence.sequence_id, None)
-        self._introductions.forget(sequence)
+        self._header_fetches.forget(sequence)
         # Before its first token a decoding sequence may have no row yet, and its prompt is kept already.
         has_row = sequence.phase is Phase.DECODING and sequence.output_token_ids
         if restore is None and (has_row or sequence.phase is Phase.PREFILLING):
@@ -216,7 +216,7 @@ class CacheController:
     def order(self, message: Order) -> None:
         """Carry out an order to the cache."""
         self._cache.spills.request_id = None
-        if self._introductions.is_inventory_due:
+        if self._header_fetches.is_inventory_due:
             # To evict all, say, means what is on SSD too.
             if len(self._early_orders) < _EARLY_ORDER_LIMIT:
                 self._early_orders.append(message)
@@ -229,7 +229,7 @@ class CacheController:
         """Nothing more comes from SSD: whoever waits for it plans again without it."""
         waiting = [sequence for restore in self._loads.values() for sequence in self._give_up(restore)]
         self._loads.clear()
-        waiting += self._introductions.abandon()
+        waiting += self._header_fetches.abandon()
         self._carry_out_early_orders()
         return waiting
 

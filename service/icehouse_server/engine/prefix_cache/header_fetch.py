@@ -15,7 +15,7 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.storage.loads import HeadRequest, HeadsRead, LoadId
 
 
-class Introductions:
+class HeaderFetches:
     """Prompts that wait for the first inventory, and questions for headers that are under way."""
 
     def __init__(self, cache: PrefixCache, *, load_ids: Iterator[int]) -> None:
@@ -40,16 +40,16 @@ class Introductions:
             return True
         prompt = sequence.input_token_ids
         root = cache.root(sequence.request.scope)
-        strangers = cache.index.strangers(
+        unread_blocks = cache.index.unread_blocks(
             root=root,
             token_ids=prompt,
             token_limit=len(prompt) - 1,
             shared_root=cache.shared_root(sequence.request.shared_scope),
         )
-        if not strangers:
+        if not unread_blocks:
             return False
         load_id = LoadId(next(self._load_ids))
-        if not cache.storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in strangers))):
+        if not cache.storage.read_heads(HeadRequest(load_id, tuple(entry.hash for entry in unread_blocks))):
             return False
         self._asked.add(sequence.sequence_id)
         self._waiting[load_id] = sequence

@@ -170,7 +170,7 @@ class BlockIndex:
                 return Match(entries, count, known)
         return Match((), 0, known)
 
-    def strangers(
+    def unread_blocks(
         self,
         *,
         root: BlockHash,
