@@ -34,7 +34,7 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
@@ -83,7 +83,7 @@ class StepHouse:
         checkpoint_interval_tokens: int = 2 * BLOCK,
         checkpoint_padding_bytes: int = 0,
         may_recompute: bool = False,
-        shares: ShareLimits | None = None,
+        shares: QuotaLimits | None = None,
         adapters: Mapping[AdapterName, AdapterDigest] | None = None,
         files=None,
         clock=None,
@@ -127,7 +127,7 @@ class StepHouse:
                 spill_policy=spill_policy,
                 min_prefix_token_count=min_prefix_token_count,
                 may_recompute=may_recompute,
-                shares=shares or ShareLimits(),
+                shares=shares or QuotaLimits(),
                 adapters=adapters or {},
             ),
             facts=facts,

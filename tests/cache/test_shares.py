@@ -9,7 +9,7 @@ from icehouse_server.domain.cache_commands import Pin
 from icehouse_server.domain.cache_stats import SpillDropCause, TenantShare
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, CacheScope, Tenant
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
 
 from tests.cache.step_house import BLOCK, BLOCK_BYTES, HYBRID, KV, STATE_ONLY, WINDOWS, StepHouse, prompt
 
@@ -67,7 +67,7 @@ def test_a_prompt_that_one_tenant_computes_right_now_is_not_followed_by_another(
 @pytest.mark.parametrize("facts", [KV, WINDOWS, HYBRID])
 def test_a_tenant_that_fills_its_share_of_ram_pushes_out_its_own_only(facts) -> None:
     share_bytes = 8 * BLOCK_BYTES
-    with StepHouse(facts=facts, shares=ShareLimits(ram_bytes=share_bytes)) as house:
+    with StepHouse(facts=facts, shares=QuotaLimits(ram_bytes=share_bytes)) as house:
         house.ask("b", prompt(2 * BLOCK + 1), tenant=B)
         before = share_of(house, B)
         for salt in range(1, 12):
@@ -84,7 +84,7 @@ def test_a_tenant_that_fills_its_share_of_ram_pushes_out_its_own_only(facts) -> 
 def test_a_tenant_has_one_share_for_all_its_adapters() -> None:
     share_bytes = 8 * BLOCK_BYTES
     adapters = {AdapterName("one"): AdapterDigest(b"1" * 32), AdapterName("two"): AdapterDigest(b"2" * 32)}
-    with StepHouse(shares=ShareLimits(ram_bytes=share_bytes), adapters=adapters) as house:
+    with StepHouse(shares=QuotaLimits(ram_bytes=share_bytes), adapters=adapters) as house:
         house.ask("b", prompt(2 * BLOCK + 1), tenant=B)
         before = share_of(house, B)
         for salt in range(1, 8):
@@ -98,7 +98,7 @@ def test_a_tenant_has_one_share_for_all_its_adapters() -> None:
 
 
 def test_a_tenant_that_fills_its_share_of_the_ssd_loses_its_own_only(tmp_path: Path) -> None:
-    limits = ShareLimits(ssd_bytes=PROMISE_BYTES + 8 * FILE_BYTES)
+    limits = QuotaLimits(ssd_bytes=PROMISE_BYTES + 8 * FILE_BYTES)
     with StepHouse(tmp_path, ram_blocks=4, shares=limits) as house:
         house.ask("b", prompt(2 * BLOCK + 1), tenant=B)
         for salt in range(1, 40):
@@ -117,7 +117,7 @@ def test_a_tenant_that_fills_its_share_of_the_ssd_loses_its_own_only(tmp_path: P
 
 
 def test_a_share_full_of_pins_drops_what_would_go_to_ssd_and_counts_it(tmp_path: Path) -> None:
-    limits = ShareLimits(ssd_bytes=PROMISE_BYTES + 3 * FILE_BYTES)
+    limits = QuotaLimits(ssd_bytes=PROMISE_BYTES + 3 * FILE_BYTES)
     with StepHouse(tmp_path, spill_policy="write_behind", shares=limits) as house:
         drops = 0
         for salt in range(1, 60):

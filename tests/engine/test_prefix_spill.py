@@ -13,7 +13,7 @@ from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits, Shares
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits, TenantQuotas
 from icehouse_server.storage.worker.credit import Credit, Meter
 
 from tests.cache.token_runner import TokenRegion, TokenRunner
@@ -55,8 +55,8 @@ class Desk:
 def desk(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20) -> Desk:
     shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
     runner = TokenRunner(CacheFacts())
-    shares = Shares(
-        limits=ShareLimits(),
+    shares = TenantQuotas(
+        limits=QuotaLimits(),
         fingerprint=FINGERPRINT,
         adapters={},
         index=shelf.index,

@@ -7,7 +7,7 @@ import random
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import ShareLimits
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
@@ -47,7 +47,7 @@ class Setup:
     spill_queue_bytes: int
     load_queue_count: int
     task_queue_count: int
-    shares: ShareLimits
+    shares: QuotaLimits
     has_shared_prefixes: bool = False
     """Whether requests may start from another tenant's prompts."""
     vault: Vault | None = None
@@ -132,7 +132,7 @@ def make_setup(dice: random.Random) -> Setup:
         spill_queue_bytes=_CREDIT_BYTES * dice.choice((1, 3, 60)),
         load_queue_count=dice.choice((1, 16)),
         task_queue_count=dice.choice((1, 64, 64)),
-        shares=ShareLimits(),
+        shares=QuotaLimits(),
         limits=dataclasses.replace(
             limits,
             prefill_grid_token_count=dice.choice((1, 2, BLOCK)),
@@ -141,9 +141,9 @@ def make_setup(dice: random.Random) -> Setup:
     )
 
 
-def draw_shares(setup: Setup, dice: random.Random) -> ShareLimits:
+def draw_shares(setup: Setup, dice: random.Random) -> QuotaLimits:
     """Draw each tenant's share of the tiers; most houses have none."""
     ram_bytes = dice.choice((0, 0, 0, setup.ram_limit_bytes // 2, setup.ram_limit_bytes // 5))
     blocks = dice.choice((0, 0, 0, 3, 10))
     # What a block on its way to SSD may take at most is more than it takes there in the end.
-    return ShareLimits(ram_bytes, _CREDIT_BYTES + blocks * _FILE_BYTES if blocks else 0)
+    return QuotaLimits(ram_bytes, _CREDIT_BYTES + blocks * _FILE_BYTES if blocks else 0)

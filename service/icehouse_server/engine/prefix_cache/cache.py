@@ -26,7 +26,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRun
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import Shares
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.storage.record import BlockRecord
 
 
@@ -57,7 +57,7 @@ class PrefixCache:
         self.ram = RamTier(limit_bytes=settings.ram_limit_bytes)
         self.rates = Rates()
         self.counters = PrefixCounters()
-        self.shares = Shares(
+        self.shares = TenantQuotas(
             limits=settings.shares,
             fingerprint=settings.fingerprint,
             adapters=settings.adapters,

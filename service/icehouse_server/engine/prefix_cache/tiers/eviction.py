@@ -13,13 +13,13 @@ from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import Shares
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 
 
 class Room:
     """Keeps the RAM tier within its budget plus what is leaving."""
 
-    def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills, shares: Shares) -> None:
+    def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills, shares: TenantQuotas) -> None:
         self._ram = ram
         self._index = index
         self._spills = spills

@@ -14,7 +14,7 @@ from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import Shares
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 
 _FILE_OVERHEAD_BYTES = 64 * 1024
 """Header and alignment of a block file, added to what a spill reserves."""
@@ -34,7 +34,7 @@ class Spills:
         runner: CacheRunner,
         storage: StoragePort | None,
         counters: PrefixCounters,
-        shares: Shares,
+        shares: TenantQuotas,
     ) -> None:
         self.storage = storage
         self._index = index

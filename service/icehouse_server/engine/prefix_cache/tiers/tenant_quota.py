@@ -35,20 +35,20 @@ _SLACK = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ShareLimits:
+class QuotaLimits:
     """Bytes for each tenant; 0 is unlimited."""
 
     ram_bytes: int = 0
     ssd_bytes: int = 0
 
 
-class Shares:
+class TenantQuotas:
     """Roots of tenants, and the bytes below each."""
 
     def __init__(
         self,
         *,
-        limits: ShareLimits,
+        limits: QuotaLimits,
         fingerprint: Fingerprint,
         adapters: Mapping[AdapterName, AdapterDigest],
         index: BlockIndex,
