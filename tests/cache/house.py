@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from icehouse_server.clock import SystemClock
-from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, RequestId, Tenant
@@ -251,7 +251,7 @@ class House:
                 return cache
         raise AssertionError("the write queue never empties")
 
-    def order(self, order: CacheOrder) -> CacheAnswer | IcehouseError:
+    def order(self, order: CacheCommand) -> CacheAnswer | IcehouseError:
         """Give an order to the cache and wait for its answer."""
         answers: list[CacheAnswer | IcehouseError] = []
         came = threading.Event()
@@ -260,7 +260,7 @@ class House:
             answers.append(answer)
             came.set()
 
-        self.engine.give_order(order, take)
+        self.engine.submit_command(order, take)
         assert came.wait(BOUND_S)
         (answer,) = answers
         return answer

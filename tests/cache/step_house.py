@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Failed, Finished, Started
 from icehouse_server.domain.ids import (
@@ -26,7 +26,7 @@ from icehouse_server.domain.ids import (
 )
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, Order, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
@@ -258,17 +258,17 @@ class StepHouse:
         assert isinstance(end, Failed), end
         return end
 
-    def order(self, order: CacheOrder) -> CacheAnswer | IcehouseError:
+    def order(self, order: CacheCommand) -> CacheAnswer | IcehouseError:
         """Give an order and return its answer."""
         answers = self.give(order)
         self.step_until_idle()
         (answer,) = answers
         return answer
 
-    def give(self, order: CacheOrder) -> list[CacheAnswer | IcehouseError]:
+    def give(self, order: CacheCommand) -> list[CacheAnswer | IcehouseError]:
         """Give an order; the answer appears in the list that is returned."""
         answers: list[CacheAnswer | IcehouseError] = []
-        self.mailbox.post(Order(order, answers.append))
+        self.mailbox.post(Command(order, answers.append))
         return answers
 
     def stats(self) -> CacheStats:

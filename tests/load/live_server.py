@@ -22,7 +22,7 @@ from icehouse_server.engine.engine import Engine
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import OrderReply, ServedModel, StatsReply
+from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 
@@ -102,8 +102,8 @@ class Door:
     def request_stats(self, reply: StatsReply) -> None:
         self.engine.request_stats(reply)
 
-    def give_order(self, order: Any, reply: OrderReply) -> None:
-        self.engine.give_order(order, reply)
+    def submit_command(self, order: Any, reply: CommandReply) -> None:
+        self.engine.submit_command(order, reply)
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)

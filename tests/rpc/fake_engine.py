@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.domain.events import (
@@ -26,7 +26,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import DraftCounts, GenerationRequest, SpeculationLimit
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import Cancelled, CannotFit, IcehouseError, InvalidRequest, Overloaded, Reason
-from icehouse_server.rpc.engine_client.ports import OrderReply, SplitterPort, StatsReply
+from icehouse_server.rpc.engine_client.ports import CommandReply, SplitterPort, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
 
 Script = Callable[[GenerationRequest], Iterable[Event]]
@@ -135,7 +135,7 @@ class FakeEngine:
         self.stats = EngineStats(step_total=7)
         self.cache_stats: CacheStats | None = None
         self.order_answer: CacheAnswer | IcehouseError = CannotFit(Reason.CACHE_UNSUPPORTED, "no cache here")
-        self.orders: list[CacheOrder] = []
+        self.orders: list[CacheCommand] = []
         self.answers_stats = True
         self.submitted: list[GenerationRequest] = []
         self.cancelled: queue.SimpleQueue[RequestId] = queue.SimpleQueue()
@@ -159,7 +159,7 @@ class FakeEngine:
         if self.answers_stats:
             self._work.put(lambda: reply(self.stats, self.cache_stats))
 
-    def give_order(self, order: CacheOrder, reply: OrderReply) -> None:
+    def submit_command(self, order: CacheCommand, reply: CommandReply) -> None:
         self.orders.append(order)
         self._work.put(lambda: reply(self.order_answer))
 

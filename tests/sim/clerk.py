@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from icehouse_server.domain.cache_commands import (
     CacheAnswer,
-    CacheOrder,
+    CacheCommand,
     Evict,
     EvictReport,
     Explain,
@@ -21,7 +21,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.engine.core.mailbox import Order, QueryStats
+from icehouse_server.engine.core.mailbox import Command, QueryStats
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 
@@ -52,7 +52,7 @@ class Clerk:
         self.open_count = 0
         self._dooms.clear()
 
-    def give(self, house: House, order: CacheOrder) -> None:
+    def give(self, house: House, order: CacheCommand) -> None:
         """Send an order through the engine's door."""
         self._say(f"order {order}")
         rot_count = self._ledger.rot_count
@@ -76,8 +76,8 @@ class Clerk:
         if isinstance(order, Evict):
             self._dooms.append(doom)
             # Answered at once, right before the order is carried out.
-            house.mailbox.post(Order(Unpin((1, 2)), lambda _: self._pronounce(doom, house, order)))
-        house.mailbox.post(Order(order, reply))
+            house.mailbox.post(Command(Unpin((1, 2)), lambda _: self._pronounce(doom, house, order)))
+        house.mailbox.post(Command(order, reply))
 
     def ask_stats(self, house: House) -> None:
         """Ask for all counters."""
@@ -97,7 +97,7 @@ class Clerk:
         doom.blocks |= {entry.hash for entry in (house.cache.index if is_all else _known(house, order))}
 
     def _check(
-        self, house: House, order: CacheOrder, answer: CacheAnswer | IcehouseError, doom: _Doom
+        self, house: House, order: CacheCommand, answer: CacheAnswer | IcehouseError, doom: _Doom
     ) -> None:
         if isinstance(answer, IcehouseError):
             is_expected = isinstance(answer, NotFound | Overloaded | StorageError)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from icehouse_server.domain.cache_commands import CacheOrder, Evict, Explain, Pin, Unpin, Verify
+from icehouse_server.domain.cache_commands import CacheCommand, Evict, Explain, Pin, Unpin, Verify
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import NO_ADAPTER, CacheScope, RequestId, Tenant
 from icehouse_server.domain.request import CacheUse, GenerationRequest
@@ -188,7 +188,7 @@ class Scenario:
     def _order(self) -> None:
         text = self.dice.choice(self._texts)
         scope = CacheScope(self.dice.choice(_TENANTS), self._adapter_dice.choice(_ADAPTERS))
-        orders: tuple[CacheOrder, ...] = (
+        orders: tuple[CacheCommand, ...] = (
             Explain(text, scope),
             Pin(text, scope),
             Pin(text[:12], scope),

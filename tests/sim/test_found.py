@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.cache_commands import (
     CacheAnswer,
-    CacheOrder,
+    CacheCommand,
     Evict,
     EvictReport,
     Pin,
@@ -21,7 +21,7 @@ from icehouse_server.domain.events import Finished
 from icehouse_server.domain.ids import CacheScope, RequestId
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.mailbox import Order, Submit
+from icehouse_server.engine.core.mailbox import Command, Submit
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 
 from tests.sim.checks import check_agreement, check_ram, check_rest
@@ -82,9 +82,9 @@ class Bench:
         assert isinstance(events[-1], Finished)
         return events[-1]
 
-    def order(self, order: CacheOrder) -> CacheAnswer | IcehouseError:
+    def order(self, order: CacheCommand) -> CacheAnswer | IcehouseError:
         answers: list[CacheAnswer | IcehouseError] = []
-        self.house.mailbox.post(Order(order, answers.append))
+        self.house.mailbox.post(Command(order, answers.append))
         self.house.come_to_rest()
         (answer,) = answers
         return answer
@@ -155,7 +155,7 @@ def test_a_pin_right_after_an_order_to_evict_finds_nothing(directory: Path) -> N
     bench.restart()
     answers: list[CacheAnswer | IcehouseError] = []
     for order in (Evict(tuple(prompt)), Pin(tuple(prompt))):
-        bench.house.mailbox.post(Order(order, answers.append))
+        bench.house.mailbox.post(Command(order, answers.append))
     bench.house.come_to_rest()
     assert isinstance(answers[0], NotFound), answers
     assert isinstance(answers[1], EvictReport) and answers[1].ssd_block_count == 2, answers
@@ -168,7 +168,7 @@ def test_a_refused_pin_pins_nothing(directory: Path) -> None:
     bench.restart()
     answers: list[CacheAnswer | IcehouseError] = []
     for order in (Verify(), Pin(tuple(prompt))):
-        bench.house.mailbox.post(Order(order, answers.append))
+        bench.house.mailbox.post(Command(order, answers.append))
     bench.house.come_to_rest()
     assert isinstance(answers[0], Overloaded), answers
     assert not any(entry.is_pinned for entry in bench.house.cache.index)
@@ -180,11 +180,11 @@ def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(
     for _ in range(10):
         bench.house.step_engine()
     bench.submit(b"ccccddddc", max_output_tokens=0)
-    bench.house.mailbox.post(Order(Pin(tuple(b"ccccdddd")), lambda _: None))
+    bench.house.mailbox.post(Command(Pin(tuple(b"ccccdddd")), lambda _: None))
     for _ in range(10):
         bench.house.step_engine()
     for prompt in (b"aaaabbbbc", b"ccccddddc"):
-        bench.house.mailbox.post(Order(Pin(tuple(prompt)), lambda _: None))
+        bench.house.mailbox.post(Command(Pin(tuple(prompt)), lambda _: None))
         bench.submit(prompt, max_output_tokens=0)
         for _ in range(10):
             bench.house.step_engine()

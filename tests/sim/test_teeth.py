@@ -153,7 +153,7 @@ def never_sync_the_folder(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
-    real = commands.PrefixOrders._pin
+    real = commands.CacheCommands._pin
 
     def pin(self, token_ids, scope, *, pinned):
         report = real(self, token_ids, scope, pinned=pinned)
@@ -161,7 +161,7 @@ def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
             entry.is_pinned = True
         return report
 
-    patch.setattr(commands.PrefixOrders, "_pin", pin)
+    patch.setattr(commands.CacheCommands, "_pin", pin)
 
 
 def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:

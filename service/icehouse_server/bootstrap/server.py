@@ -15,7 +15,7 @@ from icehouse_server.bootstrap.telemetry import TelemetryRoom
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.named_paths import NamedPath
-from icehouse_server.domain.cache_commands import CacheOrder
+from icehouse_server.domain.cache_commands import CacheCommand
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import EngineState
@@ -33,7 +33,7 @@ from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import OrderReply, ServedModel, StatsReply
+from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.messages import Outcome
@@ -287,5 +287,5 @@ class _EngineDoor:
     def request_stats(self, reply: StatsReply) -> None:
         self._engine.request_stats(reply)
 
-    def give_order(self, order: CacheOrder, reply: OrderReply) -> None:
-        self._engine.give_order(order, reply)
+    def submit_command(self, order: CacheCommand, reply: CommandReply) -> None:
+        self._engine.submit_command(order, reply)

@@ -121,5 +121,5 @@ class VerifyReport:
     duration_s: float
 
 
-CacheOrder = Explain | Pin | Unpin | Evict | Verify
+CacheCommand = Explain | Pin | Unpin | Evict | Verify
 CacheAnswer = Explanation | PinReport | EvictReport | VerifyReport

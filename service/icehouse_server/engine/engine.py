@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, Order, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.ports import Listener, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.loop import EngineLoop
@@ -133,9 +133,11 @@ class Engine:
         if not self._mailbox.post(QueryStats(reply)):
             reply(EngineStats(), None)
 
-    def give_order(self, order: CacheOrder, reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+    def submit_command(
+        self, order: CacheCommand, reply: Callable[[CacheAnswer | IcehouseError], None]
+    ) -> None:
         """Have an order to the prefix cache carried out; `reply` is called once, on some thread."""
-        if not self._mailbox.post(Order(order, reply)):
+        if not self._mailbox.post(Command(order, reply)):
             reply(self._not_ready())
 
     def take_outcome(self, outcome: Outcome) -> None:

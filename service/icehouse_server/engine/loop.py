@@ -12,7 +12,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import TokenLogprobs, Vector
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
-from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, Order, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.ports import Listener, Runner
 from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
@@ -127,9 +127,9 @@ class EngineLoop:
                     self._delivery.tell(request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
                 message.reply(self.stats(), self._prefix.stats())
-            elif isinstance(message, Order):
+            elif isinstance(message, Command):
                 message.reply(error)
-        self._prefix.fail_orders(error)
+        self._prefix.fail_commands(error)
         self._live.abandon(error)
         self._delivery.publish()
 
@@ -152,7 +152,7 @@ class EngineLoop:
             self._live.cancel(message.request_id, message.error)
         elif isinstance(message, QueryStats):
             self._prefix.query(lambda cache: message.reply(self.stats(), cache))
-        elif isinstance(message, Order):
+        elif isinstance(message, Command):
             self._prefix.order(message)
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest
@@ -107,10 +107,10 @@ class QueryStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class Command:
     """Carry out an order to the prefix cache and call `reply` once; it must not block."""
 
-    order: CacheOrder
+    order: CacheCommand
     reply: Callable[[CacheAnswer | IcehouseError], None]
 
 
@@ -121,4 +121,4 @@ class Drain:
     deadline_time: float
 
 
-Message = Submit | Cancel | QueryStats | Order | Drain | Outcome
+Message = Submit | Cancel | QueryStats | Command | Drain | Outcome

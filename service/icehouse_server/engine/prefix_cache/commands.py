@@ -13,7 +13,7 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_commands import (
     BlockMatch,
     CacheAnswer,
-    CacheOrder,
+    CacheCommand,
     Evict,
     EvictReport,
     Explain,
@@ -26,7 +26,7 @@ from icehouse_server.domain.cache_commands import (
 )
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
-from icehouse_server.engine.core.mailbox import Order
+from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.stats import cache_stats
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
@@ -48,7 +48,7 @@ _Reply = Callable[[CacheAnswer | IcehouseError], None]
 _BUSY_RETRY_S = 1.0
 
 
-class PrefixOrders:
+class CacheCommands:
     """Carries out orders on one prefix cache."""
 
     def __init__(self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int]) -> None:
@@ -60,7 +60,7 @@ class PrefixOrders:
         self._evictions: dict[TaskId, tuple[EvictReport, _Reply]] = {}
         self._verifications: dict[TaskId, tuple[float, _Reply]] = {}
 
-    def carry_out(self, message: Order) -> None:
+    def carry_out(self, message: Command) -> None:
         """Answer an order now, or when the storage thread has done its part."""
         if not self._cache.is_supported:
             message.reply(IcehouseError(Reason.CACHE_UNSUPPORTED, self._cache.facts.unsupported_detail))
@@ -152,7 +152,7 @@ class PrefixOrders:
         for answer in waiting:
             answer(error)
 
-    def _answer(self, order: CacheOrder, reply: _Reply) -> CacheAnswer | None:
+    def _answer(self, order: CacheCommand, reply: _Reply) -> CacheAnswer | None:
         if isinstance(order, Explain):
             return self._explain(order, reply)
         if isinstance(order, Pin):

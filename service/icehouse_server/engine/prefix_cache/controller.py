@@ -14,10 +14,10 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.engine.core.mailbox import Order
+from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.core.sequence import Phase, Sequence, UnkeptBlock
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.commands import PrefixOrders, storage_busy
+from icehouse_server.engine.prefix_cache.commands import CacheCommands, storage_busy
 from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.restore import Promotions, Restore
@@ -53,8 +53,8 @@ class CacheController:
         self._restores: dict[SequenceId, Restore] = {}
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = count(1)
-        self._early_orders: list[Order] = []
-        self._orders = PrefixOrders(cache, clock, load_ids=self._load_ids)
+        self._early_commands: list[Command] = []
+        self._commands = CacheCommands(cache, clock, load_ids=self._load_ids)
         self._header_fetches = HeaderFetches(cache, load_ids=self._load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._in_flight = InFlightPrefixes(
@@ -107,7 +107,7 @@ class CacheController:
             return self._loaded(outcome)
         if isinstance(outcome, HeadsRead):
             ready = self._header_fetches.met(outcome)
-            self._orders.met(outcome)
+            self._commands.met(outcome)
             return ready
         if isinstance(outcome, LoadFailed):
             restore = self._loads.pop(outcome.load_id, None)
@@ -116,7 +116,7 @@ class CacheController:
         if isinstance(outcome, Inventory):
             cache.take_inventory(outcome.records)
             ready = self._header_fetches.take_inventory()
-            self._carry_out_early_orders()
+            self._carry_out_early_commands()
             return ready
         if isinstance(outcome, Persisted):
             cache.note_persisted(outcome.record)
@@ -126,7 +126,7 @@ class CacheController:
             for name in outcome.hashes:
                 cache.forget_stored(name)
         else:
-            self._orders.receive(outcome)
+            self._commands.receive(outcome)
             if isinstance(outcome, StorageFailed | StorageClosed):
                 return self._abandon_loads()
         return []
@@ -207,42 +207,42 @@ class CacheController:
 
     def stats(self) -> CacheStats:
         """Return the counters that need no answer from the storage thread."""
-        return self._orders.stats(None)
+        return self._commands.stats(None)
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
         """Call `reply` with all counters, as soon as the storage thread has told its own."""
-        self._orders.query(reply)
+        self._commands.query(reply)
 
-    def order(self, message: Order) -> None:
+    def order(self, message: Command) -> None:
         """Carry out an order to the cache."""
         self._cache.spills.request_id = None
         if self._header_fetches.is_inventory_due:
             # To evict all, say, means what is on SSD too.
-            if len(self._early_orders) < _EARLY_ORDER_LIMIT:
-                self._early_orders.append(message)
+            if len(self._early_commands) < _EARLY_ORDER_LIMIT:
+                self._early_commands.append(message)
             else:
                 message.reply(storage_busy())
         else:
-            self._orders.carry_out(message)
+            self._commands.carry_out(message)
 
     def _abandon_loads(self) -> list[Sequence]:
         """Nothing more comes from SSD: whoever waits for it plans again without it."""
         waiting = [sequence for restore in self._loads.values() for sequence in self._give_up(restore)]
         self._loads.clear()
         waiting += self._header_fetches.abandon()
-        self._carry_out_early_orders()
+        self._carry_out_early_commands()
         return waiting
 
-    def fail_orders(self, error: IcehouseError) -> None:
+    def fail_commands(self, error: IcehouseError) -> None:
         """The engine ends before the inventory came: answer the orders that wait for it."""
-        orders, self._early_orders = self._early_orders, []
+        orders, self._early_commands = self._early_commands, []
         for message in orders:
             message.reply(error)
 
-    def _carry_out_early_orders(self) -> None:
-        orders, self._early_orders = self._early_orders, []
+    def _carry_out_early_commands(self) -> None:
+        orders, self._early_commands = self._early_commands, []
         for message in orders:
-            self._orders.carry_out(message)
+            self._commands.carry_out(message)
 
     def _follows(self, sequence: Sequence) -> bool:
         cache = self._cache

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from icehouse_server.domain.cache_commands import CacheAnswer, CacheOrder
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.chat import Conversation, Piece, RenderedChat
 from icehouse_server.domain.ids import RequestId
@@ -17,7 +17,7 @@ from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
 
 StatsReply = Callable[[EngineStats, CacheStats | None], None]
-OrderReply = Callable[[CacheAnswer | IcehouseError], None]
+CommandReply = Callable[[CacheAnswer | IcehouseError], None]
 
 
 class EnginePort(Protocol):
@@ -52,7 +52,7 @@ class EnginePort(Protocol):
         """Call `reply` once, on the inference thread, with the counters between two steps."""
         ...
 
-    def give_order(self, order: CacheOrder, reply: OrderReply) -> None:
+    def submit_command(self, order: CacheCommand, reply: CommandReply) -> None:
         """Call `reply` once, on any thread, with the order's own answer or with an error."""
         ...
 

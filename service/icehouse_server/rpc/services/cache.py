@@ -12,7 +12,7 @@ from icehouse.v1 import cache_service_pb2 as messages
 
 from icehouse_server.domain.cache_commands import (
     CacheAnswer,
-    CacheOrder,
+    CacheCommand,
     Evict,
     EvictReport,
     Explain,
@@ -123,7 +123,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def _change_pins(
         self,
-        order: Callable[[tuple[int, ...], CacheScope], CacheOrder],
+        order: Callable[[tuple[int, ...], CacheScope], CacheCommand],
         request: messages.PinRequest | messages.UnpinRequest,
         call: Call,
     ) -> PinReport:
@@ -180,11 +180,11 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                     async with asyncio.timeout(interval_s):
                         await self._router.left_ready.wait()
 
-    async def _order(self, order: CacheOrder, answer_type: type[Answer]) -> Answer:
+    async def _order(self, order: CacheCommand, answer_type: type[Answer]) -> Answer:
         self._router.require_model()
 
         def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-            self._engine.give_order(order, reply)
+            self._engine.submit_command(order, reply)
 
         answer = await self._router.ask(send)
         if isinstance(answer, IcehouseError):
