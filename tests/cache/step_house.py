@@ -37,7 +37,7 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import StorageClosed
@@ -138,7 +138,7 @@ class StepHouse:
         self.desk = CacheController(
             cache=self.cache, runner=self.runner, clock=self.clock, adopt_budget_s=1.0
         )
-        self.room = WaitingRoom(WaitingLimits(request_limit=100))
+        self.room = WaitingQueue(WaitingLimits(request_limit=100))
         self.scheduler = Scheduler(
             SchedulerLimits(
                 running_limit=8,

@@ -12,7 +12,7 @@ from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, Reason
 
 from tests.engine.fakes import (
@@ -45,7 +45,7 @@ class House:
         self.runner = FakeRunner()
         self.recorder = Recorder()
         self.mailbox: Mailbox[Message] = Mailbox(limit=100)
-        self.room = WaitingRoom(waiting or WaitingLimits(request_limit=waiting_limit))
+        self.room = WaitingQueue(waiting or WaitingLimits(request_limit=waiting_limit))
         self.scheduler = Scheduler(
             SchedulerLimits(
                 running_limit=running_limit,

@@ -16,7 +16,7 @@ from icehouse_server.engine.scheduling.scheduler import (
     Scheduler,
     SchedulerLimits,
 )
-from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.text.detokenizer import TextStream
 
 from tests.engine.fakes import decode_ascii, request
@@ -40,7 +40,7 @@ class House(Scheduler):
     """A scheduler with a room of its own, and the loop's habit of admitting all it can."""
 
     def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
-        self.room = WaitingRoom(WaitingLimits(request_limit=10))
+        self.room = WaitingQueue(WaitingLimits(request_limit=10))
         super().__init__(limits, self.room)
 
     def admit_all(self) -> list[Sequence]:

@@ -6,7 +6,7 @@ import dataclasses
 
 from icehouse_server.domain.ids import SequenceId, Tenant
 from icehouse_server.engine.core.sequence import Sequence
-from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.text.detokenizer import TextStream
 
 from tests.engine.fakes import decode_ascii, request
@@ -23,7 +23,7 @@ def sequence(
 
 
 def test_bounds_by_requests_and_by_tokens() -> None:
-    room = WaitingRoom(WaitingLimits(request_limit=3, token_limit=100))
+    room = WaitingQueue(WaitingLimits(request_limit=3, token_limit=100))
     assert room.has_room_for(10_000), "an empty room takes any one request"
     room.add(sequence(0, tokens=90))
     assert room.has_room_for(10) and not room.has_room_for(11)
@@ -35,7 +35,7 @@ def test_bounds_by_requests_and_by_tokens() -> None:
 
 
 def test_several_fit_as_a_whole_or_not_at_all() -> None:
-    room = WaitingRoom(WaitingLimits(request_limit=4, token_limit=40))
+    room = WaitingQueue(WaitingLimits(request_limit=4, token_limit=40))
     assert room.has_room_for(10_000, request_count=4) and not room.has_room_for(1, request_count=5)
     room.add(sequence(0, tokens=10))
     assert room.has_room_for(10, request_count=3) and not room.has_room_for(11, request_count=3)
@@ -43,7 +43,7 @@ def test_several_fit_as_a_whole_or_not_at_all() -> None:
 
 
 def test_age_raises_rank_until_nobody_can_pass() -> None:
-    room = WaitingRoom(WaitingLimits(request_limit=9, aging_s=5.0))
+    room = WaitingQueue(WaitingLimits(request_limit=9, aging_s=5.0))
     old = sequence(0, priority=0, arrival=0.0)
     room.add(old)
     room.add(sequence(1, priority=2, arrival=4.0))
@@ -55,7 +55,7 @@ def test_age_raises_rank_until_nobody_can_pass() -> None:
 
 
 def test_equals_go_in_order_of_arrival() -> None:
-    room = WaitingRoom(WaitingLimits(request_limit=9))
+    room = WaitingQueue(WaitingLimits(request_limit=9))
     for number in range(3):
         room.add(sequence(number))
     best = room.best(now=0.0)
@@ -63,7 +63,7 @@ def test_equals_go_in_order_of_arrival() -> None:
 
 
 def test_a_tenant_with_its_share_running_is_passed_over() -> None:
-    room = WaitingRoom(WaitingLimits(request_limit=9, tenant_running_limit=1))
+    room = WaitingQueue(WaitingLimits(request_limit=9, tenant_running_limit=1))
     first, second, other = sequence(0, tenant="a"), sequence(1, tenant="a"), sequence(2, tenant="b")
     for one in (first, second, other):
         room.add(one)
@@ -77,7 +77,7 @@ def test_a_tenant_with_its_share_running_is_passed_over() -> None:
 
 
 def test_what_is_ahead_of_a_newcomer() -> None:
-    room = WaitingRoom(WaitingLimits(request_limit=9))
+    room = WaitingQueue(WaitingLimits(request_limit=9))
     room.add(sequence(0, tokens=10, priority=0))
     room.add(sequence(1, tokens=20, priority=3))
     assert room.tokens_ahead_of(0) == (2, 30)

@@ -17,7 +17,7 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler
-from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.storage.messages import Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.worker.storage import Storage
@@ -121,7 +121,7 @@ class House:
             weight_bytes=0,
             chunk_token_count=setup.limits.prefill_chunk_token_count,
         )
-        self.room = WaitingRoom(setup.waiting)
+        self.room = WaitingQueue(setup.waiting)
         self.scheduler = Scheduler(
             dataclasses.replace(
                 setup.limits, chunk_ends_at_last_block=self.desk.checkpoint_block_token_count

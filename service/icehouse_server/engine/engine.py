@@ -26,7 +26,7 @@ from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
 from icehouse_server.storage.messages import Outcome
 
@@ -167,7 +167,7 @@ class Engine:
                 chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
                 measured_chunk_token_count=measured,
             )
-            room = WaitingRoom(self._waiting)
+            room = WaitingQueue(self._waiting)
             guard = MemoryGuard(
                 memory_model,
                 limit_bytes=self._memory_limit_bytes(),

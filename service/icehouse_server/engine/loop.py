@@ -31,7 +31,7 @@ from icehouse_server.engine.scheduling.scheduler import (
     RestoreSlice,
     Scheduler,
 )
-from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.engine.stats import engine_stats
 from icehouse_server.errors import IcehouseError
 from icehouse_server.text.detokenizer import Decode
@@ -56,7 +56,7 @@ class EngineLoop:
         model: ModelInfo,
         prefix: CacheController,
         guard: MemoryGuard,
-        room: WaitingRoom,
+        room: WaitingQueue,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler

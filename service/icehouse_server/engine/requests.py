@@ -23,7 +23,7 @@ from icehouse_server.engine.output import Delivery
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.admission import Admission
 from icehouse_server.engine.scheduling.scheduler import Scheduler
-from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Cancelled, DeadlineExceeded, IcehouseError
 from icehouse_server.text.detokenizer import Decode
 
@@ -140,7 +140,7 @@ class Reception:
         *,
         admission: Admission,
         live: LiveRequests,
-        room: WaitingRoom,
+        room: WaitingQueue,
         model: ModelInfo,
         clock: Clock,
         decode: Decode,

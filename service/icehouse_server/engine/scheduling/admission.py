@@ -10,7 +10,7 @@ from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.refusals import too_many_completions
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler
-from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 
 _MIN_RETRY_S = 0.1
@@ -30,7 +30,7 @@ class Admission:
     """Judges newcomers by the waiting room, the measured rates and the memory."""
 
     def __init__(
-        self, *, room: WaitingRoom, scheduler: Scheduler, counters: Counters, guard: MemoryGuard
+        self, *, room: WaitingQueue, scheduler: Scheduler, counters: Counters, guard: MemoryGuard
     ) -> None:
         self._room = room
         self._scheduler = scheduler

@@ -15,7 +15,7 @@ import dataclasses
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.prefill_budget import OldestShare, Turns
-from icehouse_server.engine.scheduling.waiting_queue import WaitingRoom
+from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SchedulerLimits:
 class Scheduler:
     """Holds the waiting, preparing and decoding sequences and picks the next unit of work."""
 
-    def __init__(self, limits: SchedulerLimits, room: WaitingRoom) -> None:
+    def __init__(self, limits: SchedulerLimits, room: WaitingQueue) -> None:
         self.limits = limits
         self._room = room
         self._following: dict[SequenceId, Sequence] = {}

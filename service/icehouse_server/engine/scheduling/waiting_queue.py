@@ -24,7 +24,7 @@ class WaitingLimits:
     aging_s: float = 5.0
 
 
-class WaitingRoom:
+class WaitingQueue:
     """Sequences that were accepted and have no slot yet."""
 
     def __init__(self, limits: WaitingLimits) -> None:
