@@ -22,7 +22,7 @@ from icehouse_server.engine.prefix_cache.flush import flush
 from icehouse_server.engine.requests import LiveRequests, Reception
 from icehouse_server.engine.scheduling.admission import Admission
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.preemption import Pressure
+from icehouse_server.engine.scheduling.preemption import Preemption
 from icehouse_server.engine.scheduling.scheduler import (
     DecodeStep,
     Idle,
@@ -83,7 +83,7 @@ class EngineLoop:
             decode=decode,
             decode_with_markers=decode_with_markers,
         )
-        self._pressure = Pressure(
+        self._preemption = Preemption(
             guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
         )
         self._drain_deadline: float | None = None
@@ -104,7 +104,7 @@ class EngineLoop:
         self._expire()
         self._admit()
         work = self._scheduler.next_work()
-        overrun = self._pressure.relieve(work)
+        overrun = self._preemption.relieve(work)
         if isinstance(work, PrefillChunk) and overrun is not None:
             self._live.fail(work.sequence, overrun)
         elif isinstance(work, PrefillChunk):
@@ -172,8 +172,8 @@ class EngineLoop:
         for ready in self._prefix.take_ready():
             self._begin(ready)
         while (sequence := self._scheduler.candidate(self._clock.monotonic())) is not None:
-            if not self._pressure.may_start(sequence):
-                error = self._pressure.hopeless(sequence)
+            if not self._preemption.may_start(sequence):
+                error = self._preemption.hopeless(sequence)
                 if error is None:
                     return
                 self._live.fail(sequence, error)
@@ -288,7 +288,7 @@ class EngineLoop:
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
                 self._live.finish(sequence, end)
-        self._pressure.watch_growth()
+        self._preemption.watch_growth()
         self._scheduler.note_decode(self._clock.monotonic() - began)
 
     def _park(self, sequence: Sequence) -> None:
@@ -304,7 +304,7 @@ class EngineLoop:
         return engine_stats(
             counters=self.counters,
             scheduler=self._scheduler,
-            memory=self._runner.memory()._replace(limit_bytes=self._pressure.guard.limit_bytes),
+            memory=self._runner.memory()._replace(limit_bytes=self._preemption.guard.limit_bytes),
             mailbox_count=len(self._mailbox),
             mailbox_limit=self._mailbox.limit,
             waiting_limit=self._room.limits.request_limit,

@@ -15,7 +15,7 @@ from icehouse_server.engine.scheduling.scheduler import Join, PrefillChunk, Sche
 from icehouse_server.errors import Overloaded
 
 
-class Pressure:
+class Preemption:
     """Watches the device's memory for the loop."""
 
     def __init__(
