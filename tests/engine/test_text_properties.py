@@ -13,7 +13,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.engine.core.ports import Drawn
 from icehouse_server.engine.core.sequence import Sequence as EngineSequence
-from icehouse_server.engine.output import Delivery
+from icehouse_server.engine.output import Output
 from icehouse_server.text.detokenizer import Detokenizer, StopFilter
 from tokenizers import Tokenizer
 
@@ -176,7 +176,7 @@ def delivered(
 ) -> tuple[list[Delta], Finished, int]:
     """Run tokens through Delivery as a decode step does; also return how many it took."""
     recorder = Recorder()
-    delivery = Delivery(listener=recorder, eos_token_ids=frozenset([EOS_ID]))
+    output = Output(listener=recorder, eos_token_ids=frozenset([EOS_ID]))
     sequence = EngineSequence.of(
         request("r", prompt, max_output_tokens=len(output), stop=tuple(stops)),
         sequence_id=SequenceId(0),
@@ -187,8 +187,8 @@ def delivered(
     for token_id in output:
         assert end is None
         drawn = Drawn(sequence.sequence_id, token_id, TokenLogprobs(token_id, -1.0, 1))
-        end = delivery.take_token(sequence, drawn, now=0.0)
-        delivery.publish()
+        end = output.take_token(sequence, drawn, now=0.0)
+        output.publish()
         if end is not None:
             break
     assert end is not None

@@ -16,7 +16,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox,
 from icehouse_server.engine.core.ports import Listener, Runner
 from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.output import Delivery
+from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
 from icehouse_server.engine.requests import LiveRequests, Reception
@@ -63,14 +63,14 @@ class EngineLoop:
         self._mailbox = mailbox
         self._clock = clock
         self._prefix, self._room = prefix, room
-        self._delivery = Delivery(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
+        self._output = Output(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._start_time = clock.monotonic()
         self.counters = Counters()
         self._live = LiveRequests(
             runner=runner,
             scheduler=scheduler,
             prefix=prefix,
-            delivery=self._delivery,
+            output=self._output,
             counters=self.counters,
             clock=clock,
         )
@@ -117,21 +117,21 @@ class EngineLoop:
             self._decode_step()
         else:
             assert isinstance(work, Idle), work
-        self._delivery.publish()
+        self._output.publish()
 
     def fail_all(self, error: IcehouseError) -> None:
         """End every request with `error`; what the mailbox still holds too."""
         for message in self._mailbox.close():
             if isinstance(message, Submit):
                 for request in message.requests:
-                    self._delivery.tell(request.request_id, Failed(error))
+                    self._output.tell(request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
                 message.reply(self.stats(), self._prefix.stats())
             elif isinstance(message, Command):
                 message.reply(error)
         self._prefix.fail_commands(error)
         self._live.abandon(error)
-        self._delivery.publish()
+        self._output.publish()
 
     def flush(self, *, deadline_time: float) -> None:
         """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
@@ -141,7 +141,7 @@ class EngineLoop:
     def _take_in(self, timeout_s: float) -> None:
         for message in self._mailbox.take_all(timeout_s=timeout_s):
             self._receive(message)
-        self._delivery.publish()
+        self._output.publish()
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit) and self.is_draining:
@@ -266,7 +266,7 @@ class EngineLoop:
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
         if sequence.is_prefilled and sequence.output_token_limit == 0:
             now = self._clock.monotonic()
-            self._live.finish(sequence, self._delivery.finish(sequence, sequence.limit_reason, now))
+            self._live.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
 
     def _join(self, sequence: Sequence) -> None:
         self._runner.join(sequence.sequence_id, sequence.decode_row())
@@ -284,7 +284,7 @@ class EngineLoop:
             if token.error is not None:
                 self._live.fail(sequence, token.error)
                 continue
-            end = self._delivery.take_token(sequence, token, now)
+            end = self._output.take_token(sequence, token, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
                 self._live.finish(sequence, end)

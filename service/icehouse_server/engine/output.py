@@ -10,7 +10,7 @@ from icehouse_server.engine.core.ports import Drawn, Listener
 from icehouse_server.engine.core.sequence import Sequence
 
 
-class Delivery:
+class Output:
     """Collects the events of one step and publishes them together."""
 
     def __init__(self, *, listener: Listener, eos_token_ids: frozenset[int]) -> None:

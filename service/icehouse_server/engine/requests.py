@@ -19,7 +19,7 @@ from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.ports import Runner
 from icehouse_server.engine.core.refusals import past_deadline
 from icehouse_server.engine.core.sequence import Sequence
-from icehouse_server.engine.output import Delivery
+from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.admission import Admission
 from icehouse_server.engine.scheduling.scheduler import Scheduler
@@ -37,14 +37,14 @@ class LiveRequests:
         runner: Runner,
         scheduler: Scheduler,
         prefix: CacheController,
-        delivery: Delivery,
+        output: Output,
         counters: Counters,
         clock: Clock,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._prefix = prefix
-        self._delivery = delivery
+        self._output = output
         self._counters = counters
         self._clock = clock
         self._by_request: dict[RequestId, Sequence] = {}
@@ -69,7 +69,7 @@ class LiveRequests:
     def refuse(self, request: GenerationRequest, error: IcehouseError) -> None:
         """Tell the caller of a request that was never taken in."""
         self._counters.rejected_total += 1
-        self._delivery.tell(request.request_id, Failed(error))
+        self._output.tell(request.request_id, Failed(error))
 
     def find(self, sequence_id: SequenceId) -> Sequence | None:
         """Return a sequence that the runner names, None once it has ended."""
@@ -77,7 +77,7 @@ class LiveRequests:
 
     def tell(self, sequence: Sequence, event: Event) -> None:
         """Add an event to what the step publishes."""
-        self._delivery.tell(sequence.request.request_id, event)
+        self._output.tell(sequence.request.request_id, event)
 
     def cancel(self, request_id: RequestId, error: IcehouseError) -> None:
         """End a request that nobody waits for; it may have ended already."""
@@ -112,7 +112,7 @@ class LiveRequests:
         """Tell every caller of `error` and touch nothing else: the loop is over, or broken."""
         for request_id in self._by_request:
             self._count(error)
-            self._delivery.tell(request_id, Failed(error))
+            self._output.tell(request_id, Failed(error))
         self._by_request.clear()
         self._by_id.clear()
 
