@@ -19,7 +19,7 @@ from icehouse_server.errors import DeadlineExceeded, InvalidRequest, Overloaded,
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller
-from icehouse_server.rpc.calls.calls import CALL_RETRY_S, CallDesk, Context
+from icehouse_server.rpc.calls.calls import CALL_RETRY_S, Calls, Context
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 CHANNELZ_PREFIX = "/grpc.channelz."
@@ -32,13 +32,13 @@ class Door(grpc.aio.ServerInterceptor):
         self,
         *,
         authenticator: Authenticator,
-        desk: CallDesk,
+        calls: Calls,
         health_is_open: bool,
         message_timeout_s: float,
         unread_call_limit: int,
     ) -> None:
         self._authenticator = authenticator
-        self._desk = desk
+        self._calls = calls
         self._health_is_open = health_is_open
         self._message_timeout_s = message_timeout_s
         self._unread_call_limit = unread_call_limit
@@ -103,7 +103,7 @@ class Door(grpc.aio.ServerInterceptor):
         try:
             return step()
         except Exception as error:
-            async with self._desk.call(method.rpartition("/")[2], context):
+            async with self._calls.call(method.rpartition("/")[2], context):
                 raise error
 
     def _let_in(self, method: str, context: Context) -> None:

@@ -14,7 +14,7 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, rerank_service_pb2
 
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.calls.calls import CallDesk, Context
+from icehouse_server.rpc.calls.calls import Calls, Context
 
 SCANNED_FIELD_LIMIT = 1000
 """A message with more fields has too many stop strings, and is refused for that."""
@@ -25,8 +25,8 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 class OneOfInterceptor(grpc.aio.ServerInterceptor):
     """Looks at the bytes of every request whose message has a oneof."""
 
-    def __init__(self, desk: CallDesk) -> None:
-        self._desk = desk
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
         self._inputs = {
             f"/{service.full_name}/{method.name}": method.input_type
             for service in _services()
@@ -54,7 +54,7 @@ class OneOfInterceptor(grpc.aio.ServerInterceptor):
             message, clash = request
             if not clash:
                 return await (handler.unary_stream or handler.unary_unary)(message, context)
-            async with self._desk.call(descriptor.name, context):
+            async with self._calls.call(descriptor.name, context):
                 raise _clash(clash)
 
         make = (

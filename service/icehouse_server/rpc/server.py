@@ -24,7 +24,7 @@ from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.address import bind, remove_uds, server_options
 from icehouse_server.rpc.auth_interceptor import Door
-from icehouse_server.rpc.calls.calls import CallDesk
+from icehouse_server.rpc.calls.calls import Calls
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
@@ -36,7 +36,7 @@ from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache import CacheService
 from icehouse_server.rpc.services.embedding import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation
-from icehouse_server.rpc.services.grammars import GrammarDesk
+from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.inference import InferenceService
 from icehouse_server.rpc.services.model import ModelService
 from icehouse_server.rpc.services.prompts import PromptReader
@@ -92,10 +92,10 @@ class RpcServer:
         )
         self._security = Security(self._security_config, clock=clock)
         self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
-        self._grammars = GrammarDesk(
+        self._grammars = GrammarCompilers(
             grammars, byte_limit=config.max_grammar_bytes, timeout_s=config.grammar_timeout_s
         )
-        self._desk = CallDesk(
+        self._calls = Calls(
             clock=clock,
             concurrent_call_limit=config.max_concurrent_calls,
             watchers=self._observation.watchers,
@@ -109,7 +109,7 @@ class RpcServer:
         )
         door = Door(
             authenticator=self._security.authenticator,
-            desk=self._desk,
+            calls=self._calls,
             health_is_open=self._security_config.health_open,
             message_timeout_s=connection.message_timeout_s,
             unread_call_limit=config.max_concurrent_calls,
@@ -118,7 +118,7 @@ class RpcServer:
         # before anything else is looked at.
         self._server = grpc.aio.server(
             options=server_options(config, connection),
-            interceptors=(self._observation.interceptor, door, OneOfInterceptor(self._desk)),
+            interceptors=(self._observation.interceptor, door, OneOfInterceptor(self._calls)),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
@@ -161,10 +161,10 @@ class RpcServer:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._desk.close()
+        self._calls.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._desk.wait_idle()
+                await self._calls.wait_idle()
         # Not waited for any longer: health watchers, who would stay for ever.
         await self._server.stop(_FLUSH_S)
         await self._observation.stop()
@@ -180,7 +180,7 @@ class RpcServer:
     def _add_services(
         self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
     ) -> None:
-        desk = self._desk
+        calls = self._calls
         stats = self._observation.stats
         generation = Generation(
             config=self._config,
@@ -194,23 +194,23 @@ class RpcServer:
         )
         inference = InferenceService(
             config=self._config,
-            desk=desk,
+            calls=calls,
             generation=generation,
             router=router,
             prompts=self._prompts,
             stats=stats,
         )
-        cache = CacheService(desk=desk, engine=engine, generation=generation, router=router, stats=stats)
+        cache = CacheService(calls=calls, engine=engine, generation=generation, router=router, stats=stats)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._server)
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(desk=desk, router=router), self._server
+            ModelService(calls=calls, router=router), self._server
         )
         embedding = EmbeddingService(
-            config=self._config, desk=desk, generation=generation, router=router, prompts=self._prompts
+            config=self._config, calls=calls, generation=generation, router=router, prompts=self._prompts
         )
         rerank = RerankService(
-            config=self._config, desk=desk, generation=generation, router=router, prompts=self._prompts
+            config=self._config, calls=calls, generation=generation, router=router, prompts=self._prompts
         )
         embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, self._server)
         rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(rerank, self._server)

@@ -61,7 +61,7 @@ class Call:
             self.usage = dataclasses.replace(told, output_token_count=output_token_count)
 
 
-class CallDesk:
+class Calls:
     """Lets calls in and sees them out. Owned by the event loop."""
 
     def __init__(self, *, clock: Clock, concurrent_call_limit: int, watchers: Watchers) -> None:

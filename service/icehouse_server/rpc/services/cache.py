@@ -27,7 +27,7 @@ from icehouse_server.domain.events import Finished
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
-from icehouse_server.rpc.calls.calls import Call, CallDesk, Context
+from icehouse_server.rpc.calls.calls import Call, Calls, Context
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
@@ -57,13 +57,13 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     def __init__(
         self,
         *,
-        desk: CallDesk,
+        calls: Calls,
         engine: EnginePort,
         generation: Generation,
         router: Router,
         stats: StatsReader,
     ) -> None:
-        self._desk = desk
+        self._calls = calls
         self._engine = engine
         self._generation = generation
         self._router = router
@@ -71,7 +71,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         """Answer with what Generate would reuse."""
-        async with self._desk.call("Explain", context) as call:
+        async with self._calls.call("Explain", context) as call:
             scope = scope_of(request, call)
             shared = self._generation.shared_tenant_of(request.cache, call)
             shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
@@ -87,7 +87,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
         """Run the prompt without output."""
-        async with self._desk.call("Warm", context) as call:
+        async with self._calls.call("Warm", context) as call:
             prepared = await self._generation.prepare(
                 request,
                 request.WhichOneof("prompt"),
@@ -107,7 +107,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
         """Pin a prompt's blocks."""
-        async with self._desk.call("Pin", context) as call:
+        async with self._calls.call("Pin", context) as call:
             report = await self._change_pins(Pin, request, call)
             return messages.PinResponse(
                 block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
@@ -115,7 +115,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
-        async with self._desk.call("Unpin", context) as call:
+        async with self._calls.call("Unpin", context) as call:
             report = await self._change_pins(Unpin, request, call)
             return messages.UnpinResponse(
                 block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
@@ -139,7 +139,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""
-        async with self._desk.call("Evict", context) as call:
+        async with self._calls.call("Evict", context) as call:
             kind = request.WhichOneof("target")
             if kind is None:
                 raise InvalidRequest(
@@ -161,7 +161,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""
-        async with self._desk.call("Verify", context) as call:
+        async with self._calls.call("Verify", context) as call:
             call.caller.require_operator("verifying the SSD")
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
@@ -171,7 +171,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: messages.WatchStatsRequest, context: Context
     ) -> None:
         """Send counters until the caller ends it or the engine stops."""
-        async with self._desk.call("WatchStats", context) as call:
+        async with self._calls.call("WatchStats", context) as call:
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
                 stats = await self._stats.read(call.caller)

@@ -12,7 +12,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import CacheUse, GenerationRequest, Pooling, Vector, finished
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import CannotFit, InvalidRequest, Reason
-from icehouse_server.rpc.calls.calls import Call, CallDesk, Context
+from icehouse_server.rpc.calls.calls import Call, Calls, Context
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.responses import duration_proto
@@ -42,20 +42,20 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
         self,
         *,
         config: ServerConfig,
-        desk: CallDesk,
+        calls: Calls,
         generation: Generation,
         router: Router,
         prompts: PromptReader,
     ) -> None:
         self._config = config
-        self._desk = desk
+        self._calls = calls
         self._generation = generation
         self._router = router
         self._prompts = prompts
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         """Answer with a vector for each input."""
-        async with self._desk.call("Embed", context) as call:
+        async with self._calls.call("Embed", context) as call:
             model = self._router.require_model()
             dimension_count = self._check(request, model.info)
             whole = self._whole_request(request, call)

@@ -32,7 +32,7 @@ from icehouse_server.rpc.messages.validation import (
     shared_tenant_of,
     tenant_of,
 )
-from icehouse_server.rpc.services.grammars import GrammarDesk
+from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import PromptMessage, PromptReader, ReadPrompt, prompt_of
 
@@ -62,7 +62,7 @@ class Generation:
         engine: EnginePort,
         router: Router,
         prompts: PromptReader,
-        grammars: GrammarDesk,
+        grammars: GrammarCompilers,
         tenants: Tenants,
         draw_seed: Callable[[], int],
         clock: Clock,

@@ -22,7 +22,7 @@ _RETRY_S = 1.0
 _LEAST_STACK_BYTES = 16 << 20
 
 
-class GrammarDesk:
+class GrammarCompilers:
     """Runs a compiler in a thread of its own. Owned by the event loop; `close` ends it."""
 
     def __init__(self, compiler: GrammarPort | None, *, byte_limit: int, timeout_s: float) -> None:

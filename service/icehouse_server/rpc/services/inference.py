@@ -7,7 +7,7 @@ from icehouse.v1 import inference_service_pb2_grpc
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.events import CacheReport, Finished
-from icehouse_server.rpc.calls.calls import Call, CallDesk, Context
+from icehouse_server.rpc.calls.calls import Call, Calls, Context
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.response_format import response_format_of
@@ -35,14 +35,14 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self,
         *,
         config: ServerConfig,
-        desk: CallDesk,
+        calls: Calls,
         generation: Generation,
         router: Router,
         prompts: PromptReader,
         stats: StatsReader,
     ) -> None:
         self._config = config
-        self._desk = desk
+        self._calls = calls
         self._generation = generation
         self._router = router
         self._prompts = prompts
@@ -52,7 +52,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.GenerateRequest, context: Context
     ) -> messages.GenerateResponse:
         """Answer once, with the complete output."""
-        async with self._desk.call("Generate", context) as call:
+        async with self._calls.call("Generate", context) as call:
             prepared = await self._read(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
             caches = [CacheReport()] * prepared.completion_count
@@ -73,7 +73,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Answer event by event."""
         timer = StallTimer(timeout_s=self._config.stall_timeout_s)
-        async with self._desk.call("Stream", context) as call:
+        async with self._calls.call("Stream", context) as call:
             prepared = await self._read(request, call)
             replies = prepared.new_replies()
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
@@ -88,7 +88,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.TokenizeRequest, context: Context
     ) -> messages.TokenizeResponse:
         """Answer with the tokens of a prompt."""
-        async with self._desk.call("Tokenize", context) as call:
+        async with self._calls.call("Tokenize", context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
             prompt = text_prompt_of(request, request.WhichOneof("prompt"), model.info)
@@ -101,7 +101,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
         """Answer with the counters between two steps."""
-        async with self._desk.call("CacheStats", context) as call:
+        async with self._calls.call("CacheStats", context) as call:
             return await self._stats.read(call.caller)
 
     async def _read(self, request: messages.GenerateRequest, call: Call) -> Prepared:

@@ -14,7 +14,7 @@ from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.request import GenerationRequest, LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import InvalidRequest
-from icehouse_server.rpc.calls.calls import Call, CallDesk, Context
+from icehouse_server.rpc.calls.calls import Call, Calls, Context
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.responses import duration_proto
@@ -46,20 +46,20 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         self,
         *,
         config: ServerConfig,
-        desk: CallDesk,
+        calls: Calls,
         generation: Generation,
         router: Router,
         prompts: PromptReader,
     ) -> None:
         self._config = config
-        self._desk = desk
+        self._calls = calls
         self._generation = generation
         self._router = router
         self._prompts = prompts
 
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
         """Answer with the documents, best first."""
-        async with self._desk.call("Rerank", context) as call:
+        async with self._calls.call("Rerank", context) as call:
             model = self._router.require_model()
             form = self._check(request, model)
             whole = self._whole_request(request, call)
