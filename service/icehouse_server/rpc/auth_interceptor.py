@@ -25,7 +25,7 @@ HEALTH_PREFIX = "/grpc.health.v1.Health/"
 CHANNELZ_PREFIX = "/grpc.channelz."
 
 
-class Door(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Stands before all methods, ours and gRPC's own. Owned by the event loop."""
 
     def __init__(

@@ -22,7 +22,7 @@ SCANNED_FIELD_LIMIT = 1000
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
-class OneOfInterceptor(grpc.aio.ServerInterceptor):
+class OneofInterceptor(grpc.aio.ServerInterceptor):
     """Looks at the bytes of every request whose message has a oneof."""
 
     def __init__(self, calls: Calls) -> None:

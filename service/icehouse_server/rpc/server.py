@@ -23,7 +23,7 @@ from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfi
 from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.address import bind, remove_uds, server_options
-from icehouse_server.rpc.auth_interceptor import Door
+from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls.calls import Calls
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
@@ -31,7 +31,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.monitoring.observation import Observation
 from icehouse_server.rpc.monitoring.stats_poller import Sampler
-from icehouse_server.rpc.oneof_interceptor import OneOfInterceptor
+from icehouse_server.rpc.oneof_interceptor import OneofInterceptor
 from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache import CacheService
 from icehouse_server.rpc.services.embedding import EmbeddingService
@@ -107,7 +107,7 @@ class RpcServer:
             service_names=SERVICE_NAMES,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        door = Door(
+        auth_interceptor = AuthInterceptor(
             authenticator=self._security.authenticator,
             calls=self._calls,
             health_is_open=self._security_config.health_open,
@@ -118,7 +118,7 @@ class RpcServer:
         # before anything else is looked at.
         self._server = grpc.aio.server(
             options=server_options(config, connection),
-            interceptors=(self._observation.interceptor, door, OneOfInterceptor(self._calls)),
+            interceptors=(self._observation.interceptor, auth_interceptor, OneofInterceptor(self._calls)),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
