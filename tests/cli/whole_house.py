@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from icehouse_server.bootstrap.model_source import LocalModel
-from icehouse_server.bootstrap.server import House, build_house
+from icehouse_server.bootstrap.server import House, build_server
 from icehouse_server.cli import serve as command
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
@@ -54,7 +54,7 @@ async def whole_house(
     narrator = command.Narrator(SystemClock())
     router = Router(asyncio.get_running_loop())
     local = LocalModel(model, "tiny")
-    house = build_house(loaded.config, model=local, router=router, clock=SystemClock())
+    house = build_server(loaded.config, model=local, router=router, clock=SystemClock())
     address = await house.server.start()
     try:
         house.telemetry.start(house.server.sampler)

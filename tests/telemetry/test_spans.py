@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from icehouse_server.bootstrap.telemetry import TelemetryRoom
+from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.config import load_config
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord, TraceContext
@@ -106,7 +106,7 @@ def test_what_storage_tells_becomes_a_span_and_goes_on_to_the_engine(request_id:
     record = record_of(Shelf().chain([1, 2, 3])[0])
     told: list[Outcome] = []
     with collecting() as (collector, endpoint):
-        room = TelemetryRoom(load_config(flags={"telemetry.traces_endpoint": endpoint}, environ={}).config)
+        room = TelemetryParts(load_config(flags={"telemetry.traces_endpoint": endpoint}, environ={}).config)
         assert room.watchers.tracer is not None
         outcomes = (
             Persisted(record, RequestId(request_id), 1_700_000_003.0, 0.5),
@@ -174,4 +174,4 @@ def test_traces_without_the_extra_are_refused_with_the_cure(monkeypatch: pytest.
     monkeypatch.setattr(builtins, "__import__", without)
     loaded = load_config(flags={"telemetry.traces_endpoint": "http://localhost:4317"}, environ={})
     with pytest.raises(ConfigError, match=r"opentelemetry.*icehouse\[otel\]"):
-        TelemetryRoom(loaded.config)
+        TelemetryParts(loaded.config)

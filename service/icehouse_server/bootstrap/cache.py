@@ -33,7 +33,7 @@ idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench-cache`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CacheRoom:
+class CacheParts:
     """Settings and SSD tier of one model's prefix cache; `storage` is None without an SSD tier."""
 
     settings: PrefixSettings
@@ -56,7 +56,7 @@ class CacheRoom:
         )
 
 
-def build_cache_room(
+def build_cache_parts(
     config: CacheConfig,
     tenants: TenantConfig,
     fingerprint: ModelFingerprint,
@@ -64,7 +64,7 @@ def build_cache_room(
     adapters: Sequence[AdapterSource],
     clock: Clock,
     post: Callable[[Outcome], None],
-) -> CacheRoom:
+) -> CacheParts:
     """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here.
 
     With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
@@ -110,7 +110,7 @@ def build_cache_room(
             post=post,
             vault=vault,
         )
-    return CacheRoom(
+    return CacheParts(
         settings=settings,
         ram_limit_bytes=cache_limit(config.ram_bytes),
         adopt_budget_s=config.adopt_budget_ms / 1000,

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from icehouse_server.bootstrap.cache import build_cache_room, fingerprint_of
+from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import LocalModel
 from icehouse_server.bootstrap.preload import openblas_loaded, runs_on_cpu
-from icehouse_server.bootstrap.telemetry import TelemetryRoom
+from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.named_paths import NamedPath
@@ -73,10 +73,10 @@ class House:
     clock: Clock
     storage: Storage | None
     """None without an SSD tier."""
-    telemetry: TelemetryRoom
+    telemetry: TelemetryParts
 
 
-def build_house(
+def build_server(
     config: Config, *, model: LocalModel, router: Router, clock: Clock, draft: LocalModel | None = None
 ) -> House:
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
@@ -84,7 +84,7 @@ def build_house(
     tokenizer = load_tokenizer(source)
     fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
     limits, lane_row_limit = engine_limits(config)
-    announcer = _Announcer(router, tokenizer)
+    listener = EngineListener(router, tokenizer)
     runner = MlxRunner(
         source=source,
         tokenizer=tokenizer,
@@ -99,14 +99,14 @@ def build_house(
         fingerprint_hex=fingerprint.value.hex(),
         draft_source=draft_source(config.model, draft),
     )
-    telemetry = TelemetryRoom(config)
-    room = build_cache_room(
+    telemetry = TelemetryParts(config)
+    room = build_cache_parts(
         config.cache,
         config.tenant,
         fingerprint,
         adapters=source.adapters,
         clock=clock,
-        post=telemetry.watching(announcer.pass_on),
+        post=telemetry.watching(listener.pass_on),
     )
     engine = Engine(
         runner=runner,
@@ -116,12 +116,12 @@ def build_house(
         waiting=waiting_limits(config.engine),
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
         mailbox_limit=config.engine.mailbox_limit,
-        listener=announcer,
+        listener=listener,
         clock=clock,
         decode=tokenizer.decode,
         decode_with_markers=tokenizer.decode_with_markers,
     )
-    announcer.engine = engine
+    listener.engine = engine
     server = build_edge(
         config,
         engine,
@@ -147,7 +147,7 @@ def build_edge(
     router: Router,
     clock: Clock,
     grammars: GrammarCompiler,
-    telemetry: TelemetryRoom,
+    telemetry: TelemetryParts,
 ) -> RpcServer:
     """Wire the edge around an engine."""
     return RpcServer(
@@ -241,7 +241,7 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
     )
 
 
-class _Announcer:
+class EngineListener:
     """The engine's listener: the router, told of the model just before it is told READY."""
 
     def __init__(self, router: Router, tokenizer: Tokenizer) -> None:

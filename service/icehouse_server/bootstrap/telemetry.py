@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("icehouse.boot")
 
 
-class TelemetryRoom:
+class TelemetryParts:
     """Made before the edge, started after it is bound, stopped last."""
 
     def __init__(self, config: Config) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from icehouse_server.bootstrap.machine import give_back_large_arrays
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
 from icehouse_server.bootstrap.preload import restart_with_openblas
-from icehouse_server.bootstrap.server import House, build_house
+from icehouse_server.bootstrap.server import House, build_server
 from icehouse_server.cli.terminal.console import build_progress
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.clock import Clock, SystemClock
@@ -56,7 +56,7 @@ async def _serve(config: Config, clock: Clock) -> None:
             fields.update(draft_model=draft.model_id, draft_path=draft.path)
     router = Router(asyncio.get_running_loop())
     with narrator.phase("tokenizer_read"):
-        house = build_house(config, model=model, draft=draft, router=router, clock=clock)
+        house = build_server(config, model=model, draft=draft, router=router, clock=clock)
     stop_signal = _listen_for_signals()
     address = await house.server.start()
     try:
