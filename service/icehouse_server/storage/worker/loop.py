@@ -47,7 +47,7 @@ from icehouse_server.storage.worker.requests import (
 from icehouse_server.storage.worker.spiller import Spiller
 from icehouse_server.storage.worker.stats import StorageCounters, stats_of
 from icehouse_server.storage.worker.tasks import PurgeTask, Task, VerifyTask, retire
-from icehouse_server.storage.worker.write_breaker import WriteGate, is_disk_full, outline
+from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full, outline
 
 _log = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class StorageLoop:
         self._task_meter = task_meter
         self._clock = clock
         self._post = post
-        self._gate = WriteGate()
+        self._breaker = WriteBreaker()
         self._counters = StorageCounters()
-        self._spiller = Spiller(store, gate=self._gate, counters=self._counters, clock=clock, post=post)
+        self._spiller = Spiller(store, breaker=self._breaker, counters=self._counters, clock=clock, post=post)
         self._tasks: collections.deque[Task] = collections.deque()
         self._close: CloseRequest | None = None
         self._deferred: Iterator[BlockHash] = iter(())
@@ -121,7 +121,7 @@ class StorageLoop:
                 },
             )
         self._deferred = iter([record.hash for record in self._store.index] if report.was_clean else ())
-        self._gate.open()
+        self._breaker.open()
         self._has_inventory = True
         self._post(Inventory(tuple(self._store.index.by_recency(self._store.settings.fingerprint))))
         self._announce()
@@ -147,7 +147,7 @@ class StorageLoop:
         if self._close is not None and (not self._spiller or now >= self._close.deadline_time):
             self._end()
             return False
-        if self._gate.is_retry_due(now=now):
+        if self._breaker.is_retry_due(now=now):
             self._try_to_recover(now)
         if self._spiller:
             self._spiller.step()
@@ -206,7 +206,7 @@ class StorageLoop:
         """Nobody waits for a directory that may never come back: whoever ordered may order again."""
         while self._tasks:
             self._task_meter.give_back(1)
-            self._post(TaskGivenUp(self._tasks.popleft().task_id, self._gate.detail))
+            self._post(TaskGivenUp(self._tasks.popleft().task_id, self._breaker.detail))
 
     def _walk_deferred(self) -> bool:
         """After a clean start, look at a few files; False when all have been looked at."""
@@ -226,7 +226,7 @@ class StorageLoop:
         stats = stats_of(
             self._store,
             self._counters,
-            self._gate,
+            self._breaker,
             spill_meter=self._spill_meter,
             load_meter=self._load_meter,
             spill_queue_count=len(self._spiller),
@@ -250,12 +250,12 @@ class StorageLoop:
 
     def _try_to_recover(self, now: float) -> None:
         """Look whether the disk takes writes again; open the directory anew when it was given up."""
-        if self._store.is_open and self._gate.needed_bytes:
+        if self._store.is_open and self._breaker.needed_bytes:
             free_bytes = self._store.files.free_bytes(self._store.paths.root)
-            if free_bytes >= self._gate.needed_bytes + self._store.space.floor_bytes:
-                self._gate.open()
+            if free_bytes >= self._breaker.needed_bytes + self._store.space.floor_bytes:
+                self._breaker.open()
             else:
-                self._gate.shut(self._gate.detail, now=now, needed_bytes=self._gate.needed_bytes)
+                self._breaker.shut(self._breaker.detail, now=now, needed_bytes=self._breaker.needed_bytes)
             return
         self._store.abandon()
         self._store.unlock()
@@ -285,7 +285,7 @@ class StorageLoop:
         _log.error(
             "cache_directory_given_up", extra={"directory": self._store.paths.root, "detail": str(error)}
         )
-        self._gate.shut(detail, now=self._clock.monotonic())
+        self._breaker.shut(detail, now=self._clock.monotonic())
         self._spiller.undo_writings()
         self._store.abandon()
 
@@ -293,6 +293,6 @@ class StorageLoop:
         """Tell the engine what left the disk and whether writing works, when that has changed."""
         if gone := self._store.take_gone():
             self._post(Evicted(gone))
-        if self._gate.detail != self._announced_detail:
-            self._announced_detail = self._gate.detail
-            self._post(Health(writes_enabled=self._gate.is_open, detail=self._gate.detail))
+        if self._breaker.detail != self._announced_detail:
+            self._announced_detail = self._breaker.detail
+            self._post(Health(writes_enabled=self._breaker.is_open, detail=self._breaker.detail))

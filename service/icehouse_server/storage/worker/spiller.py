@@ -22,7 +22,7 @@ from icehouse_server.storage.messages import Flushed, Outcome, Persisted, SpillD
 from icehouse_server.storage.worker.reader_pool import Rate
 from icehouse_server.storage.worker.requests import FlushRequest, SpillRequest
 from icehouse_server.storage.worker.stats import StorageCounters
-from icehouse_server.storage.worker.write_breaker import WriteGate, is_disk_full, outline
+from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full, outline
 
 
 class Spiller:
@@ -32,13 +32,13 @@ class Spiller:
         self,
         store: BlockStore,
         *,
-        gate: WriteGate,
+        breaker: WriteBreaker,
         counters: StorageCounters,
         clock: Clock,
         post: Callable[[Outcome], None],
     ) -> None:
         self._store = store
-        self._gate = gate
+        self._breaker = breaker
         self._counters = counters
         self._clock = clock
         self._post = post
@@ -102,7 +102,7 @@ class Spiller:
         block = self._spills[0].block
         if self._store.index.covers(block):
             self._drop(SpillDropCause.DUPLICATE)
-        elif not (self._gate.is_open and self._store.is_open):
+        elif not (self._breaker.is_open and self._store.is_open):
             self._drop(SpillDropCause.WRITES_OFF)
         else:
             self._prepared = self._prepared or prepare_block(block, vault=self._store.vault)
@@ -168,7 +168,7 @@ class Spiller:
             self._drop(SpillDropCause.WRITE_FAILED)
             raise
         now = self._clock.monotonic()
-        self._gate.wrote()
+        self._breaker.wrote()
         elapsed_s = now - under_way.began
         # The next one was written meanwhile: what both took together is shared among them.
         self._rate.add(size_bytes=size_bytes, elapsed_s=now - max(under_way.began, self._finished_time))
@@ -190,7 +190,7 @@ class Spiller:
             self._has_retried = True
             self._store.reclaim(size_bytes)
             return
-        self._gate.shut(
+        self._breaker.shut(
             f"Disk is full: {outline(error)} after evicting; writes resume when {size_bytes} bytes are free "
             f"above the floor of {self._store.space.floor_bytes}",
             now=self._clock.monotonic(),

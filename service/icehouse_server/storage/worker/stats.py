@@ -15,7 +15,7 @@ from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.messages import StorageStats
 from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.worker.credit import Meter
-from icehouse_server.storage.worker.write_breaker import WriteGate
+from icehouse_server.storage.worker.write_breaker import WriteBreaker
 
 _PERCENTS = (10, 50, 90, 99)
 
@@ -38,7 +38,7 @@ class StorageCounters:
 def stats_of(
     store: BlockStore,
     counters: StorageCounters,
-    gate: WriteGate,
+    breaker: WriteBreaker,
     *,
     spill_meter: Meter,
     load_meter: Meter,
@@ -64,8 +64,8 @@ def stats_of(
         free_bytes=free_bytes,
         free_floor_bytes=store.settings.free_floor_bytes,
         is_encrypted=store.vault is not None,
-        writes_enabled=gate.is_open,
-        writes_detail=gate.detail,
+        writes_enabled=breaker.is_open,
+        writes_detail=breaker.detail,
         spill_accepted_total=counters.spill_accepted,
         spill_persisted_total=counters.spill_persisted,
         spill_dropped_totals=tuple(counters.spill_dropped.items()),

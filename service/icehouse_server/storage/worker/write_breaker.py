@@ -12,7 +12,7 @@ _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
 
 
-class WriteGate:
+class WriteBreaker:
     """Open, or shut with a reason. Times are `Clock.monotonic`."""
 
     def __init__(self) -> None:
