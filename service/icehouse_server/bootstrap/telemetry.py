@@ -12,7 +12,7 @@ from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.monitoring.stats_poller import Sampler
+from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.storage.messages import Outcome, Persisted
 from icehouse_server.telemetry.call_metrics import CallMetrics
 from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
@@ -66,10 +66,10 @@ class TelemetryParts:
 
         return pass_on
 
-    def start(self, sampler: Sampler) -> None:
+    def start(self, poller: StatsPoller) -> None:
         """Open the metrics endpoint; raises StartError when its address cannot be had."""
         if self._endpoint is not None:
-            url = self._endpoint.start(lambda: sampler.latest)
+            url = self._endpoint.start(lambda: poller.latest)
             _log.info("metrics_opened", extra={"url": url})
 
     def stop(self) -> None:

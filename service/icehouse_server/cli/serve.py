@@ -60,7 +60,7 @@ async def _serve(config: Config, clock: Clock) -> None:
     stop_signal = _listen_for_signals()
     address = await house.server.start()
     try:
-        house.telemetry.start(house.server.sampler)
+        house.telemetry.start(house.server.poller)
         _open_storage(house, config, narrator)
     except IcehouseError:
         house.telemetry.stop()

@@ -30,7 +30,7 @@ from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.monitoring.observation import Observation
-from icehouse_server.rpc.monitoring.stats_poller import Sampler
+from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.rpc.oneof_interceptor import OneofInterceptor
 from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache import CacheService
@@ -142,9 +142,9 @@ class RpcServer:
         return self.address
 
     @property
-    def sampler(self) -> Sampler:
+    def poller(self) -> StatsPoller:
         """What is known of the engine without asking it."""
-        return self._observation.sampler
+        return self._observation.poller
 
     async def refresh_health(self) -> None:
         """Look at state and heartbeat now."""

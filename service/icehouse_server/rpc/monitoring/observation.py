@@ -14,7 +14,7 @@ from icehouse_server.rpc.calls.wire import WireInterceptor
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.monitoring.load_report import LoadReport
-from icehouse_server.rpc.monitoring.stats_poller import Sampler
+from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 
 _UNUSED_INTERVAL_S = 1.0
@@ -31,7 +31,7 @@ class Observation:
         self._task: asyncio.Task[None] | None = None
         slow = SlowRequests(clock)
         self.stats = StatsReader(engine=engine, router=router, tenants=tenants, slow=slow, clock=clock)
-        self.sampler = Sampler(
+        self.poller = StatsPoller(
             engine=engine,
             router=router,
             stats=self.stats,
@@ -41,7 +41,7 @@ class Observation:
         self.watchers = Watchers(
             calls=(slow, *telemetry.calls),
             tracer=telemetry.tracer,
-            load=LoadReport(lambda: self.sampler.latest) if telemetry.has_load_report else None,
+            load=LoadReport(lambda: self.poller.latest) if telemetry.has_load_report else None,
             access_log=AccessLog() if telemetry.has_access_log else None,
         )
         self.interceptor = WireInterceptor(telemetry.wire, clock)
@@ -49,7 +49,7 @@ class Observation:
     def start(self) -> None:
         """Begin to sample, if anybody wants samples."""
         if self._has_samples:
-            self._task = asyncio.create_task(self.sampler.run(), name="sampler")
+            self._task = asyncio.create_task(self.poller.run(), name="sampler")
 
     async def stop(self) -> None:
         """Sample no more."""

@@ -14,7 +14,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 
 
-class Sampler:
+class StatsPoller:
     """Keeps the latest snapshot. Sampling belongs to the event loop; any thread may read `latest`."""
 
     def __init__(
