@@ -22,7 +22,7 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.fingerprint import model_fingerprint
-from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
@@ -100,7 +100,7 @@ class House:
         fingerprint = model_fingerprint(
             folder, dtype="stored", kv_format=f"{kv_bits}", block_token_count=BLOCK
         )
-        runner = MlxRunner(
+        runner = ModelRunner(
             source=source,
             tokenizer=tokenizer,
             settings=RunnerSettings(8, BLOCK, kv_bits, kv_group_size, is_pipelined),

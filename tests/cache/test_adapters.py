@@ -19,7 +19,7 @@ from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.fingerprint import adapter_digest
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.model_loader import AdapterSource
-from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError, Reason
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
@@ -176,9 +176,9 @@ def test_speculating_with_an_adapter_changes_nothing(tmp_path: Path) -> None:
         assert house.answer("guessed").tokens == plain.tokens
 
 
-def runner_of(model_dir: Path, *adapters: AdapterSource, dtype: str = "") -> MlxRunner:
+def runner_of(model_dir: Path, *adapters: AdapterSource, dtype: str = "") -> ModelRunner:
     source = model_loader.ModelSource(path=model_dir, model_id="tiny", dtype=dtype, adapters=adapters)
-    return MlxRunner(
+    return ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
         settings=RunnerSettings(lane_row_limit=4),

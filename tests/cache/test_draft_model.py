@@ -9,7 +9,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
 from icehouse_server.engine.runner.draft_model import ModelDrafter
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer
-from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError
 
 from tests.cache.house import BLOCK, House
@@ -65,7 +65,7 @@ def test_without_a_draft_model_the_request_decodes_plainly_and_says_why(tmp_path
 
 def load_error(folder: Path, draft: Path) -> ModelError:
     source = ModelSource(path=folder, model_id="tiny")
-    runner = MlxRunner(
+    runner = ModelRunner(
         source=source,
         tokenizer=load_tokenizer(source),
         settings=RunnerSettings(lane_row_limit=8),

@@ -10,12 +10,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse.v1 import inference_service_pb2_grpc as pb_grpc
 from icehouse.v1 import prompt_pb2
-from icehouse_server.engine.runner.runner import MlxRunner
+from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.crash.server_process import BOUND_S, ServerProcess
 from tests.models import tiny_model_dir
 
-_DECODE = MlxRunner.decode
+_DECODE = ModelRunner.decode
 _GOOD_STEPS = 5
 
 
@@ -28,7 +28,7 @@ def break_the_sixth_decode() -> None:
             raise RuntimeError("injected secret detail")
         return _DECODE(self)
 
-    MlxRunner.decode = decode  # type: ignore[method-assign]
+    ModelRunner.decode = decode  # type: ignore[method-assign]
 
 
 def test_open_calls_fail_health_turns_and_the_process_ends_with_a_code(tmp_path: Path) -> None:

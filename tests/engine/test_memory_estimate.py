@@ -18,7 +18,7 @@ from icehouse_server.domain.ids import NO_ADAPTER, SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 
 from tests.models import tiny_model_dir
@@ -49,7 +49,7 @@ class Chunk:
     peak_bytes: int
 
 
-def run_prompt(runner: MlxRunner, guard: MemoryGuard, *, chunk: int) -> Iterator[Chunk]:
+def run_prompt(runner: ModelRunner, guard: MemoryGuard, *, chunk: int) -> Iterator[Chunk]:
     """Prefill one prompt and measure each chunk from what was in use before it."""
     runner.open(_SEQUENCE)
     for stop in range(chunk, _PROMPT + 1, chunk):
@@ -60,9 +60,9 @@ def run_prompt(runner: MlxRunner, guard: MemoryGuard, *, chunk: int) -> Iterator
         yield Chunk(stop, estimated_bytes, mx.get_peak_memory() - before_bytes)
 
 
-def loaded_runner(folder: Path) -> MlxRunner:
+def loaded_runner(folder: Path) -> ModelRunner:
     source = model_loader.ModelSource(path=folder, model_id="small")
-    runner = MlxRunner(
+    runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
         settings=RunnerSettings(lane_row_limit=8),

@@ -13,7 +13,7 @@ from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
 from tests.models import VOCABULARY_SIZE, tiny_model_dir
 
@@ -81,9 +81,9 @@ def rows(*, output: dict[int, list[int]] | None = None) -> list[DecodeRow]:
     ]
 
 
-def runner_of(folder: Path, *, is_pipelined: bool) -> MlxRunner:
+def runner_of(folder: Path, *, is_pipelined: bool) -> ModelRunner:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
-    runner = MlxRunner(
+    runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
         settings=RunnerSettings(lane_row_limit=4, is_pipelined=is_pipelined),
@@ -93,7 +93,7 @@ def runner_of(folder: Path, *, is_pipelined: bool) -> MlxRunner:
     return runner
 
 
-def join(runner: MlxRunner, name: int, row: DecodeRow) -> None:
+def join(runner: ModelRunner, name: int, row: DecodeRow) -> None:
     sequence_id = SequenceId(name)
     runner.open(sequence_id)
     tokens = (*row.prompt_token_ids, *row.output_token_ids)
@@ -102,7 +102,7 @@ def join(runner: MlxRunner, name: int, row: DecodeRow) -> None:
     runner.join(sequence_id, row)
 
 
-def run(runner: MlxRunner, wanted: dict[int, DecodeRow], *, late: tuple[int, ...] = ()) -> dict[int, list]:
+def run(runner: ModelRunner, wanted: dict[int, DecodeRow], *, late: tuple[int, ...] = ()) -> dict[int, list]:
     """Decode until each has drawn STEPS tokens, `late` ones joining in the middle; all Drawn by name."""
     drawn: dict[int, list] = {name: [] for name in wanted}
     for name in wanted:

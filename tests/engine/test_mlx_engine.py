@@ -16,7 +16,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.engine import Engine
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import ModelError
@@ -58,7 +58,7 @@ def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16, is_pipeline
     tokenizer = model_loader.load_tokenizer(source)
     recorder = Recorder()
     engine = Engine(
-        runner=MlxRunner(
+        runner=ModelRunner(
             source=source,
             tokenizer=tokenizer,
             settings=RunnerSettings(lane_row_limit=lane_row_limit, is_pipelined=is_pipelined),
@@ -156,7 +156,7 @@ def test_more_sequences_than_one_lane_holds(tmp_path: Path) -> None:
 
 def test_the_runner_refuses_a_second_thread(tmp_path: Path) -> None:
     source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
-    runner = MlxRunner(
+    runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
         settings=RunnerSettings(lane_row_limit=4),

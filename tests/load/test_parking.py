@@ -16,7 +16,7 @@ from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import Drawn, MemoryUse
 from icehouse_server.engine.engine import Engine
-from icehouse_server.engine.runner.runner import MlxRunner
+from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.cache import house as cache_house
 from tests.cache.house import BLOCK, House
@@ -47,7 +47,7 @@ _REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
 }
 
 
-class PressedRunner(MlxRunner):
+class PressedRunner(ModelRunner):
     """Says at the chosen steps that memory is full, until something is released."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ def test_parked_sequences_go_on_with_the_same_tokens(
             name: house.ask(name, tokens, sampling=sampling, max_output_tokens=_OUTPUT).tokens
             for name, (tokens, sampling) in _REQUESTS.items()
         }
-    monkeypatch.setattr(cache_house, "MlxRunner", PressedRunner)
+    monkeypatch.setattr(cache_house, "ModelRunner", PressedRunner)
     monkeypatch.setattr(
         cache_house, "Engine", functools.partial(Engine, memory_limit_bytes=lambda: _LIMIT_BYTES)
     )

@@ -17,7 +17,7 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
 from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
-from icehouse_server.engine.runner.runner import MlxRunner
+from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.storage.encryption.cipher import KEY_DETAIL, sealed_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import Outcome
@@ -42,7 +42,7 @@ class CacheParts:
     adopt_budget_s: float
     storage: Storage | None
 
-    def open_controller(self, runner: MlxRunner, clock: Clock) -> CacheController:
+    def open_controller(self, runner: ModelRunner, clock: Clock) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
             settings=dataclasses.replace(self.settings, ram_limit_bytes=self.ram_limit_bytes()),

@@ -29,7 +29,7 @@ from icehouse_server.engine.runner.model_loader import (
     read_config,
     vocabulary_size,
 )
-from icehouse_server.engine.runner.runner import MlxRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
@@ -85,7 +85,7 @@ def build_server(
     fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
     limits, lane_row_limit = engine_limits(config)
     listener = EngineListener(router, tokenizer)
-    runner = MlxRunner(
+    runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
         settings=RunnerSettings(

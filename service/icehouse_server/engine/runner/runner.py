@@ -53,7 +53,7 @@ class RunnerSettings:
     """Keep the device a step ahead of Python; of no use where dispatching waits (the CPU build)."""
 
 
-class MlxRunner:
+class ModelRunner:
     """Implements the engine's Runner with mlx-lm. Refuses every thread but its own.
 
     `blocks` is the prefix cache's side of it.
