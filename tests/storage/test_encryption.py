@@ -97,8 +97,8 @@ def test_forged_bytes_are_a_miss_and_counted(directory: Path) -> None:
         (loaded,) = [outcome for outcome in house.take() if isinstance(outcome, Loaded)]
         stats = house.stats()
         assert [block.header for block in loaded.blocks] == [chain[0].header]
-        assert loaded.failure is not None and loaded.failure.cause is Damage.SEAL
-        assert dict(stats.load_failed_totals) == {Damage.SEAL: 1} and stats.quarantined_count == 1
+        assert loaded.failure is not None and loaded.failure.cause is Damage.AUTH_TAG
+        assert dict(stats.load_failed_totals) == {Damage.AUTH_TAG: 1} and stats.quarantined_count == 1
         assert_holds(dataclasses.replace(loaded, tensors=()), chain[:1])
 
 
@@ -113,7 +113,7 @@ def test_a_block_in_the_clear_is_not_taken_for_an_encrypted_one(directory: Path,
         Path(house.path(block)).write_bytes(planted)
         house.storage.load(plan([block]))
         (failed,) = [outcome for outcome in house.take() if isinstance(outcome, LoadFailed)]
-    assert failed.failure.cause is Damage.SEAL
+    assert failed.failure.cause is Damage.AUTH_TAG
 
 
 @pytest.mark.parametrize("vault", [None, OTHER_VAULT], ids=["no key", "another key"])

@@ -106,7 +106,7 @@ def test_a_forged_byte_with_a_right_checksum_is_seen(path: Path) -> None:
     for region in regions:
         path.write_bytes(text)
         forge(path, flip_at=region.offset - regions[0].offset + region.size_bytes // 2)
-        assert damage_of(path) is Damage.SEAL
+        assert damage_of(path) is Damage.AUTH_TAG
         assert verify_block(FILES, str(path), vault=None).header is None, "its checksums fit"
 
 
@@ -128,7 +128,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_forged_header_with_a_right_checksum_is_seen(path: Path, lie: str) -> None:
     forge(path, metadata=LIES[lie])
-    assert damage_of(path) is Damage.SEAL
+    assert damage_of(path) is Damage.AUTH_TAG
 
 
 def test_a_forger_who_changes_nothing_is_believed(path: Path) -> None:
@@ -190,7 +190,7 @@ def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
         begin=head_bytes,
     )
     path.write_bytes(head + text[head_bytes:])
-    assert damage_of(path) is Damage.SEAL
+    assert damage_of(path) is Damage.AUTH_TAG
 
 
 def test_every_part_is_bound_to_the_public_facts() -> None:

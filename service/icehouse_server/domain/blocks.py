@@ -162,7 +162,7 @@ class Damage(enum.StrEnum):
     HEADER = "header"
     CHECKSUM = "checksum"
     MISMATCH = "mismatch"
-    SEAL = "seal"
+    AUTH_TAG = "seal"
     """It is not what was encrypted: changed by somebody, or not encrypted at all."""
     OTHER_ABI = "other_abi"
     IO = "io"

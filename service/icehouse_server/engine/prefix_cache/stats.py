@@ -146,7 +146,7 @@ def _integrity(storage: StorageStats | None) -> IntegrityStats:
         checksum_failure_total=failures.get(Damage.CHECKSUM, 0),
         header_mismatch_total=sum(failures.get(damage, 0) for damage in _OTHER_THAN_EXPECTED),
         missing_file_total=sum(failures.get(damage, 0) for damage in _NOT_ALL_THERE),
-        seal_failure_total=failures.get(Damage.SEAL, 0),
+        seal_failure_total=failures.get(Damage.AUTH_TAG, 0),
         quarantined_file_count=storage.quarantined_count,
         quarantined_bytes=storage.quarantined_bytes,
     )

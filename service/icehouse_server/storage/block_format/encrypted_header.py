@@ -116,13 +116,13 @@ def _open(
     """Return what the private part says, which must be what the public one says and more."""
     text = file_vault.open_head(sealed)
     if text is None:
-        raise BlockFileError(Damage.SEAL, "Header is not what was encrypted under this key")
+        raise BlockFileError(Damage.AUTH_TAG, "Header is not what was encrypted under this key")
     inside = parse_head(
         text, file_bytes=outside.file_bytes, data_offset=data_offset, name_secret=vault.name_secret
     )
     bare = tuple(dataclasses.replace(region, tensors=()) for region in inside.regions)
     if inside.outline != outside.outline or bare != outside.regions:
-        raise BlockFileError(Damage.SEAL, "Header says something else outside than inside")
+        raise BlockFileError(Damage.AUTH_TAG, "Header says something else outside than inside")
     return inside
 
 

@@ -213,7 +213,9 @@ def _read_own_head(files: Files, descriptor: int, path: str, vault: Vault | None
     """Return the head of a block that this server wrote: with a key, it encrypted it."""
     file = _read_head(files, descriptor, path, vault)
     if (file.vault is None) != (vault is None):
-        raise BlockFileError(Damage.SEAL, f"{path} is not encrypted under the key in use, as it should be")
+        raise BlockFileError(
+            Damage.AUTH_TAG, f"{path} is not encrypted under the key in use, as it should be"
+        )
     return file
 
 
@@ -258,7 +260,9 @@ def _read_verified(
             Damage.CHECKSUM, f"region {region.kind} does not have the checksum of its header"
         )
     if opener is not None and not opener.finish():
-        raise BlockFileError(Damage.SEAL, f"region {region.kind} is not what was encrypted under this key")
+        raise BlockFileError(
+            Damage.AUTH_TAG, f"region {region.kind} is not what was encrypted under this key"
+        )
 
 
 def _scratch_parts(region: FileRegion) -> Iterator[memoryview]:
