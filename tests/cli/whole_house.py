@@ -57,7 +57,7 @@ async def whole_house(
     house = build_server(loaded.config, model=local, router=router, clock=SystemClock())
     address = await house.server.start()
     try:
-        house.telemetry.start(house.server.sampler)
+        house.telemetry.start(house.server.poller)
         command._open_storage(house, loaded.config, narrator)
         house.engine.start()
         async with asyncio.timeout(BOUND_S):

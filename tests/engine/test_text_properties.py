@@ -174,9 +174,9 @@ def test_any_cut_of_a_text_stops_at_the_same_place(text: str, stops: list[str], 
 def delivered(
     built: Tokenizer, output: Sequence[int], *, prompt: Sequence[int], stops: Sequence[str]
 ) -> tuple[list[Delta], Finished, int]:
-    """Run tokens through Delivery as a decode step does; also return how many it took."""
+    """Run tokens through Output as a decode step does; also return how many it took."""
     recorder = Recorder()
-    output = Output(listener=recorder, eos_token_ids=frozenset([EOS_ID]))
+    delivery = Output(listener=recorder, eos_token_ids=frozenset([EOS_ID]))
     sequence = EngineSequence.of(
         request("r", prompt, max_output_tokens=len(output), stop=tuple(stops)),
         sequence_id=SequenceId(0),
@@ -187,8 +187,8 @@ def delivered(
     for token_id in output:
         assert end is None
         drawn = Drawn(sequence.sequence_id, token_id, TokenLogprobs(token_id, -1.0, 1))
-        end = output.take_token(sequence, drawn, now=0.0)
-        output.publish()
+        end = delivery.take_token(sequence, drawn, now=0.0)
+        delivery.publish()
         if end is not None:
             break
     assert end is not None

@@ -14,7 +14,7 @@ from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Space
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.worker.write_breaker import WriteGate, is_disk_full
+from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full
 
 FILES = SystemFiles()
 
@@ -93,7 +93,7 @@ def test_the_budget_turns_with_the_day():
 
 
 def test_the_gate_waits_longer_after_each_failure():
-    gate = WriteGate()
+    gate = WriteBreaker()
     waits = []
     now = 0.0
     for _ in range(9):

@@ -144,8 +144,8 @@ async def test_a_sample_has_every_tenants_use() -> None:
         while len(house.engine.submitted) < 2:
             await house.settle()
         await refused(house.inference.Generate(request_of("b")))
-        await house.server.sampler.sample()
-        a, b = house.server.sampler.latest.tenants
+        await house.server.poller.sample()
+        a, b = house.server.poller.latest.tenants
         assert a == TenantUse(
             Tenant("a"),
             accepted_total=1,

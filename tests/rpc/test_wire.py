@@ -194,9 +194,9 @@ async def test_every_call_carries_the_load_report_once_the_engine_has_told() -> 
             stub: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
             await stub.Generate(request)
             assert TRAILER_KEY.encode() not in tap.data
-            await house.server.sampler.sample()
+            await house.server.poller.sample()
             await stub.Generate(request)
-            sent = report_of(house.server.sampler.latest).SerializeToString(deterministic=True)
+            sent = report_of(house.server.poller.latest).SerializeToString(deterministic=True)
             assert TRAILER_KEY.encode() in tap.data and tap.data.count(sent) == 1
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Generate(messages.GenerateRequest())
@@ -247,16 +247,16 @@ def test_a_busy_server_reports_more_than_one() -> None:
 async def test_rates_are_of_the_last_interval() -> None:
     async with running_house(telemetry=Telemetry(has_load_report=True)) as house:
         house.engine.stats = EngineStats(finished_total=10, failed_total=1)
-        await house.server.sampler.sample()
+        await house.server.poller.sample()
         house.clock.now += 2
         house.engine.stats = EngineStats(finished_total=15, failed_total=2)
-        await house.server.sampler.sample()
-        assert house.server.sampler.latest.rates == Rates(2.5, 0.5)
+        await house.server.poller.sample()
+        assert house.server.poller.latest.rates == Rates(2.5, 0.5)
 
 
 async def test_a_silent_engine_leaves_the_last_counters_and_an_old_heartbeat() -> None:
     async with running_house() as house:
-        sampler = house.server.sampler
+        sampler = house.server.poller
         await sampler.sample()
         assert sampler.latest.engine == house.engine.stats and sampler.latest.heartbeat_age_s == 0
         house.engine.answers_stats = False

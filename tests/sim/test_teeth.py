@@ -10,7 +10,7 @@ import pytest
 from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.engine import requests
 from icehouse_server.engine.core.sequence import Phase
-from icehouse_server.engine.output import Delivery
+from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
 from icehouse_server.engine.scheduling import scheduler
@@ -220,13 +220,13 @@ def end_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_tokens_of_a_stop(patch: pytest.MonkeyPatch) -> None:
-    real = Delivery.finish
+    real = Output.finish
 
     def finish(self, sequence, reason, now):
         sequence.undelivered_token_ids.clear()
         return real(self, sequence, reason, now)
 
-    patch.setattr(Delivery, "finish", finish)
+    patch.setattr(Output, "finish", finish)
 
 
 def lose_the_place_of_a_cancelled_prompt(patch: pytest.MonkeyPatch) -> None:

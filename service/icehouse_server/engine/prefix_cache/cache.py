@@ -20,7 +20,7 @@ from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rat
 from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
-from icehouse_server.engine.prefix_cache.tiers.eviction import Room
+from icehouse_server.engine.prefix_cache.tiers.eviction import RamEviction
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, IndexRules
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
@@ -75,7 +75,7 @@ class PrefixCache:
             counters=self.counters,
             shares=self.shares,
         )
-        self.room = Room(ram=self.ram, index=self.index, spills=self.spills, shares=self.shares)
+        self.eviction = RamEviction(ram=self.ram, index=self.index, spills=self.spills, shares=self.shares)
         self.planner = Planner(
             self.index,
             settings.fingerprint,
@@ -190,7 +190,7 @@ class PrefixCache:
         self.spills.lose_storage()
         for entry in list(self.index):
             self.forget_stored(entry.hash)
-        self.room.lose_storage()
+        self.eviction.lose_storage()
 
     @property
     def can_share(self) -> bool:
@@ -225,7 +225,7 @@ class PrefixCache:
         if entry is None:
             return
         self.spills.end(entry)
-        self.room.spill_ended(entry)
+        self.eviction.spill_ended(entry)
         self.index.discard_if_empty(entry)
 
     def _add_stored(self, record: BlockRecord) -> Entry:
@@ -263,7 +263,7 @@ class PrefixCache:
             # Without an SSD tier a block is worth nothing once one before it is gone.
             spared.update(chain)
         size_bytes = sum(region.size_bytes for region in regions.values())
-        if self.room.make(size_bytes, spared=spared, owner=entry.owner):
+        if self.eviction.make(size_bytes, spared=spared, owner=entry.owner):
             self.ram.put(entry, regions)
 
     def _is_cut_off(self, sequence: Sequence) -> bool:
@@ -305,7 +305,7 @@ class PrefixCache:
         spared = [entry.hash for entry in entries]
         for entry in entries:
             entry.hit_count += 1
-            self.room.keep(entry)
+            self.eviction.keep(entry)
             is_early = self.settings.spill_policy == "write_behind"
             if is_early and self.spills.wants(entry) and self.spills.has_credit(entry):
                 self.spills.send(entry, spared=spared)

@@ -185,7 +185,7 @@ class CacheController:
 
     def yield_ram(self, size_bytes: int) -> int:
         """Let go of blocks in RAM so that running requests have memory; return the bytes let go."""
-        return self._cache.room.yield_bytes(size_bytes)
+        return self._cache.eviction.yield_bytes(size_bytes)
 
     def settle(self, sequence: Sequence) -> None:
         """Count a lookup whose restore, if any, is over."""

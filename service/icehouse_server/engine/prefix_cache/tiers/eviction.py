@@ -16,7 +16,7 @@ from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 
 
-class Room:
+class RamEviction:
     """Keeps the RAM tier within its budget plus what is leaving."""
 
     def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills, shares: TenantQuotas) -> None:
