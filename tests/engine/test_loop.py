@@ -45,7 +45,7 @@ class House:
         self.runner = FakeRunner()
         self.recorder = Recorder()
         self.mailbox: Mailbox[Message] = Mailbox(limit=100)
-        self.room = WaitingQueue(waiting or WaitingLimits(request_limit=waiting_limit))
+        self.queue = WaitingQueue(waiting or WaitingLimits(request_limit=waiting_limit))
         self.scheduler = Scheduler(
             SchedulerLimits(
                 running_limit=running_limit,
@@ -53,7 +53,7 @@ class House:
                 prefill_chunk_token_count=4,
                 prefill_chunk_s=prefill_chunk_s,
             ),
-            self.room,
+            self.queue,
         )
         self.prefix = no_prefix(self.clock)
         self.guard = MemoryGuard(
@@ -69,7 +69,7 @@ class House:
             decode_with_markers=decode_ascii,
             model=model_info(context_token_limit=context_token_limit),
             prefix=self.prefix,
-            room=self.room,
+            queue=self.queue,
             guard=self.guard,
         )
 

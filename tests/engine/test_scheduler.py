@@ -40,8 +40,8 @@ class House(Scheduler):
     """A scheduler with a room of its own, and the loop's habit of admitting all it can."""
 
     def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
-        self.room = WaitingQueue(WaitingLimits(request_limit=10))
-        super().__init__(limits, self.room)
+        self.queue = WaitingQueue(WaitingLimits(request_limit=10))
+        super().__init__(limits, self.queue)
 
     def admit_all(self) -> list[Sequence]:
         admitted = []
@@ -54,8 +54,8 @@ class House(Scheduler):
 def test_priority_goes_first_then_the_order_of_arrival() -> None:
     scheduler = House()
     for i in range(9):
-        scheduler.room.add(sequence(i, 5))
-    scheduler.room.add(sequence(9, 5, priority=1))
+        scheduler.queue.add(sequence(i, 5))
+    scheduler.queue.add(sequence(9, 5, priority=1))
     admitted = [s.sequence_id for s in scheduler.admit_all()]
     assert admitted == [9, 0, 1], "up to prefilling_limit"
 
@@ -63,7 +63,7 @@ def test_priority_goes_first_then_the_order_of_arrival() -> None:
 def test_a_parked_sequence_waits_with_its_output_as_input() -> None:
     scheduler = House()
     s = sequence(0, 5)
-    scheduler.room.add(s)
+    scheduler.queue.add(s)
     scheduler.admit_all()
     s.processed_token_count = 4
     scheduler.start_decoding(s)
@@ -72,14 +72,14 @@ def test_a_parked_sequence_waits_with_its_output_as_input() -> None:
     scheduler.park(s)
     assert scheduler.decoding_count == 0 and scheduler.waiting_count == 1
     assert s.input_token_ids == (1, 1, 1, 1, 1, 7, 8) and s.kv_token_count == 0
-    assert scheduler.room.token_count == 7
+    assert scheduler.queue.token_count == 7
     assert scheduler.admit_all() == [s]
 
 
 def test_running_limit_counts_decoding_too() -> None:
     scheduler = House()
     for i in range(6):
-        scheduler.room.add(sequence(i, 5))
+        scheduler.queue.add(sequence(i, 5))
     first = scheduler.admit_all()
     for s in first:
         scheduler.start_decoding(s)
@@ -92,7 +92,7 @@ def test_chunks_end_on_the_grid_of_the_sequence() -> None:
     scheduler = House()
     s = sequence(0, 30)
     s.processed_token_count = 5  # as after a prefix hit
-    scheduler.room.add(s)
+    scheduler.queue.add(s)
     scheduler.admit_all()
     cuts = []
     while not s.is_prefilled:
@@ -136,7 +136,7 @@ def beside_a_decoding_one(limits: SchedulerLimits, *token_counts: int) -> tuple[
     decoding = sequence(0, 2)
     prompts = [sequence(1 + i, count) for i, count in enumerate(token_counts)]
     for s in (decoding, *prompts):
-        scheduler.room.add(s)
+        scheduler.queue.add(s)
     scheduler.admit_all()
     scheduler.start_decoding(decoding)
     return scheduler, prompts
@@ -250,7 +250,7 @@ def test_prefill_while_nothing_decodes_is_owed_to_nobody() -> None:
     scheduler = House(FINE)
     first, second = sequence(0, 400), sequence(1, 4000)
     for s in (first, second):
-        scheduler.room.add(s)
+        scheduler.queue.add(s)
     scheduler.admit_all()
     device = Device(fixed_s=0.001, token_s=0.0005, step_s=0.010)
     kinds = "".join(k for k, _ in device.run(scheduler, 40))
@@ -259,7 +259,7 @@ def test_prefill_while_nothing_decodes_is_owed_to_nobody() -> None:
 
 def test_a_chunk_of_a_long_context_is_cut_to_its_time_while_nothing_decodes() -> None:
     scheduler = House(dataclasses.replace(FINE, prefill_chunk_s=0.2))
-    scheduler.room.add(sequence(0, 10_000))
+    scheduler.queue.add(sequence(0, 10_000))
     scheduler.admit_all()
     fast = Device(fixed_s=0.0, token_s=0.001, step_s=0.1).run(scheduler, 20)
     assert {round(elapsed_s, 6) for _, elapsed_s in fast} == {0.064}, "whole chunks"
@@ -274,7 +274,7 @@ def test_alone_a_prompt_is_not_cut_so_fine_that_the_fixed_part_of_its_chunks_is_
     fixed_s: float, most_s: float, most_share: float
 ) -> None:
     scheduler = House(dataclasses.replace(FINE, prefill_chunk_token_count=256, prefill_chunk_s=0.1))
-    scheduler.room.add(sequence(0, 20_000))
+    scheduler.queue.add(sequence(0, 20_000))
     scheduler.admit_all()
     device = Device(fixed_s=fixed_s, token_s=0.005, step_s=0.1)
     chunks = [elapsed_s for _, elapsed_s in device.run(scheduler, 100)[-40:]]
@@ -289,13 +289,13 @@ def test_a_short_prompt_overtakes_a_long_one_whatever_ran_before(is_decoding: bo
         scheduler = House(FINE)
         long, short = sequence(1, 10_000), sequence(2, 40)
         if is_decoding:
-            scheduler.room.add(first := sequence(0, 2))
+            scheduler.queue.add(first := sequence(0, 2))
             scheduler.admit_all()
             scheduler.start_decoding(first)
-        scheduler.room.add(long)
+        scheduler.queue.add(long)
         scheduler.admit_all()
         device.run(scheduler, chunk_count)
-        scheduler.room.add(short)
+        scheduler.queue.add(short)
         scheduler.admit_all()
         before = long.processed_token_count
         while not short.is_prefilled:
@@ -309,16 +309,16 @@ def test_shorter_prompts_without_end_leave_the_oldest_its_share_of_time(is_decod
     scheduler = House(dataclasses.replace(FINE, prefill_chunk_s=0.1))
     long = sequence(0, 100_000)
     long.processed_token_count = 50_000
-    scheduler.room.add(long)
+    scheduler.queue.add(long)
     if is_decoding:
-        scheduler.room.add(first := sequence(1, 2))
+        scheduler.queue.add(first := sequence(1, 2))
     scheduler.admit_all()
     if is_decoding:
         scheduler.start_decoding(first)
     spent_s = {True: 0.0, False: 0.0}
     for number in range(2, 2000):
         if scheduler.prefilling_count < 2:
-            scheduler.room.add(sequence(number, 300))
+            scheduler.queue.add(sequence(number, 300))
             scheduler.admit_all()
         work = scheduler.next_work()
         if isinstance(work, Join):
@@ -341,7 +341,7 @@ def test_idle_when_nothing_runs() -> None:
     scheduler = House()
     assert isinstance(scheduler.next_work(), Idle) and scheduler.is_empty
     s = sequence(0, 2)
-    scheduler.room.add(s)
+    scheduler.queue.add(s)
     scheduler.admit_all()
     scheduler.start_decoding(s)
     assert isinstance(scheduler.next_work(), DecodeStep)

@@ -23,63 +23,63 @@ def sequence(
 
 
 def test_bounds_by_requests_and_by_tokens() -> None:
-    room = WaitingQueue(WaitingLimits(request_limit=3, token_limit=100))
-    assert room.has_room_for(10_000), "an empty room takes any one request"
-    room.add(sequence(0, tokens=90))
-    assert room.has_room_for(10) and not room.has_room_for(11)
-    room.add(sequence(1, tokens=5))
-    room.add(sequence(2, tokens=5))
-    assert not room.has_room_for(0), "three requests wait"
-    room.discard(sequence(0, tokens=90))
-    assert room.token_count == 10
+    queue = WaitingQueue(WaitingLimits(request_limit=3, token_limit=100))
+    assert queue.has_capacity_for(10_000), "an empty room takes any one request"
+    queue.add(sequence(0, tokens=90))
+    assert queue.has_capacity_for(10) and not queue.has_capacity_for(11)
+    queue.add(sequence(1, tokens=5))
+    queue.add(sequence(2, tokens=5))
+    assert not queue.has_capacity_for(0), "three requests wait"
+    queue.discard(sequence(0, tokens=90))
+    assert queue.token_count == 10
 
 
 def test_several_fit_as_a_whole_or_not_at_all() -> None:
-    room = WaitingQueue(WaitingLimits(request_limit=4, token_limit=40))
-    assert room.has_room_for(10_000, request_count=4) and not room.has_room_for(1, request_count=5)
-    room.add(sequence(0, tokens=10))
-    assert room.has_room_for(10, request_count=3) and not room.has_room_for(11, request_count=3)
-    assert not room.has_room_for(1, request_count=4)
+    queue = WaitingQueue(WaitingLimits(request_limit=4, token_limit=40))
+    assert queue.has_capacity_for(10_000, request_count=4) and not queue.has_capacity_for(1, request_count=5)
+    queue.add(sequence(0, tokens=10))
+    assert queue.has_capacity_for(10, request_count=3) and not queue.has_capacity_for(11, request_count=3)
+    assert not queue.has_capacity_for(1, request_count=4)
 
 
 def test_age_raises_rank_until_nobody_can_pass() -> None:
-    room = WaitingQueue(WaitingLimits(request_limit=9, aging_s=5.0))
+    queue = WaitingQueue(WaitingLimits(request_limit=9, aging_s=5.0))
     old = sequence(0, priority=0, arrival=0.0)
-    room.add(old)
-    room.add(sequence(1, priority=2, arrival=4.0))
-    best = room.best(now=4.0)
+    queue.add(old)
+    queue.add(sequence(1, priority=2, arrival=4.0))
+    best = queue.best(now=4.0)
     assert best is not None and best.sequence_id == 1
-    room.add(sequence(2, priority=2, arrival=14.0))
-    room.discard(best)
-    assert room.best(now=15.0) is old, "after 15 s it outranks priority 2"
+    queue.add(sequence(2, priority=2, arrival=14.0))
+    queue.discard(best)
+    assert queue.best(now=15.0) is old, "after 15 s it outranks priority 2"
 
 
 def test_equals_go_in_order_of_arrival() -> None:
-    room = WaitingQueue(WaitingLimits(request_limit=9))
+    queue = WaitingQueue(WaitingLimits(request_limit=9))
     for number in range(3):
-        room.add(sequence(number))
-    best = room.best(now=0.0)
+        queue.add(sequence(number))
+    best = queue.best(now=0.0)
     assert best is not None and best.sequence_id == 0
 
 
 def test_a_tenant_with_its_share_running_is_passed_over() -> None:
-    room = WaitingQueue(WaitingLimits(request_limit=9, tenant_running_limit=1))
+    queue = WaitingQueue(WaitingLimits(request_limit=9, tenant_running_limit=1))
     first, second, other = sequence(0, tenant="a"), sequence(1, tenant="a"), sequence(2, tenant="b")
     for one in (first, second, other):
-        room.add(one)
-    room.discard(first)
-    room.note_running(first)
-    assert room.best(now=0.0) is other
-    room.discard(other)
-    assert room.best(now=0.0) is None
-    room.note_ended(first)
-    assert room.best(now=0.0) is second
+        queue.add(one)
+    queue.discard(first)
+    queue.note_running(first)
+    assert queue.best(now=0.0) is other
+    queue.discard(other)
+    assert queue.best(now=0.0) is None
+    queue.note_ended(first)
+    assert queue.best(now=0.0) is second
 
 
 def test_what_is_ahead_of_a_newcomer() -> None:
-    room = WaitingQueue(WaitingLimits(request_limit=9))
-    room.add(sequence(0, tokens=10, priority=0))
-    room.add(sequence(1, tokens=20, priority=3))
-    assert room.tokens_ahead_of(0) == (2, 30)
-    assert room.tokens_ahead_of(3) == (1, 20)
-    assert room.tokens_ahead_of(4) == (0, 0)
+    queue = WaitingQueue(WaitingLimits(request_limit=9))
+    queue.add(sequence(0, tokens=10, priority=0))
+    queue.add(sequence(1, tokens=20, priority=3))
+    assert queue.tokens_ahead_of(0) == (2, 30)
+    assert queue.tokens_ahead_of(3) == (1, 20)
+    assert queue.tokens_ahead_of(4) == (0, 0)

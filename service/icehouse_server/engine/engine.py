@@ -167,7 +167,7 @@ class Engine:
                 chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
                 measured_chunk_token_count=measured,
             )
-            room = WaitingQueue(self._waiting)
+            queue = WaitingQueue(self._waiting)
             guard = MemoryGuard(
                 memory_model,
                 limit_bytes=self._memory_limit_bytes(),
@@ -177,9 +177,9 @@ class Engine:
             )
             loop = EngineLoop(
                 runner=self._runner,
-                scheduler=Scheduler(limits, room),
+                scheduler=Scheduler(limits, queue),
                 guard=guard,
-                room=room,
+                queue=queue,
                 mailbox=self._mailbox,
                 listener=self._listener,
                 clock=self._clock,

@@ -56,13 +56,13 @@ class EngineLoop:
         model: ModelInfo,
         prefix: CacheController,
         guard: MemoryGuard,
-        room: WaitingQueue,
+        queue: WaitingQueue,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._mailbox = mailbox
         self._clock = clock
-        self._prefix, self._room = prefix, room
+        self._prefix, self._queue = prefix, queue
         self._output = Output(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._start_time = clock.monotonic()
         self.counters = Counters()
@@ -75,9 +75,9 @@ class EngineLoop:
             clock=clock,
         )
         self._reception = Reception(
-            admission=Admission(room=room, scheduler=scheduler, counters=self.counters, guard=guard),
+            admission=Admission(queue=queue, scheduler=scheduler, counters=self.counters, guard=guard),
             live=self._live,
-            room=room,
+            queue=queue,
             model=model,
             clock=clock,
             decode=decode,
@@ -307,6 +307,6 @@ class EngineLoop:
             memory=self._runner.memory()._replace(limit_bytes=self._preemption.guard.limit_bytes),
             mailbox_count=len(self._mailbox),
             mailbox_limit=self._mailbox.limit,
-            waiting_limit=self._room.limits.request_limit,
+            waiting_limit=self._queue.limits.request_limit,
             uptime_s=self._clock.monotonic() - self._start_time,
         )

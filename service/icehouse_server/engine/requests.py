@@ -140,7 +140,7 @@ class Reception:
         *,
         admission: Admission,
         live: LiveRequests,
-        room: WaitingQueue,
+        queue: WaitingQueue,
         model: ModelInfo,
         clock: Clock,
         decode: Decode,
@@ -148,7 +148,7 @@ class Reception:
     ) -> None:
         self._admission = admission
         self._live = live
-        self._room = room
+        self._queue = queue
         self._model = model
         self._clock = clock
         self._decode, self._decode_with_markers = decode, decode_with_markers
@@ -166,7 +166,7 @@ class Reception:
             self.refuse(requests, refusal)
             return
         for sequence in sequences:
-            self._room.add(sequence)
+            self._queue.add(sequence)
             self._live.accept(sequence)
 
     def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:

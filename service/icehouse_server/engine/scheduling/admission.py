@@ -30,9 +30,9 @@ class Admission:
     """Judges newcomers by the waiting room, the measured rates and the memory."""
 
     def __init__(
-        self, *, room: WaitingQueue, scheduler: Scheduler, counters: Counters, guard: MemoryGuard
+        self, *, queue: WaitingQueue, scheduler: Scheduler, counters: Counters, guard: MemoryGuard
     ) -> None:
-        self._room = room
+        self._queue = queue
         self._scheduler = scheduler
         self._counters = counters
         self._guard = guard
@@ -45,10 +45,10 @@ class Admission:
         never = self._guard.never_fits(token_count + min(output_token_limit, request.max_output_tokens))
         if never is not None:
             return never
-        if request_count > self._room.limits.request_limit:
-            return too_many_completions(request_count, self._room.limits.request_limit)
+        if request_count > self._queue.limits.request_limit:
+            return too_many_completions(request_count, self._queue.limits.request_limit)
         prediction = self.predict(request)
-        if not self._room.has_room_for(token_count, request_count=request_count):
+        if not self._queue.has_capacity_for(token_count, request_count=request_count):
             return self._full(prediction)
         if request.deadline_time is not None and prediction.ttft_s is not None:
             left_s = request.deadline_time - now
@@ -62,7 +62,7 @@ class Admission:
         What the cache may save is not counted in, so a deadline is missed rather than a hit refused:
         only prompts that would be late even without any queue are turned away by their own length.
         """
-        requests_ahead, tokens_ahead = self._room.tokens_ahead_of(request.priority)
+        requests_ahead, tokens_ahead = self._queue.tokens_ahead_of(request.priority)
         tokens_ahead += self._scheduler.prefill_backlog_tokens
         rate = self._counters.prefill_tokens_per_s
         if rate <= 0.0:
@@ -76,18 +76,18 @@ class Admission:
         return Prediction(requests_ahead, tokens_ahead, ttft_s)
 
     def _full(self, prediction: Prediction) -> Overloaded:
-        limits = self._room.limits
+        limits = self._queue.limits
         delay_s = self._retry_after_s(prediction)
         return Overloaded(
             Reason.QUEUE_FULL,
-            f"{len(self._room)} requests with {self._room.token_count} tokens wait, and the limits are "
+            f"{len(self._queue)} requests with {self._queue.token_count} tokens wait, and the limits are "
             f"{limits.request_limit} requests and {limits.token_limit or 'any number of'} tokens; "
             f"try again in about {delay_s:.1f} s",
             retry_after_s=delay_s,
             metadata={
-                "waiting_count": len(self._room),
+                "waiting_count": len(self._queue),
                 "waiting_limit": limits.request_limit,
-                "waiting_token_count": self._room.token_count,
+                "waiting_token_count": self._queue.token_count,
                 "waiting_token_limit": limits.token_limit,
                 "queue_position": prediction.requests_ahead,
             },

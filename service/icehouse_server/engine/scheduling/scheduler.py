@@ -43,9 +43,9 @@ class SchedulerLimits:
 class Scheduler:
     """Holds the waiting, preparing and decoding sequences and picks the next unit of work."""
 
-    def __init__(self, limits: SchedulerLimits, room: WaitingQueue) -> None:
+    def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
         self.limits = limits
-        self._room = room
+        self._queue = queue
         self._following: dict[SequenceId, Sequence] = {}
         self._loading: dict[SequenceId, Sequence] = {}
         self._restoring: dict[SequenceId, Sequence] = {}
@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def waiting_count(self) -> int:
-        return len(self._room)
+        return len(self._queue)
 
     @property
     def prefilling_count(self) -> int:
@@ -82,12 +82,12 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self._room) or self._following or self._preparing_count or self._decoding)
+        return not (len(self._queue) or self._following or self._preparing_count or self._decoding)
 
     @property
     def is_blocked(self) -> bool:
         """Nothing can run until a message comes: only loads are under way, if anything."""
-        return not (len(self._room) or self._restoring or self._prefilling or self._decoding)
+        return not (len(self._queue) or self._restoring or self._prefilling or self._decoding)
 
     @property
     def running(self) -> list[Sequence]:
@@ -120,12 +120,12 @@ class Scheduler:
         """Return who would be let in next, or None when nobody waits or no slot is free."""
         if self._preparing_count >= self.limits.prefilling_limit or not self.free_slot_count:
             return None
-        return self._room.best(now)
+        return self._queue.best(now)
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot."""
-        self._room.discard(sequence)
-        self._room.note_running(sequence)
+        self._queue.discard(sequence)
+        self._queue.note_running(sequence)
         self._place(sequence, Phase.PREFILLING)
 
     def start_following(self, sequence: Sequence) -> None:
@@ -135,9 +135,9 @@ class Scheduler:
     def park(self, sequence: Sequence) -> None:
         """Take a running sequence's slot away and let it wait again."""
         self._place(sequence, Phase.WAITING)
-        self._room.note_ended(sequence)
+        self._queue.note_ended(sequence)
         sequence.park()
-        self._room.add(sequence)
+        self._queue.add(sequence)
 
     def start_loading(self, sequence: Sequence) -> None:
         """Note that a sequence waits for its blocks from SSD."""
@@ -159,9 +159,9 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
         if sequence.phase is Phase.WAITING:
-            self._room.discard(sequence)
+            self._queue.discard(sequence)
         else:
-            self._room.note_ended(sequence)
+            self._queue.note_ended(sequence)
         self._place(sequence, Phase.ENDED)
 
     def _place(self, sequence: Sequence, phase: Phase) -> None:
@@ -214,7 +214,7 @@ class Scheduler:
     @property
     def _crowd(self) -> float:
         """Sequences that wait for their first token, for each one that decodes."""
-        return (len(self._room) + self._preparing_count) / max(1, len(self._decoding))
+        return (len(self._queue) + self._preparing_count) / max(1, len(self._decoding))
 
     @property
     def _unfinished(self) -> list[Sequence]:

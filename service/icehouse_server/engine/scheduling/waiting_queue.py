@@ -44,7 +44,7 @@ class WaitingQueue:
         """Tokens of all that wait."""
         return self._token_count
 
-    def has_room_for(self, token_count: int, *, request_count: int = 1) -> bool:
+    def has_capacity_for(self, token_count: int, *, request_count: int = 1) -> bool:
         """Whether so many more requests of this many tokens each may wait. Tokens do not matter to an empty
         room."""
         if len(self._sequences) + request_count > self.limits.request_limit:
