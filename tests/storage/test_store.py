@@ -9,7 +9,7 @@ import pytest
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.block_format.file import prepare_block, read_head
-from icehouse_server.storage.directory.space import Room
+from icehouse_server.storage.directory.space import Reclaim
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import SystemFiles
 
@@ -61,7 +61,7 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
         store.put(prepare_block(block))
     store.set_pinned([old[1].header.hash], pinned=True)
     gone: list[BlockHash] = []
-    while store.reclaim(1) is Room.PROGRESS:
+    while store.reclaim(1) is Reclaim.PROGRESS:
         gone.extend(store.take_gone())
     assert gone == [old[2].header.hash, new[1].header.hash, new[0].header.hash]
     assert [record.hash for record in store.index] == [old[0].header.hash, old[1].header.hash]
@@ -72,9 +72,9 @@ def test_the_limit_is_never_passed(tmp_path):
     store = open_store(tmp_path, limit_bytes=(4 << 20) + 80_000 + 4 * size_bytes)
     for seed in range(20):
         prepared = prepare_block(make_block(seed=seed, head_count=64))
-        while (room := store.make_room(prepared.file_bytes)) is Room.PROGRESS:
+        while (room := store.make_room(prepared.file_bytes)) is Reclaim.PROGRESS:
             pass
-        assert room is Room.READY
+        assert room is Reclaim.READY
         store.put(prepared)
         on_disk = sum(os.stat(f"{f}/{n}").st_size for f, _, names in os.walk(store.paths.root) for n in names)
         assert on_disk <= store.settings.limit_bytes

@@ -14,7 +14,7 @@ import enum
 SECONDS_PER_DAY = 86_400
 
 
-class Room(enum.Enum):
+class Reclaim(enum.Enum):
     """What an attempt to make room achieved."""
 
     READY = enum.auto()

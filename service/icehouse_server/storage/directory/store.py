@@ -30,7 +30,7 @@ from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES, Mani
 from icehouse_server.storage.directory.open import open_store
 from icehouse_server.storage.directory.quarantine import Leftovers, Quarantine
 from icehouse_server.storage.directory.reconcile import Finding, examine_row, repair
-from icehouse_server.storage.directory.space import Room, Space, StoreCounters
+from icehouse_server.storage.directory.space import Reclaim, Space, StoreCounters
 from icehouse_server.storage.encryption.cipher import Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
@@ -193,17 +193,17 @@ class BlockStore:
         """Say whether `size_bytes` more may be written and nothing need go for it."""
         return self._shortage_bytes(size_bytes) == 0
 
-    def make_room(self, size_bytes: int) -> Room:
+    def make_room(self, size_bytes: int) -> Reclaim:
         """Evict a few blocks if `size_bytes` more would pass the limit or the free-space floor."""
         shortage_bytes = self._shortage_bytes(size_bytes)
-        return self.reclaim(shortage_bytes) if shortage_bytes else Room.READY
+        return self.reclaim(shortage_bytes) if shortage_bytes else Reclaim.READY
 
-    def reclaim(self, size_bytes: int) -> Room:
+    def reclaim(self, size_bytes: int) -> Reclaim:
         """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
         if self.quarantined:
             self.quarantined.drop_oldest()
             self._weigh()
-            return Room.PROGRESS
+            return Reclaim.PROGRESS
         victims: list[BlockRecord] = []
         freed_bytes = 0
         while len(victims) < _EVICTION_BATCH_COUNT and freed_bytes < size_bytes:
@@ -214,11 +214,11 @@ class BlockStore:
             victims.append(victim)
             freed_bytes += victim.file_bytes
         if not victims:
-            return Room.FULL
+            return Reclaim.FULL
         self.remove(victims)
         self.counters.evicted_count += len(victims)
         self.counters.evicted_bytes += freed_bytes
-        return Room.PROGRESS
+        return Reclaim.PROGRESS
 
     def purge(self, records: Sequence[BlockRecord]) -> None:
         """Remove blocks by order, pinned or not. Raises `sqlite3.Error`."""

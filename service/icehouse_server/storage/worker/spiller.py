@@ -16,7 +16,7 @@ from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.storage.block_format.file import PreparedBlock, prepare_block
 from icehouse_server.storage.directory.commit import Writing
 from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
-from icehouse_server.storage.directory.space import Room
+from icehouse_server.storage.directory.space import Reclaim
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.messages import Flushed, Outcome, Persisted, SpillDropped
 from icehouse_server.storage.worker.reader_pool import Rate
@@ -117,9 +117,9 @@ class Spiller:
             self._drop(SpillDropCause.DAILY_BUDGET)
             return
         room = self._store.make_room(size_bytes)
-        if room is Room.PROGRESS:
+        if room is Reclaim.PROGRESS:
             return
-        if room is Room.FULL:
+        if room is Reclaim.FULL:
             self._drop(SpillDropCause.DISK_FULL)
             return
         try:
