@@ -64,7 +64,7 @@ GPU_DEFAULTS = DeviceDefaults(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class House:
+class Server:
     """The rooms of one server, in the order they start in reverse: the edge needs the engine."""
 
     engine: Engine
@@ -78,7 +78,7 @@ class House:
 
 def build_server(
     config: Config, *, model: LocalModel, router: Router, clock: Clock, draft: LocalModel | None = None
-) -> House:
+) -> Server:
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
     source = model_source(config, model)
     tokenizer = load_tokenizer(source)
@@ -100,7 +100,7 @@ def build_server(
         draft_source=draft_source(config.model, draft),
     )
     telemetry = TelemetryParts(config)
-    room = build_cache_parts(
+    cache = build_cache_parts(
         config.cache,
         config.tenant,
         fingerprint,
@@ -110,7 +110,7 @@ def build_server(
     )
     engine = Engine(
         runner=runner,
-        make_prefix=lambda: room.open_controller(runner, clock),
+        make_prefix=lambda: cache.open_controller(runner, clock),
         flush_timeout_s=config.cache.flush_timeout_s,
         limits=limits,
         waiting=waiting_limits(config.engine),
@@ -130,12 +130,12 @@ def build_server(
         grammars=grammar_compiler(config, source, tokenizer),
         telemetry=telemetry,
     )
-    return House(
+    return Server(
         engine=engine,
         server=server,
         router=router,
         clock=clock,
-        storage=room.storage,
+        storage=cache.storage,
         telemetry=telemetry,
     )
 

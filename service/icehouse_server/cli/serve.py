@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from icehouse_server.bootstrap.machine import give_back_large_arrays
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
 from icehouse_server.bootstrap.preload import restart_with_openblas
-from icehouse_server.bootstrap.server import House, build_server
+from icehouse_server.bootstrap.server import Server, build_server
 from icehouse_server.cli.terminal.console import build_progress
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.clock import Clock, SystemClock
@@ -56,40 +56,40 @@ async def _serve(config: Config, clock: Clock) -> None:
             fields.update(draft_model=draft.model_id, draft_path=draft.path)
     router = Router(asyncio.get_running_loop())
     with narrator.phase("tokenizer_read"):
-        house = build_server(config, model=model, draft=draft, router=router, clock=clock)
+        server = build_server(config, model=model, draft=draft, router=router, clock=clock)
     stop_signal = _listen_for_signals()
-    address = await house.server.start()
+    address = await server.server.start()
     try:
-        house.telemetry.start(house.server.poller)
-        _open_storage(house, config, narrator)
+        server.telemetry.start(server.server.poller)
+        _open_storage(server, config, narrator)
     except IcehouseError:
-        house.telemetry.stop()
-        await house.server.stop(grace_s=0)
+        server.telemetry.stop()
+        await server.server.stop(grace_s=0)
         raise
-    house.engine.start()
+    server.engine.start()
     try:
         with narrator.phase("model_loaded") as fields:
-            await _until(house, EngineState.READY, stop_signal)
+            await _until(server, EngineState.READY, stop_signal)
             if router.model is not None:
                 info = router.model.info
                 fields.update(parameters=info.parameter_count, dtype=info.dtype, device=info.device)
         _log.info(
             "serving_started", extra={"address": address, "model": model.model_id, "boot_s": narrator.total_s}
         )
-        await _until(house, EngineState.STOPPED, stop_signal)
+        await _until(server, EngineState.STOPPED, stop_signal)
     finally:
-        await _drain(house, grace_s=config.server.drain_grace_s, narrator=narrator)
+        await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator)
     if router.state is EngineState.FAILED:
-        raise house.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+        raise server.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
 
 
-def _open_storage(house: House, config: Config, narrator: Narrator) -> None:
+def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
     """Take the cache directory; raises StartError naming its owner when another process has it."""
-    if house.storage is None:
+    if server.storage is None:
         return
     with narrator.phase("cache_locked") as fields:
-        house.storage.lock()
-        house.storage.start()
+        server.storage.lock()
+        server.storage.start()
         fields.update(directory=config.cache.block_directory)
 
 
@@ -130,13 +130,13 @@ def _listen_for_signals() -> asyncio.Event:
     return stop
 
 
-async def _until(house: House, state: EngineState, stop: asyncio.Event) -> None:
+async def _until(server: Server, state: EngineState, stop: asyncio.Event) -> None:
     """Return when the engine reaches `state` or FAILED, or `stop` is set."""
     changed = asyncio.Event()
-    house.router.add_listener(changed.set)
+    server.router.add_listener(changed.set)
     stopping = asyncio.create_task(stop.wait())
     try:
-        while house.router.state not in (state, EngineState.FAILED) and not stop.is_set():
+        while server.router.state not in (state, EngineState.FAILED) and not stop.is_set():
             changed.clear()
             changing = asyncio.create_task(changed.wait())
             await asyncio.wait((changing, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -145,16 +145,16 @@ async def _until(house: House, state: EngineState, stop: asyncio.Event) -> None:
         stopping.cancel()
 
 
-async def _drain(house: House, *, grace_s: float, narrator: Narrator) -> None:
+async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
     with narrator.phase("server_drained"):
-        house.engine.drain(grace_s=grace_s)
+        server.engine.drain(grace_s=grace_s)
         # The engine ends what does not finish in time, so the edge need not cut in before it has told.
-        await house.server.stop(grace_s=grace_s + 1)
-        ended = await asyncio.to_thread(house.engine.join, timeout_s=_STUCK_S)
-        if house.storage is not None:
-            house.storage.close(deadline_time=house.clock.monotonic() + _CLOSE_S)
-            await asyncio.to_thread(house.storage.join, timeout_s=_CLOSE_S)
-        await asyncio.to_thread(house.telemetry.stop)
+        await server.server.stop(grace_s=grace_s + 1)
+        ended = await asyncio.to_thread(server.engine.join, timeout_s=_STUCK_S)
+        if server.storage is not None:
+            server.storage.close(deadline_time=server.clock.monotonic() + _CLOSE_S)
+            await asyncio.to_thread(server.storage.join, timeout_s=_CLOSE_S)
+        await asyncio.to_thread(server.telemetry.stop)
     if not ended:
         _log.error("stuck_inference_abandoned", extra={"waited_s": _STUCK_S})
         os._exit(1)
