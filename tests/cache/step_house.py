@@ -158,7 +158,7 @@ class StepHouse:
             decode_with_markers=lambda ids: "".join(chr(i % 26 + 97) for i in ids),
             model=model_info(),
             prefix=self.desk,
-            room=self.room,
+            queue=self.room,
             guard=MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
         )
 

@@ -39,7 +39,7 @@ async def test_a_call_is_answered_and_the_conversation_goes_on(folder: Path, tmp
     async with whole_house(folder, tmp_path, cache__block_token_count=16) as house:
 
         def talk() -> None:
-            with Client(house.house.server.address) as client:
+            with Client(house.house.rpc.address) as client:
                 reply = client.chat([ASKED], tools=[WEATHER], request_id="r")
                 (call,) = reply.tool_calls
                 assert (call.name, call.arguments) == ("get_weather", {"city": "Oslo"})
@@ -59,7 +59,7 @@ async def test_a_call_is_answered_and_the_conversation_goes_on(folder: Path, tmp
 
 
 async def test_options_of_a_chat_arrive(folder: Path, tmp_path: Path) -> None:
-    async with whole_house(folder, tmp_path) as house, AsyncClient(house.house.server.address) as client:
+    async with whole_house(folder, tmp_path) as house, AsyncClient(house.house.rpc.address) as client:
         named = await client.chat([ASKED], tools=[WEATHER], tool_choice=WEATHER, max_output_tokens=1)
         plain = await client.chat([ASKED], tools=[WEATHER], max_output_tokens=1)
         assert named.usage.prompt_tokens > plain.usage.prompt_tokens

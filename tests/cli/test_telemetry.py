@@ -72,7 +72,7 @@ async def test_metrics_follow_the_engine(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "icehouse.boot"):
         async with whole_house(model, tmp_path / "blocks", telemetry__metrics_port=0, **SMALL) as house:
             await generate(house, "once upon a time", "r1")
-            await house.house.server.poller.sample()
+            await house.house.rpc.poller.sample()
             await generate(house, "once upon a time", "r2")
             [url] = [fields_of(r)["url"] for r in caplog.records if r.message == "metrics_opened"]
             text = await asyncio.to_thread(

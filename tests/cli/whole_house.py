@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from icehouse_server.bootstrap.model_source import LocalModel
-from icehouse_server.bootstrap.server import House, build_server
+from icehouse_server.bootstrap.server import Server, build_server
 from icehouse_server.cli import serve as command
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
@@ -28,7 +28,7 @@ BOUND_S = 60.0
 class WholeHouse(Stubs):
     """A house whose engine was started, and a channel to it."""
 
-    house: House
+    house: Server
     channel: Any
 
 
@@ -55,9 +55,9 @@ async def whole_house(
     router = Router(asyncio.get_running_loop())
     local = LocalModel(model, "tiny")
     house = build_server(loaded.config, model=local, router=router, clock=SystemClock())
-    address = await house.server.start()
+    address = await house.rpc.start()
     try:
-        house.telemetry.start(house.server.poller)
+        house.telemetry.start(house.rpc.poller)
         command._open_storage(house, loaded.config, narrator)
         house.engine.start()
         async with asyncio.timeout(BOUND_S):

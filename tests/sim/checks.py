@@ -54,7 +54,7 @@ def check_rest(house: House) -> None:
     """Nothing is under way, so nothing may be held for it, and all accounts agree."""
     assert house.runner.is_empty, vars(house.runner)
     assert not house.desk._restores and not house.desk._loads, "restores were left behind"
-    assert not house.cache.room.leaving and not house.spilling(), "blocks wait to be written for ever"
+    assert not house.cache.eviction.leaving and not house.spilling(), "blocks wait to be written for ever"
     ram = house.cache.ram
     assert ram.used_bytes <= ram.limit_bytes, (ram.used_bytes, ram.limit_bytes)
     for entry in house.cache.index:

@@ -138,7 +138,7 @@ class House:
             decode_with_markers=decode_ascii,
             model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
             prefix=self.desk,
-            room=self.room,
+            queue=self.room,
             guard=self.guard,
         )
 

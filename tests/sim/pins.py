@@ -37,7 +37,7 @@ class PinWatch:
                 if name not in self._ledger.ever_damaged:
                     self._check(house, name, before)
         self.is_excused = False
-        leaving = house.cache.room.leaving
+        leaving = house.cache.eviction.leaving
         self._before = {
             entry.hash: _Pinned(entry.ram_bytes, entry.hash in leaving)
             for entry in house.cache.index

@@ -68,7 +68,7 @@ class Server:
     """The rooms of one server, in the order they start in reverse: the edge needs the engine."""
 
     engine: Engine
-    server: RpcServer
+    rpc: RpcServer
     router: Router
     clock: Clock
     storage: Storage | None

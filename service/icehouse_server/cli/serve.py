@@ -58,13 +58,13 @@ async def _serve(config: Config, clock: Clock) -> None:
     with narrator.phase("tokenizer_read"):
         server = build_server(config, model=model, draft=draft, router=router, clock=clock)
     stop_signal = _listen_for_signals()
-    address = await server.server.start()
+    address = await server.rpc.start()
     try:
-        server.telemetry.start(server.server.poller)
+        server.telemetry.start(server.rpc.poller)
         _open_storage(server, config, narrator)
     except IcehouseError:
         server.telemetry.stop()
-        await server.server.stop(grace_s=0)
+        await server.rpc.stop(grace_s=0)
         raise
     server.engine.start()
     try:
@@ -149,7 +149,7 @@ async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
     with narrator.phase("server_drained"):
         server.engine.drain(grace_s=grace_s)
         # The engine ends what does not finish in time, so the edge need not cut in before it has told.
-        await server.server.stop(grace_s=grace_s + 1)
+        await server.rpc.stop(grace_s=grace_s + 1)
         ended = await asyncio.to_thread(server.engine.join, timeout_s=_STUCK_S)
         if server.storage is not None:
             server.storage.close(deadline_time=server.clock.monotonic() + _CLOSE_S)

@@ -55,8 +55,8 @@ class Restore:
         """Room for the input and the first of the output, so that the next tokens copy nothing."""
         sequence = self.sequence
         left = sequence.output_token_limit - len(sequence.output_token_ids)
-        eviction = len(sequence.input_token_ids) + min(left, _GROWTH_TOKEN_COUNT)
-        return -(-eviction // _GROWTH_TOKEN_COUNT) * _GROWTH_TOKEN_COUNT
+        wanted = len(sequence.input_token_ids) + min(left, _GROWTH_TOKEN_COUNT)
+        return -(-wanted // _GROWTH_TOKEN_COUNT) * _GROWTH_TOKEN_COUNT
 
     @property
     def awaits_target(self) -> bool:
