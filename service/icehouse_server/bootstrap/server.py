@@ -132,7 +132,7 @@ def build_server(
     )
     return Server(
         engine=engine,
-        server=server,
+        rpc=server,
         router=router,
         clock=clock,
         storage=cache.storage,
