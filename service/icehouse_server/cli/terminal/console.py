@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,9 +11,6 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.demo.build import OnProgress, licence_notice
-
-if TYPE_CHECKING:
-    pass
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
