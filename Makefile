@@ -47,7 +47,7 @@ test-slow: $(STAMP) ## Run the long tests: many seeds, many kill -9.
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600 $(ARGS)
 
 test-clients: $(STAMP) ## Test the clients in other languages whose tool chains are here (ARGS="go" narrows it).
-	@$(BIN)/python -m tests.clients.languages $(ARGS)
+	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
 
 check: lint types proto fresh $(if $(TESTED),,test) ## Everything CI checks: format, lint, types, protos, generated code, tests.
 
@@ -63,11 +63,11 @@ proto: $(STAMP) ## buf lint over protos/.
 
 fresh: $(STAMP) ## Are gen/ and docs/ what protos/ and the code say?
 	@$(BIN)/python protos/generate.py --check
-	@PYTHONPATH=service:gen/python $(BIN)/python docs/generate.py --check
+	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py --check
 
 gen: $(STAMP) ## Write gen/ from protos/, docs/errors.md from the code.
 	@$(BIN)/python protos/generate.py
-	@PYTHONPATH=service:gen/python $(BIN)/python docs/generate.py
+	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend.
 	@$(BIN)/ruff check --fix-only --quiet .

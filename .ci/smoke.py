@@ -62,7 +62,7 @@ ENDLESS = "CacheService/WatchStats"
 GENERATE = "icehouse.v1.InferenceService/Generate"
 
 # Request, and the status and reason that must come back. Two prompts at once are not among them: grpcurl
-# keeps only the last of a oneof, so the server never sees both (tests/rpc sends them over the wire).
+# keeps only the last of a oneof, so the server never sees both (tests/unit/rpc sends them over the wire).
 WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("no prompt", {}, "InvalidArgument", "PROMPT_MISSING"),
     ("empty prompt", {"text": ""}, "InvalidArgument", "PROMPT_EMPTY"),

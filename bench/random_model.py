@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 
 from bench.server_process import ROOT, child_environment
-from tests.models.folder import tiny_model_dir
-from tests.models.vocabulary import tokenizer
+from tests.fixtures.models.folder import tiny_model_dir
+from tests.fixtures.models.vocabulary import tokenizer
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

@@ -1,6 +1,6 @@
 """`make soak`: many streams for an hour; the server's memory and open files must not grow.
 
-The same loop, shorter, is a slow test (tests/load/test_soak.py). Callers stream prompts that share
+The same loop, shorter, is a slow test (tests/system/load/test_soak.py). Callers stream prompts that share
 beginnings, leave in the middle now and then, and come back at once. Linux only: it reads /proc.
 """
 
@@ -22,7 +22,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from bench.grpc_clients import READ_WRITE, Client, token_request
 from bench.report import OUT, console, setting, show_table, write_json
 from bench.server_process import ServerProcess
-from tests.models.folder import tiny_model_dir
+from tests.fixtures.models.folder import tiny_model_dir
 
 CONNECTION_COUNT = 16
 SERVER_FLAGS = (

@@ -1,1 +1,1 @@
-"""Tests, one folder per room of `service/` and one per house of ARCHITECTURE.md."""
+"""Tests: `unit` mirrors the server module by module, `system` tries it whole, `tidy` reads its source."""

@@ -19,7 +19,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// servers are what tests/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS.
+// servers are what tests/system/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS.
 type servers struct {
 	Model           string
 	Address         string

@@ -1,4 +1,4 @@
-/** Against the servers that tests/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS. */
+/** Against the servers that tests/system/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS. */
 import { status } from "@grpc/grpc-js";
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";

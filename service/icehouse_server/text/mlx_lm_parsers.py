@@ -1,6 +1,6 @@
 """mlx-lm's text state machine and parsers of tool calls, behind a format of ours.
 
-As in `upstream`: `tests/engine/test_upstream_reply.py` fails when what is relied on moves.
+As in `upstream`: `tests/unit/text/test_mlx_lm_parsers.py` fails when what is relied on moves.
 """
 
 from __future__ import annotations

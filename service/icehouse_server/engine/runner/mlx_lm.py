@@ -1,7 +1,7 @@
 """Everything taken from mlx-lm's non-public corners, in one place, with a contract test.
 
-mlx-lm >= 0.32, < 0.33. Each function here says what it relies on; `tests/engine/test_upstream.py`
-fails when that moves.
+mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
+`tests/unit/engine/kv_cache/test_batching.py` fails when that moves.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ package dev.icehouse.client;
 import com.google.gson.FieldNamingPolicy;
 import com.google.gson.GsonBuilder;
 
-/** What tests/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS. */
+/** What tests/system/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS. */
 final class Servers {
   static final String VARIABLE = "ICEHOUSE_TEST_SERVERS";
 

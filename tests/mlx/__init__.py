@@ -1,1 +1,0 @@
-"""Every cache class of mlx-lm, cut and put back on real (tiny) models. Needs mlx, no device."""

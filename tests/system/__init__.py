@@ -1,0 +1,1 @@
+"""The server as a whole: simulation, crashes, load, meshes, clients, deployment."""

@@ -1,0 +1,171 @@
+"""Explain, pin, unpin, evict, verify: what they say is true, and they cross with everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from icehouse_server.domain.cache_commands import (
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Tier,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.errors import IcehouseError, Reason
+from icehouse_server.storage.messages import StorageFailed
+
+from tests.system.cache.stepped_server import BLOCK, SteppedServer, prompt
+
+
+def test_explain_tells_what_a_request_then_gets(tmp_path: Path) -> None:
+    tokens = prompt(4 * BLOCK + 1)
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", [*tokens[: 2 * BLOCK], 99])
+    with SteppedServer(tmp_path) as served:
+        told = served.order(Explain(tuple(tokens)))
+        before = served.stats().lookups
+        got = served.ask("a", tokens)
+        assert isinstance(told, Explanation) and told.cache.ssd_token_count == got.cache.ssd_token_count > 0
+        assert {block.tier for block in told.blocks} == {Tier.SSD} and before.lookup_total == 0
+        told = served.order(Explain(tuple(tokens)))
+        assert isinstance(told, Explanation)
+        assert any(block.tier is Tier.RAM for block in told.blocks)
+        assert 0 < told.predicted_ttft_s < told.predicted_cold_ttft_s
+
+
+def test_a_pinned_prompt_outlives_every_other(tmp_path: Path) -> None:
+    kept, other = prompt(2 * BLOCK + 1), [prompt(3 * BLOCK, salt=salt) for salt in range(1, 6)]
+    with SteppedServer(ram_blocks=4) as served:
+        served.ask("kept", kept, max_output_tokens=0)
+        report = served.order(Pin(tuple(kept)))
+        assert isinstance(report, PinReport) and report.block_count == 2 and report.token_count == 2 * BLOCK
+        for turn, tokens in enumerate(other):
+            served.ask(f"other {turn}", tokens)
+        served.check()
+        assert served.ask("kept again", kept).cache.ram_token_count == 2 * BLOCK
+        assert served.stats().ram.pinned_block_count == 2
+        unpinned = served.order(Unpin(tuple(kept)))
+        assert isinstance(unpinned, PinReport) and unpinned.block_count == 2
+        for turn, tokens in enumerate(other):
+            served.ask(f"more {turn}", tokens)
+        assert served.ask("kept no more", kept).cache.limit is ReuseLimit.NO_MATCH
+
+
+def test_a_pin_set_in_ram_goes_with_the_block_to_ssd(tmp_path: Path) -> None:
+    tokens = prompt(2 * BLOCK + 1)
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", tokens, max_output_tokens=0)
+        served.order(Pin(tuple(tokens)))
+    with SteppedServer(tmp_path) as served:
+        assert served.stats().ssd.pinned_block_count == 2
+        told = served.order(Explain(tuple(tokens)))
+        assert isinstance(told, Explanation) and all(block.pinned for block in told.blocks)
+
+
+def test_explain_knows_the_blocks_of_an_earlier_process(tmp_path: Path) -> None:
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0)
+    # Parts from what is stored inside the second block, whose tokens stand only in its file.
+    asked = (*prompt(BLOCK + BLOCK // 2), *prompt(BLOCK, salt=7))
+    with SteppedServer(tmp_path) as served:
+        told = served.order(Explain(asked))
+        assert isinstance(told, Explanation) and told.cache.ssd_token_count == BLOCK + BLOCK // 2
+        assert served.ask("b", asked).cache.ssd_token_count == told.cache.ssd_token_count
+
+
+def test_an_explanation_is_given_when_the_disk_is_lost_meanwhile(tmp_path: Path) -> None:
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0)
+    with SteppedServer(tmp_path) as served:
+        served.step_until_idle()
+        served.holds_storage = True
+        answers = served.give(Explain((*prompt(BLOCK + 1), *prompt(BLOCK, salt=7))))
+        served.loop.step()
+        assert not answers
+        served.mailbox.post(StorageFailed("pulled out"))
+        served.is_storage_alive = False
+        served.loop.step()
+        assert [type(answer) for answer in answers] == [Explanation]
+
+
+def test_a_pin_that_finds_nothing_says_so() -> None:
+    with SteppedServer() as served:
+        refused = served.order(Pin((1, 2, 3, 4, 5)))
+        unpinned = served.order(Unpin((1, 2, 3, 4, 5)))
+    assert isinstance(refused, IcehouseError) and refused.reason is Reason.BLOCK_NOT_FOUND
+    assert isinstance(unpinned, PinReport) and unpinned.block_count == 0
+
+
+def test_evict_takes_a_prompt_out_of_both_tiers(tmp_path: Path) -> None:
+    tokens, other = prompt(3 * BLOCK + 1), prompt(2 * BLOCK + 1, salt=1)
+    with SteppedServer(tmp_path, spill_policy="write_behind") as served:
+        for _ in range(2):
+            served.ask("a", tokens, max_output_tokens=0)
+            served.ask("b", other, max_output_tokens=0)
+        report = served.order(Evict(tuple(tokens)))
+        assert isinstance(report, EvictReport)
+        assert (report.ram_block_count, report.ssd_block_count) == (3, 3)
+        assert report.ram_bytes > 0 and report.ssd_bytes > 0
+        stats = served.stats()
+        assert stats.ram.purged_block_total == 3 == stats.ssd.purged_block_total
+        assert stats.ram.evicted_block_total == 0 == stats.ssd.evicted_block_total
+        assert served.ask("a", tokens).cache.limit is ReuseLimit.NO_MATCH
+        assert served.ask("b", other).cache.ram_token_count == 2 * BLOCK
+        served.check()
+
+
+def test_evict_reaches_a_block_on_its_way_to_ssd(tmp_path: Path) -> None:
+    tokens = prompt(3 * BLOCK + 1)
+    with SteppedServer(tmp_path, spill_policy="write_behind") as served:
+        served.ask("a", tokens, max_output_tokens=0)
+        served.holds_storage = True
+        served.ask("b", tokens, max_output_tokens=0)
+        assert served.cache.spills.under_way_count == 3
+        answers = served.give(Evict(None))
+        served.loop.step()
+        served.holds_storage = False
+        served.step_until_idle()
+        assert len(answers) == 1
+        assert served.stats().ssd.block_count == 0 and served.stats().ram.block_count == 0
+        served.check()
+
+
+def test_evicting_everything_reaches_every_tenant(tmp_path: Path) -> None:
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", prompt(2 * BLOCK + 1), tenant=Tenant("one"), max_output_tokens=0)
+        served.ask("b", prompt(2 * BLOCK + 1), tenant=Tenant("two"), max_output_tokens=0)
+        report = served.order(Evict(None))
+        assert isinstance(report, EvictReport) and report.ram_block_count == 4
+        assert len(served.cache.index) == 0
+
+
+def test_verify_finds_damage_and_takes_it_out(tmp_path: Path) -> None:
+    tokens = prompt(3 * BLOCK + 1)
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", tokens, max_output_tokens=0)
+    with SteppedServer(tmp_path) as served:
+        victim = sorted((tmp_path / "blocks").rglob("*.safetensors"))[0]
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(data)
+        report = served.order(Verify())
+        assert isinstance(report, VerifyReport)
+        assert report.verified_block_count == 3
+        assert [name.hex() for name in report.damaged_hashes] == [victim.stem]
+        stats = served.stats()
+        assert stats.integrity.quarantined_file_count == 1 and stats.ssd.block_count == 2
+        assert served.ask("a", tokens).cache.cached_token_count < 3 * BLOCK
+        assert isinstance(served.order(Verify(block_limit=1)), VerifyReport)
+
+
+def test_verify_without_an_ssd_tier_is_refused() -> None:
+    with SteppedServer() as served:
+        refused = served.order(Verify())
+    assert isinstance(refused, IcehouseError) and refused.reason is Reason.CACHE_UNSUPPORTED

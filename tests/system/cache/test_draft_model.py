@@ -1,0 +1,106 @@
+"""A draft model in the whole engine: the tokens of plain decoding, and many at once where it guesses well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
+from icehouse_server.engine.runner.draft_model import ModelDrafter
+from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.errors import ModelError
+
+from tests.fixtures.models import VOCABULARY_SIZE, build, tiny_model_dir
+from tests.system.cache.server import BLOCK, CacheServer
+from tests.system.cache.test_reuse import prompt
+from tests.system.cache.test_speculation import SAMPLINGS, outcome, submit
+
+DRAFT = Speculation(draft_token_limit=4, drafting=Drafting.DRAFT_MODEL)
+OUTPUT_TOKENS = 40
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_model_guesses_itself_nearly_always(tmp_path: Path, architecture: str) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    # Longer than the tiny windows, and longer than what the draft caches take in one step.
+    tokens = prompt(160)
+    with CacheServer(folder, tmp_path / "blocks", draft=folder) as served:
+        submit(served, "plain", tokens, speculation=None, max_output_tokens=OUTPUT_TOKENS)
+        submit(served, "fast", tokens, speculation=DRAFT, max_output_tokens=OUTPUT_TOKENS)
+        plain, _ = outcome(served, "plain")
+        fast, drafts = outcome(served, "fast")
+    assert fast == plain
+    # One step catches up and guesses nothing; the last run may be cut by the limit.
+    assert drafts.accepted_count == drafts.proposed_count == 4 * ((OUTPUT_TOKENS - 1 + 4) // 5)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_bad_draft_model_costs_work_and_no_token(tmp_path: Path, is_pipelined: bool) -> None:
+    folder = tiny_model_dir(tmp_path, "qwen3")
+    other = tiny_model_dir(tmp_path, "gemma3_text", seed=9)
+    prompts = [prompt(2 * BLOCK + 3), prompt(60)]
+    with CacheServer(folder, tmp_path / "blocks", draft=other, is_pipelined=is_pipelined) as served:
+        for index, sampling in enumerate(SAMPLINGS):
+            for place, tokens in enumerate(prompts):
+                for kind, speculation in (("plain", None), ("fast", DRAFT)):
+                    name = f"{kind} {index}.{place}"
+                    submit(served, name, tokens, speculation=speculation, sampling=sampling)
+        for index in range(len(SAMPLINGS)):
+            for place in range(len(prompts)):
+                tokens, drafts = outcome(served, f"fast {index}.{place}")
+                assert tokens == outcome(served, f"plain {index}.{place}")[0]
+                assert drafts.proposed_count > drafts.accepted_count
+
+
+def test_without_a_draft_model_the_request_decodes_plainly_and_says_why(tmp_path: Path) -> None:
+    with CacheServer(tiny_model_dir(tmp_path, "llama"), None, is_enabled=False) as served:
+        submit(served, "plain", prompt(20), speculation=None)
+        submit(served, "asked", prompt(20), speculation=DRAFT)
+        tokens, drafts = outcome(served, "asked")
+        assert tokens == outcome(served, "plain")[0]
+        assert drafts == DraftCounts(0, 0, SpeculationLimit.NO_DRAFT_MODEL)
+
+
+def load_error(folder: Path, draft: Path) -> ModelError:
+    source = ModelSource(path=folder, model_id="tiny")
+    runner = ModelRunner(
+        source=source,
+        tokenizer=load_tokenizer(source),
+        settings=RunnerSettings(lane_row_limit=8),
+        clock=SystemClock(),
+        draft_source=ModelSource(path=draft, model_id="draft"),
+    )
+    with pytest.raises(ModelError) as refused:
+        runner.load()
+    return refused.value
+
+
+@pytest.mark.parametrize("room", [1, 2, 7])
+def test_a_drafter_forgets_what_was_not_kept(room: int) -> None:
+    model = build("gemma3_text")
+    tokens = prompt(30)
+    told = ModelDrafter(model, tokens, vocabulary_size=VOCABULARY_SIZE)
+    for step in range(6):
+        told.propose(5)
+        # Nothing of the guesses is right: other tokens came.
+        more = prompt(40 + room * step)[-room:]
+        tokens = [*tokens, *more]
+        told.extend(more)
+    fresh = ModelDrafter(model, tokens, vocabulary_size=VOCABULARY_SIZE)
+    assert told.propose(5).tolist() == fresh.propose(5).tolist()
+
+
+def test_a_model_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    other = tiny_model_dir(tmp_path, "qwen3", name="other")
+    table = other / "tokenizer.json"
+    table.write_text(table.read_text().replace('"a"', '"ä"', 1))
+    refusal = load_error(folder, other)
+    assert "vocabulary" in str(refusal)
+
+
+def test_a_model_whose_caches_cannot_go_back_is_refused_at_the_start(tmp_path: Path) -> None:
+    refusal = load_error(tiny_model_dir(tmp_path, "llama"), tiny_model_dir(tmp_path, "mamba2"))
+    assert "ArraysCache" in str(refusal)

@@ -1,0 +1,248 @@
+"""Restores that go wrong, and storage that goes away: the prompt is prefilled and the text is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from icehouse_server.domain.cache_commands import Evict, EvictReport, Explain, Explanation, Verify
+from icehouse_server.domain.events import Failed, ReuseLimit
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.errors import IcehouseError, Overloaded, Reason
+from icehouse_server.storage.messages import StorageFailed
+
+from tests.system.cache.stepped_server import BLOCK, KV, WINDOWS, SteppedServer, prompt
+
+TOKENS = prompt(4 * BLOCK + 1)
+
+
+def fill(directory: Path, **how) -> None:
+    with SteppedServer(directory, **how) as served:
+        served.ask("fill", TOKENS, max_output_tokens=1)
+
+
+def test_blocks_that_do_not_make_a_cache_are_never_tried_again(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        served.runner.refuse_restore = lambda restore: True
+        assert served.ask("a", TOKENS).cache.limit is ReuseLimit.LOAD_FAILED
+        served.runner.refuse_restore = lambda restore: False
+        assert served.stats().promote.load_total == 1
+        again = served.ask("b", TOKENS)
+        assert again.cache.ram_token_count == 4 * BLOCK, "what was computed instead is used"
+        served.check()
+
+
+def test_refused_blocks_in_ram_are_dropped_and_computed_anew() -> None:
+    with SteppedServer() as served:
+        served.ask("a", TOKENS)
+        served.runner.refuse_restore = lambda restore: True
+        assert served.ask("b", TOKENS).cache.limit is ReuseLimit.LOAD_FAILED
+        served.runner.refuse_restore = lambda restore: False
+        assert served.ask("c", TOKENS).cache.ram_token_count == 4 * BLOCK
+        served.check()
+
+
+def test_a_load_that_storage_never_answers_ends_with_the_storage(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        served.holds_storage = True
+        served.submit("a", TOKENS)
+        served.submit("b", [*TOKENS[: 3 * BLOCK], *prompt(BLOCK, salt=3)])
+        served.step_until_idle()
+        orders = [*served.give(Verify()), *served.give(Evict(None))]
+        served.mailbox.post(StorageFailed("the test broke it"))
+        served.is_storage_alive = False
+        served.step_until_idle()
+        assert served.answer("a").cache.limit is ReuseLimit.LOAD_FAILED
+        assert served.answer("b").cache.cached_token_count in (0, 3 * BLOCK)
+        assert orders == [] and served.cache.storage is None
+        assert served.ask("c", TOKENS).cache.ram_token_count == 4 * BLOCK
+        served.check()
+
+
+def test_orders_are_answered_when_the_storage_goes_away(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        served.holds_storage = True
+        waiting = [served.give(Verify()), served.give(Evict(None))]
+        served.loop.step()
+        served.mailbox.post(StorageFailed("the test broke it"))
+        served.is_storage_alive = False
+        served.step_until_idle()
+        for (answer,) in waiting:
+            assert isinstance(answer, IcehouseError) and answer.reason is Reason.STORE_UNUSABLE
+        assert served.stats().ssd is None
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_cancelled_at_every_step_of_a_restore(tmp_path: Path, steps: int) -> None:
+    fill(tmp_path, facts=WINDOWS)
+    with SteppedServer(tmp_path, facts=WINDOWS) as served:
+        served.runner.slices_per_restore = 3
+        served.holds_storage = steps < 2
+        served.submit("gone", TOKENS, max_output_tokens=50)
+        for _ in range(steps):
+            if not served.holds_storage:
+                served.settle_storage()
+            if not (served.scheduler.is_blocked and len(served.mailbox) == 0):
+                served.loop.step()
+        assert isinstance(served.cancel("gone"), Failed)
+        served.holds_storage = False
+        served.step_until_idle()
+        assert served.runner.history == {} and served.runner._restoring == {}
+        assert served.ask("again", TOKENS).cache.cached_token_count == 4 * BLOCK
+        served.check()
+
+
+def test_the_read_queue_is_full(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path, load_queue_limit_count=1) as served:
+        served.holds_storage = True
+        served.submit("a", TOKENS)
+        served.submit("b", TOKENS)
+        served.step_until_idle()
+        assert served.answer("b").cache.cached_token_count == 0
+        served.holds_storage = False
+        served.step_until_idle()
+        assert served.answer("a").cache.ssd_token_count == 4 * BLOCK
+
+
+def test_blocks_evicted_between_plan_and_load(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        for path in sorted((tmp_path / "blocks").rglob("*.safetensors")):
+            path.unlink()
+        answer = served.ask("a", TOKENS)
+        assert answer.cache.limit is ReuseLimit.LOAD_FAILED and answer.cache.cached_token_count == 0
+        stats = served.stats()
+        assert stats.integrity.missing_file_total == stats.promote.failed_load_total == 1
+        served.check()
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_one_missing_block_ends_the_match_there(tmp_path: Path, index: int) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        chain = sorted(served.cache.index, key=lambda entry: entry.start_token_index)
+        name = chain[index].hash.hex()
+        (path,) = (tmp_path / "blocks").rglob(f"{name}.safetensors")
+        path.unlink()
+        answer = served.ask("a", TOKENS)
+        assert answer.cache.ssd_token_count == index * BLOCK
+        assert answer.cache.limit is ReuseLimit.LOAD_FAILED
+        assert served.ask("b", TOKENS).cache.cached_token_count == 4 * BLOCK
+        served.check()
+
+
+@pytest.mark.parametrize("use", list(CacheUse))
+def test_what_a_request_may_do(tmp_path: Path, use: CacheUse) -> None:
+    fill(tmp_path)
+    fresh = prompt(3 * BLOCK, salt=5)
+    with SteppedServer(tmp_path, facts=KV) as served:
+        known = served.ask("known", TOKENS, cache_use=use, max_output_tokens=1)
+        served.ask("fresh", fresh, cache_use=use, max_output_tokens=1)
+        reads = use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
+        writes = use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
+        assert known.cache.cached_token_count == (4 * BLOCK if reads else 0)
+        assert (known.cache.limit is ReuseLimit.SWITCHED_OFF) is not reads
+        assert (served.ask("later", fresh).cache.cached_token_count > 0) is writes
+        served.check()
+
+
+def test_identical_prompts_side_by_side() -> None:
+    with SteppedServer() as served:
+        for name in "abc":
+            served.submit(name, TOKENS, max_output_tokens=5)
+        served.step_until_idle()
+        answers = [served.answer(name).tokens for name in "abc"]
+        assert answers[0] == answers[1] == answers[2]
+        assert served.stats().ram.block_count == len({entry.hash for entry in served.cache.ram})
+        served.check()
+
+
+def test_restored_or_recomputed_by_measured_rates(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path, may_recompute=True) as served:
+        rates = served.cache.rates
+        rates.read_bytes_per_s, rates.adopt_tokens_per_s, rates.prefill_tokens_per_s = 1.0, 1e9, 1e9
+        slow_disk = served.ask("slow disk", TOKENS, cache_use=CacheUse.READ_ONLY)
+        assert slow_disk.cache.limit is ReuseLimit.RECOMPUTE_FASTER
+        rates.read_bytes_per_s, rates.prefill_tokens_per_s = 1e9, 1.0
+        fast_disk = served.ask("fast disk", TOKENS, cache_use=CacheUse.READ_ONLY)
+        assert fast_disk.cache.ssd_token_count == 4 * BLOCK
+        assert served.stats().promote.recompute_chosen_total == 1
+
+
+def test_a_prompt_that_comes_before_the_inventory_waits_for_it(tmp_path: Path) -> None:
+    fill(tmp_path)
+    served = SteppedServer(tmp_path)
+    assert served.storage is not None
+    served.storage.lock()
+    served.submit("early", TOKENS)
+    served.submit("gone", TOKENS)
+    served.submit("cold", TOKENS, cache_use=CacheUse.OFF)
+    served.holds_storage = True
+    served.step_until_idle()
+    assert served.recorder.end_of("early") is None
+    assert served.answer("cold").cache.limit is ReuseLimit.SWITCHED_OFF, "it has nothing to wait for"
+    served.cancel("gone")
+    served.holds_storage = False
+    served.storage.open()
+    served.step_until_idle()
+    assert served.answer("early").cache.ssd_token_count == 4 * BLOCK
+    served.check()
+    served.stop()
+
+
+def test_orders_that_come_before_the_inventory_wait_for_it(tmp_path: Path) -> None:
+    fill(tmp_path)
+    served = SteppedServer(tmp_path)
+    assert served.storage is not None
+    served.storage.lock()
+    served.holds_storage = True
+    explained, evicted = served.give(Explain(tuple(TOKENS))), served.give(Evict(None))
+    served.step_until_idle()
+    assert not explained and not evicted
+    served.holds_storage = False
+    served.storage.open()
+    served.step_until_idle()
+    assert isinstance(explained[0], Explanation) and explained[0].cache.ssd_token_count == 4 * BLOCK
+    assert isinstance(evicted[0], EvictReport) and evicted[0].ssd_block_count == 5, "a tail too"
+    assert served.ask("later", TOKENS).cache.limit is ReuseLimit.NO_MATCH
+    served.check()
+    served.stop()
+
+
+def test_orders_that_wait_for_an_inventory_that_never_comes(tmp_path: Path) -> None:
+    served = SteppedServer(tmp_path)
+    served.holds_storage = True
+    explained, verified = served.give(Explain(tuple(TOKENS))), served.give(Verify())
+    served.step_until_idle()
+    served.mailbox.post(StorageFailed("the test broke it"))
+    served.step_until_idle()
+    assert isinstance(explained[0], Explanation) and isinstance(verified[0], IcehouseError)
+
+
+def test_early_orders_are_bounded_and_answered_when_the_engine_ends(tmp_path: Path) -> None:
+    served = SteppedServer(tmp_path)
+    served.holds_storage = True
+    answers = [served.give(Evict(None)) for _ in range(300)]
+    served.step_until_idle()
+    refused = [a[0] for a in answers if a]
+    assert len(refused) == 44
+    assert all(isinstance(answer, Overloaded) for answer in refused)
+    error = IcehouseError(Reason.ENGINE_FAILED, "the test ended it")
+    served.loop.fail_all(error)
+    assert [a[0] for a in answers].count(error) == 256
+
+
+def test_a_prompt_that_waits_for_an_inventory_that_never_comes(tmp_path: Path) -> None:
+    served = SteppedServer(tmp_path)
+    served.submit("early", TOKENS)
+    served.holds_storage = True
+    served.step_until_idle()
+    served.mailbox.post(StorageFailed("the test broke it"))
+    served.step_until_idle()
+    assert served.answer("early").cache.limit is ReuseLimit.NO_MATCH
+    assert served.ask("later", TOKENS).cache.ram_token_count == 4 * BLOCK

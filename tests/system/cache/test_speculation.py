@@ -1,0 +1,243 @@
+"""Speculation in the whole engine: the same tokens as plain decoding, alone and beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from icehouse_server.domain.events import Delta, Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import (
+    CacheUse,
+    DraftCounts,
+    GenerationRequest,
+    LogprobsWanted,
+    Speculation,
+    SpeculationLimit,
+)
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.runner import lanes, prompt_lookup
+from icehouse_server.engine.runner.speculative_lane import Trial
+
+from tests.fixtures.chat.chain_model import chain_model_dir
+from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models.chat_templates import THINKING
+from tests.fixtures.models.vocabulary import tokenizer
+from tests.system.cache.server import BLOCK, CacheServer
+from tests.system.cache.test_reuse import prompt
+
+LOOKUP = Speculation(draft_token_limit=6, ngram_token_limit=3)
+OUTPUT_TOKENS = 60
+
+
+def repetitive(*, block_count: int = 2) -> list[int]:
+    """A prompt that says the same thing again and again, so that an output has something to quote."""
+    phrase = prompt(BLOCK // 2)
+    return [*phrase * (2 * block_count), 7, 8, 9]
+
+
+def submit(
+    served: CacheServer,
+    name: str,
+    tokens: Sequence[int],
+    *,
+    speculation: Speculation | None,
+    sampling: SamplingParams | None = None,
+    stop: tuple[str, ...] = (),
+    max_output_tokens: int = OUTPUT_TOKENS,
+    cache_use: CacheUse = CacheUse.READ_WRITE,
+) -> None:
+    served.engine.submit(
+        GenerationRequest(
+            request_id=RequestId(name),
+            prompt_token_ids=tuple(tokens),
+            max_output_tokens=max_output_tokens,
+            sampling=sampling or SamplingParams(),
+            stop=stop,
+            arrival_time=0.0,
+            speculation=speculation,
+            cache_use=cache_use,
+            logprobs=LogprobsWanted(),
+        )
+    )
+
+
+def outcome(served: CacheServer, name: str) -> tuple[list[int], DraftCounts]:
+    end = served.recorder.wait_for_end(name)
+    assert isinstance(end, Finished), end
+    for event in served.recorder.events[name]:
+        if isinstance(event, Delta):
+            assert [entry.token_id for entry in event.logprobs] == list(event.token_ids)
+    return served.recorder.tokens_of(name), end.usage.drafts
+
+
+@pytest.fixture(params=["stays", "as it is", "moves"])
+def movement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How often a row changes between its own lane and the batch: never, when it pays, all the time."""
+    if request.param == "stays":
+        monkeypatch.setattr(lanes, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
+    if request.param == "moves":
+        monkeypatch.setattr(lanes, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
+        monkeypatch.setattr(prompt_lookup, "_FIRST_RUN", 0)
+    return str(request.param)
+
+
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.4, seed=11),
+    SamplingParams(temperature=0.3, seed=12, top_p=0.9, logit_bias=((50, 2.0),), min_output_token_count=3),
+]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_the_tokens_are_those_of_plain_decoding(
+    tmp_path: Path, architecture: str, is_pipelined: bool, movement: str
+) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    prompts = [repetitive(), prompt(2 * BLOCK + 3)]
+    with CacheServer(folder, None, is_enabled=False, is_pipelined=is_pipelined) as served:
+        for name, sampling in enumerate(SAMPLINGS):
+            for place, tokens in enumerate(prompts):
+                submit(served, f"{name}.{place}", tokens, speculation=None, sampling=sampling)
+        plain = {
+            f"{name}.{place}": outcome(served, f"{name}.{place}")[0]
+            for name in range(len(SAMPLINGS))
+            for place in range(len(prompts))
+        }
+    with CacheServer(folder, tmp_path / "blocks", is_pipelined=is_pipelined) as served:
+        for turn in ("cold", "warm"):
+            for name, sampling in enumerate(SAMPLINGS):
+                for place, tokens in enumerate(prompts):
+                    # Every second one speculates, the others decode in one batch beside them.
+                    speculation = LOOKUP if (name + place) % 2 == 0 else None
+                    submit(
+                        served, f"{turn} {name}.{place}", tokens, speculation=speculation, sampling=sampling
+                    )
+            found = {key: outcome(served, f"{turn} {key}")[0] for key in plain}
+            assert found == plain, turn
+
+
+@pytest.mark.parametrize("output_count", [OUTPUT_TOKENS, 24, 13])
+@pytest.mark.parametrize(("architecture", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0)])
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_the_next_turn_reuses_what_a_speculating_one_left(
+    tmp_path: Path, architecture: str, kv_bits: int, is_pipelined: bool, output_count: int, movement: str
+) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    first = repetitive()
+    with CacheServer(folder, tmp_path / "blocks", kv_bits=kv_bits, is_pipelined=is_pipelined) as served:
+        # Some of these ends are inside a run of accepted guesses, past which the caches already are.
+        submit(served, "first", first, speculation=LOOKUP, max_output_tokens=output_count)
+        said, drafts = outcome(served, "first")
+        if output_count == OUTPUT_TOKENS and movement == "stays":
+            assert drafts.proposed_count > drafts.accepted_count > 0, (
+                "nothing was taken back, or nothing kept"
+            )
+        second = [*first, *said, *prompt(5)]
+        submit(served, "second", second, speculation=None)
+        warm = served.answer("second")
+        assert warm.cache.cached_token_count >= (len(first) + len(said)) // BLOCK * BLOCK - BLOCK
+    with CacheServer(folder, None, is_enabled=False, kv_bits=kv_bits) as served:
+        submit(served, "second", second, speculation=None)
+        assert outcome(served, "second")[0] == warm.tokens
+
+
+@pytest.mark.parametrize("movement", ["stays"], indirect=True)
+def test_guesses_save_steps_and_are_counted(tmp_path: Path, movement: str) -> None:
+    with CacheServer(tiny_model_dir(tmp_path, "qwen3"), None, is_enabled=False) as served:
+        submit(served, "plain", repetitive(), speculation=None)
+        plain, none = outcome(served, "plain")
+        assert none == DraftCounts()
+        before = served.stats()[0].step_total
+        submit(served, "fast", repetitive(), speculation=LOOKUP)
+        tokens, drafts = outcome(served, "fast")
+        steps = served.stats()[0].step_total - before
+    assert tokens == plain
+    assert 4 <= drafts.accepted_count <= drafts.proposed_count
+    assert steps <= OUTPUT_TOKENS - drafts.accepted_count + 3 and drafts.limit is SpeculationLimit.NONE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sampling", "limit"),
+    [
+        ("lfm2", SamplingParams(), SpeculationLimit.CACHE),
+        ("llama", SamplingParams(repetition_penalty=1.2), SpeculationLimit.SAMPLING),
+    ],
+)
+def test_what_cannot_speculate_decodes_plainly_and_says_why(
+    tmp_path: Path, architecture: str, sampling: SamplingParams, limit: SpeculationLimit
+) -> None:
+    with CacheServer(tiny_model_dir(tmp_path, architecture), None, is_enabled=False) as served:
+        submit(served, "plain", repetitive(), speculation=None, sampling=sampling)
+        submit(served, "asked", repetitive(), speculation=LOOKUP, sampling=sampling)
+        tokens, drafts = outcome(served, "asked")
+        assert tokens == outcome(served, "plain")[0]
+        assert drafts == DraftCounts(0, 0, limit)
+
+
+@pytest.mark.parametrize("stop_at", [7, 23, 41])
+def test_a_stop_inside_a_run_of_guesses_ends_it_there(tmp_path: Path, stop_at: int) -> None:
+    with CacheServer(tiny_model_dir(tmp_path, "qwen3"), None, is_enabled=False) as served:
+        submit(served, "plain", repetitive(), speculation=None)
+        plain, _ = outcome(served, "plain")
+        submit(served, "short", repetitive(), speculation=LOOKUP, max_output_tokens=stop_at)
+        assert outcome(served, "short")[0] == plain[:stop_at]
+        text = "".join(e.text for e in served.recorder.events["plain"] if isinstance(e, Delta))
+        stop = text[stop_at : stop_at + 3]
+        for name, speculation in (("stopped plain", None), ("stopped fast", LOOKUP)):
+            submit(served, name, repetitive(), speculation=speculation, stop=(stop,))
+            outcome(served, name)
+        texts = [
+            "".join(e.text for e in served.recorder.events[name] if isinstance(e, Delta))
+            for name in ("stopped plain", "stopped fast")
+        ]
+        assert texts[0] == texts[1] == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("company", [0, 2])
+def test_a_row_speculates_again_once_its_text_repeats_itself(
+    tmp_path: Path, is_pipelined: bool, company: int
+) -> None:
+    """The model goes round through all its printable tokens: new ones first, then none but known ones."""
+    folder = chain_model_dir(tmp_path / "model", THINKING, ["go"], first="Ċ")
+    vocabulary = tokenizer().get_vocab()
+    round_length = sum(text.isascii() and text.isalnum() for text in vocabulary)
+    limits = {"max_output_tokens": 3 * round_length}
+    with CacheServer(folder, None, is_enabled=False, is_pipelined=is_pipelined) as served:
+        submit(served, "plain", [3, vocabulary["Ċ"]], speculation=None, **limits)
+        plain, _ = outcome(served, "plain")
+        assert plain[-round_length:] == plain[-2 * round_length : -round_length], "it goes round"
+        before = served.stats()[0].step_total
+        for number in range(company):
+            submit(served, f"beside {number}", [4 + number, vocabulary["Ċ"]], speculation=None, **limits)
+        submit(served, "asked", [3, vocabulary["Ċ"]], speculation=LOOKUP, **limits)
+        tokens, drafts = outcome(served, "asked")
+        steps = served.stats()[0].step_total - before
+        for number in range(company):
+            assert outcome(served, f"beside {number}")[0] == plain
+    assert tokens == plain
+    assert drafts.limit is SpeculationLimit.NONE and drafts.accepted_count > 1.5 * round_length
+    assert steps < 1.6 * round_length, "two rounds of three were guessed, several tokens a step"
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_row_whose_guesses_come_to_nothing_joins_the_batch_and_says_so(
+    tmp_path: Path, is_pipelined: bool
+) -> None:
+    folder = tiny_model_dir(tmp_path, "qwen3")
+    wild = [SamplingParams(temperature=30.0, seed=seed) for seed in range(3)]
+    with CacheServer(folder, tmp_path / "blocks", is_pipelined=is_pipelined) as served:
+        for number, sampling in enumerate(wild):
+            submit(served, f"plain {number}", repetitive(), speculation=None, sampling=sampling)
+        plain = [outcome(served, f"plain {number}")[0] for number in range(3)]
+        for number, sampling in enumerate(wild):
+            submit(served, f"asked {number}", repetitive(), speculation=LOOKUP, sampling=sampling)
+        for number in range(3):
+            tokens, drafts = outcome(served, f"asked {number}")
+            assert tokens == plain[number]
+            assert drafts.limit is SpeculationLimit.ACCEPTANCE and drafts.accepted_count < 6
+        submit(served, "next", [*repetitive(), *plain[0], 5], speculation=None)
+        assert served.answer("next").cache.cached_token_count >= 4 * BLOCK

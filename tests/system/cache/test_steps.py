@@ -1,0 +1,65 @@
+"""The prefix cache in the real loop, step by step: plans, captures, spills and loads that cross."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from icehouse_server.domain.events import Failed, ReuseLimit
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+
+from tests.system.cache.stepped_server import (
+    BLOCK,
+    HYBRID,
+    KV,
+    SHORT_WINDOWS,
+    STATE_ONLY,
+    WINDOWS,
+    SteppedServer,
+    prompt,
+)
+
+ALL_FACTS = pytest.mark.parametrize(
+    "facts",
+    [KV, WINDOWS, SHORT_WINDOWS, HYBRID, STATE_ONLY],
+    ids=["kv", "windows", "short", "hybrid", "state"],
+)
+
+
+@ALL_FACTS
+@pytest.mark.parametrize("chunk", [BLOCK // 2, BLOCK, 2 * BLOCK])
+def test_cold_ram_ssd(tmp_path: Path, facts: CacheFacts, chunk: int) -> None:
+    tokens = prompt(5 * BLOCK + 3)
+    with SteppedServer(tmp_path, facts=facts, chunk=chunk) as served:
+        cold = served.ask("cold", tokens)
+        ram = served.ask("ram", tokens)
+        served.check()
+    with SteppedServer(tmp_path, facts=facts, chunk=chunk) as served:
+        ssd = served.ask("ssd", tokens)
+        served.check()
+    assert cold.cache.limit is ReuseLimit.NO_MATCH and cold.cache.cached_token_count == 0
+    assert ram.cache.ram_token_count == len(tokens) - 1
+    assert ssd.cache.ssd_token_count == len(tokens) - 1
+
+
+@ALL_FACTS
+def test_cancelled_between_the_last_chunk_and_the_first_token(tmp_path: Path, facts: CacheFacts) -> None:
+    tokens = prompt(2 * BLOCK + 3)
+    with SteppedServer(tmp_path, facts=facts) as served:
+        served.submit("gone", tokens)
+        while not served.runner.decoding:
+            served.loop.step()
+        assert isinstance(served.cancel("gone"), Failed)
+        assert served.ask("again", tokens).cache.ram_token_count == len(tokens) - 1
+
+
+def test_a_window_from_ssd_before_a_block_from_ssd(tmp_path: Path) -> None:
+    tokens = prompt(6 * BLOCK + 1)
+    fork = [*tokens[: 3 * BLOCK], *prompt(BLOCK, salt=1)]
+    with SteppedServer(tmp_path, facts=WINDOWS) as served:
+        served.ask("first", tokens)
+    with SteppedServer(tmp_path, facts=WINDOWS) as served:
+        # Two blocks come into RAM, without the windows that a restore to the prompt's end did not need.
+        served.ask("long", tokens, max_output_tokens=2)
+        assert served.ask("fork", fork).cache.cached_token_count == 3 * BLOCK
+        served.check()

@@ -1,0 +1,176 @@
+"""A device that computes with token ids: KV is the tokens themselves, so a wrong prefix is a wrong text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind, pack_tokens, unpack_tokens
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
+from icehouse_server.errors import Reason, StorageError
+
+from tests.fixtures.engine import FakeRunner
+
+TOKEN_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRegion:
+    """One region of one block: the tokens it stands for, padded to a size."""
+
+    kind: RegionKind
+    tokens: tuple[int, ...]
+    padding_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return TOKEN_BYTES * len(self.tokens) + self.padding_bytes
+
+
+class TokenRunner(FakeRunner):
+    """Runner and CacheRunner. Its windows hold the last tokens, its checkpoints all tokens so far."""
+
+    def __init__(self, facts: CacheFacts, *, checkpoint_padding_bytes: int = 0) -> None:
+        super().__init__()
+        self.facts = facts
+        self.cut_count = 0
+        self.restored: list[tuple[SequenceId, int]] = []
+        self.slices_per_restore = 1
+        self.refuse_restore: Callable[[RestoreInput], bool] = lambda restore: False
+        self._checkpoint_padding_bytes = checkpoint_padding_bytes
+        self._restoring: dict[SequenceId, tuple[RestoreInput, int]] = {}
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, TokenRegion]:
+        history = self.history[sequence_id]
+        # As on a real device: a joined sequence has no row to cut from before its first decode step.
+        assert sequence_id not in self.decoding or self._has_decoded(sequence_id), "cut before it was seated"
+        assert stop <= len(history), f"tokens up to {stop} of {len(history)}"
+        self.cut_count += 1
+        made: dict[RegionKind, TokenRegion] = {}
+        for kind in kinds:
+            low = start
+            if kind is RegionKind.WINDOW:
+                low = max(start, stop - self.facts.window_token_count)
+            if kind is RegionKind.CHECKPOINT:
+                assert stop == len(history), "a checkpoint is of now"
+                made[kind] = TokenRegion(kind, tuple(history[:stop]), self._checkpoint_padding_bytes)
+            else:
+                made[kind] = TokenRegion(kind, tuple(history[low:stop]))
+        return made
+
+    def join(self, sequence_id, row) -> None:
+        super().join(sequence_id, row)
+        self._unseated.add(sequence_id)
+
+    def decode(self):
+        self._unseated.clear()
+        return super().decode()
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        super().release(sequence_ids)
+        for sequence_id in sequence_ids:
+            self._restoring.pop(sequence_id, None)
+
+    def begin_cut(self, *, start: int, stop: int) -> list[int]:
+        """Begin with nothing copied."""
+        return [start, stop]
+
+    def continue_cut(self, sequence_id: SequenceId, cutting, *, budget_s: float):
+        """Take two steps for each block: one that copies nothing, one that copies all."""
+        start, stop = cutting[:2]
+        cutting.append(0)
+        if len(cutting) == 3:
+            return None
+        return self.cut(sequence_id, start=start, stop=stop, kinds=[RegionKind.KV])[RegionKind.KV]
+
+    def begin_target(self, *, capacity_token_count: int) -> None:
+        """The readers find memory themselves."""
+
+    def continue_target(self, target: object, *, budget_s: float) -> bool:
+        raise AssertionError("there is none")
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        if self.refuse_restore(restore):
+            raise StorageError(Reason.STORE_UNUSABLE, "the test refused this restore")
+        self._restoring[sequence_id] = (restore, self.slices_per_restore)
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        restore, slices = self._restoring.pop(sequence_id)
+        if slices > 1:
+            self._restoring[sequence_id] = (restore, slices - 1)
+            return False
+        self.history[sequence_id] = self._rebuild(restore)
+        self.restored.append((sequence_id, restore.token_count))
+        return True
+
+    def to_host(self, regions: Sequence[TokenRegion]) -> tuple[HostRegion, ...]:
+        return tuple(_to_host(region) for region in regions)
+
+    def from_host(self, region: HostRegion) -> TokenRegion:
+        data = next(t.data for t in region.tensors if t.name == "tokens")
+        padding = sum(t.data.nbytes for t in region.tensors if t.name == "z_padding")
+        return TokenRegion(region.kind, unpack_tokens(bytes(data)), padding)
+
+    def _has_decoded(self, sequence_id: SequenceId) -> bool:
+        return sequence_id not in self._unseated
+
+    @property
+    def _unseated(self) -> set[SequenceId]:
+        return self.__dict__.setdefault("_unseated_ids", set())
+
+    def _rebuild(self, restore: RestoreInput) -> list[int]:
+        """Return the tokens a cache made of this input holds; what the facts ask for must be there."""
+        count = restore.token_count
+        if self.facts.needs_checkpoint:
+            checkpoint = restore.blocks[-1].regions[RegionKind.CHECKPOINT]
+            assert isinstance(checkpoint, TokenRegion) and len(checkpoint.tokens) == count
+            if not self.facts.has_kv:
+                return list(checkpoint.tokens)
+        history: list[int] = []
+        for block in restore.blocks:
+            region = block.regions.get(RegionKind.KV)
+            if region is not None:
+                assert block.start_token_index == len(history), "kv has a gap"
+                assert isinstance(region, TokenRegion)
+                history += region.tokens
+        if restore.loaded is not None and restore.loaded.tensors and len(history) < count:
+            (tensor,) = restore.loaded.tensors
+            rows = unpack_tokens(bytes(tensor.data))
+            first = len(history) - restore.origin_token_index
+            assert first >= 0 and restore.loaded.end_token_index >= count, "the buffer has a gap"
+            history += rows[first : count - restore.origin_token_index]
+        history = history[:count]
+        assert len(history) == count, f"{len(history)} tokens of {count} were restored"
+        if self.facts.window_token_count:
+            held = self._window_tokens(restore)
+            wanted = tuple(history[max(0, count - self.facts.window_token_count) :])
+            assert held == wanted, f"the windows hold {held}, not {wanted}"
+        return history
+
+    def _window_tokens(self, restore: RestoreInput) -> tuple[int, ...]:
+        held: list[int] = []
+        begin = None
+        for block in restore.blocks:
+            region = block.regions.get(RegionKind.WINDOW)
+            if region is not None:
+                assert isinstance(region, TokenRegion)
+                end = block.start_token_index + block.token_count
+                held += region.tokens
+                begin = end - len(held)
+        low = max(0, restore.token_count - self.facts.window_token_count)
+        if begin is None:
+            return ()
+        return tuple(held[low - begin : restore.token_count - begin])
+
+
+def _to_host(region: TokenRegion) -> HostRegion:
+    count = len(region.tokens)
+    tensors = [HostTensor("tokens", "U32", (1, 1, count, 1), memoryview(pack_tokens(region.tokens)))]
+    if region.padding_bytes:
+        padding = np.zeros(region.padding_bytes, dtype=np.uint8)
+        tensors.append(HostTensor("z_padding", "U8", (region.padding_bytes,), memoryview(padding)))
+    return HostRegion(region.kind, tuple(tensors))

@@ -1,0 +1,100 @@
+"""Real servers with a tiny model on loopback, for the clients of other languages to be tested against.
+
+`python -m tests.system.clients.live_servers` prints one line of JSON (see `Servers`) once they serve, and
+ends them when its standard input ends, so that they never outlive whoever started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
+
+from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.rpc.authority import Authority
+from tests.system.crash.server_process import ServerProcess
+from tests.system.mesh.envoy import free_ports
+
+TENANT = "clients"
+TOKENS_PER_MINUTE = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Servers:
+    """What a client needs to know of them. One model, three servers."""
+
+    model: str
+    address: str
+    """A plain server on TCP."""
+    limited_address: str
+    """A plain server on a Unix socket, where a tenant may use `tokens_per_minute`."""
+    tokens_per_minute: int
+    secured_address: str
+    """A server with TLS, where every call needs the token."""
+    ca_path: str
+    token: str
+    tenant: str
+    """Whose token it is."""
+
+    def as_json(self) -> str:
+        """Return one line."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+@contextlib.contextmanager
+def live_servers() -> Iterator[Servers]:
+    """Serve until the block ends."""
+    with contextlib.ExitStack() as stack:
+        # A Unix socket's path may have a hundred characters only.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icehouse-")))
+        authority = Authority()
+        (folder / "ca.pem").write_bytes(authority.pem)
+        certificate, key = authority.write_server(folder)
+        token = new_token()
+        tokens = folder / "tokens"
+        tokens.touch(mode=0o600)
+        tokens.write_text(line_of(token, tenant=TENANT, role=Role.TENANT, expire_date=None) + "\n")
+        model = tiny_model_dir(folder, "llama")
+        plain_port, secured_port = free_ports(2)
+
+        def start(name: str, *options: str, port: int | None = None) -> ServerProcess:
+            directory, log = folder / f"{name}-blocks", folder / f"{name}.log"
+            server = ServerProcess(model=model, directory=directory, log=log, options=options, port=port)
+            return stack.enter_context(server)
+
+        plain = start("plain", port=plain_port)
+        limited = start("limited", "--tenant-tokens-per-minute", str(TOKENS_PER_MINUTE))
+        security = ("--tls-certificate", str(certificate), "--tls-key", str(key))
+        secured = start("secured", *security, "--token-file", str(tokens), port=secured_port)
+        plain.wait_until_serving()
+        limited.wait_until_serving()
+        secured.wait_until_serving(grpc.ssl_channel_credentials(authority.pem))
+        yield Servers(
+            model=model.name,
+            address=plain.address,
+            limited_address=limited.address,
+            tokens_per_minute=TOKENS_PER_MINUTE,
+            secured_address=f"localhost:{secured_port}",
+            ca_path=str(folder / "ca.pem"),
+            token=token,
+            tenant=TENANT,
+        )
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    with live_servers() as servers:
+        print(servers.as_json(), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Both faces of the Python client: results, options, errors, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+import pytest
+from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats
+from icehouse_client.embeddings import embed_request
+from icehouse_client.reranking import rerank_request
+from icehouse_server.domain.events import Delta, Finished
+from icehouse_server.domain.events import FinishReason as EngineFinishReason
+from icehouse_server.domain.request import CacheUse
+from icehouse_server.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
+
+from tests.fixtures.rpc.fake_engine import hanging, overloaded, started, usage_of
+from tests.unit.rpc.conftest import SEED, RunningServer, running
+from tests.unit.rpc.services.test_embedding import EMBEDDING, embedding, vector_of
+from tests.unit.rpc.services.test_rerank import vowels
+
+Result = TypeVar("Result")
+
+
+async def threaded(served: RunningServer, use: Callable[[Client], Result]) -> Result:
+    """Use a synchronous client in a thread, beside the server's loop."""
+
+    def run() -> Result:
+        with Client(served.server.address) as client:
+            return use(client)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_generate_gives_a_whole_reply(served: RunningServer) -> None:
+    reply = await threaded(served, lambda client: client.generate("Hi", max_output_tokens=2))
+    assert (reply.text, reply.token_ids) == (" w0 w1", (0, 1))
+    assert reply.finish_reason is FinishReason.LENGTH and reply.stop_string is None
+    assert (reply.model, reply.seed, reply.reuse_limit) == ("tiny", SEED, "DIVERGED")
+    assert (reply.usage.prompt_tokens, reply.usage.cached_tokens) == (2, 3)
+    assert (reply.usage.ttft_s, reply.usage.restore_s) == (3.5, 0.25)
+
+
+async def test_stream_gives_the_same_piece_by_piece(served: RunningServer) -> None:
+    def use(client: Client) -> Any:
+        with client.stream("Hi", max_output_tokens=3, request_id="s") as stream:
+            with pytest.raises(ValueError, match="not ended"):
+                _ = stream.reply
+            return list(stream), stream.started, stream.reply
+
+    pieces, began, reply = await threaded(served, use)
+    await served.settle()
+    whole = await threaded(served, lambda c: c.generate("Hi", max_output_tokens=3, request_id="s"))
+    assert pieces == [" w0", " w1", " w2"]
+    assert reply == whole
+    assert (began.request_id, began.prompt_tokens, began.cached_tokens) == ("s", 2, 3)
+
+
+async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -> None:
+    def use(client: Client) -> None:
+        client.generate(
+            "Hi",
+            temperature=0.5,
+            top_p=0.9,
+            top_k=3,
+            min_p=0.1,
+            seed=7,
+            stop=["x"],
+            model="tiny",
+            request_id="o",
+            cache_use="off",
+            tenant="blue",
+            priority=2,
+        )
+        client.chat([Message("user", "Hi")], max_output_tokens=1)
+        client.generate([1, 2, 3], max_output_tokens=1)
+
+    await threaded(served, use)
+    full, chat, tokens = served.engine.submitted
+    sampling = full.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 3)
+    assert (sampling.min_p, sampling.seed) == (0.1, 7)
+    assert (full.stop, full.request_id, full.cache_use) == (("x",), "o", CacheUse.OFF)
+    assert (full.tenant, full.priority) == ("blue", 2)
+    assert chat.prompt_token_ids == tuple(b"user:Hi;")
+    assert tokens.prompt_token_ids == (1, 2, 3)
+
+
+async def test_every_call_has_a_deadline_unless_told_otherwise(served: RunningServer) -> None:
+    def use(client: Client) -> None:
+        client.generate("Hi", max_output_tokens=1)
+        client.generate("Hi", max_output_tokens=1, timeout_s=7)
+        client.generate("Hi", max_output_tokens=1, timeout_s=None)
+
+    await threaded(served, use)
+    remaining = [r.deadline_time and r.deadline_time - served.clock.now for r in served.engine.submitted]
+    assert remaining == [pytest.approx(120, abs=5), pytest.approx(7, abs=5), None]
+
+
+async def test_refusal_is_an_error_with_its_facts(served: RunningServer) -> None:
+    def use(client: Client) -> IcehouseClientError:
+        with pytest.raises(IcehouseClientError) as caught:
+            client.generate("x" * 100)
+        return caught.value
+
+    error = await threaded(served, use)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
+    assert (error.field, error.metadata["context_tokens"]) == ("text", "64")
+    assert error.retry_after_s is None and "100 tokens" in str(error)
+
+
+async def test_overload_says_when_to_come_back(served: RunningServer) -> None:
+    served.engine.refusal = overloaded()
+
+    def use(client: Client) -> IcehouseClientError:
+        with pytest.raises(IcehouseClientError) as caught:
+            list(client.stream("Hi"))
+        return caught.value
+
+    error = await threaded(served, use)
+    assert (error.reason, error.retry_after_s, error.field) == ("QUEUE_FULL", 1.5, None)
+
+
+async def test_no_server_is_an_error_too() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with AsyncClient(address) as client:
+            with pytest.raises(IcehouseClientError) as caught:
+                await client.generate("Hi")
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
+
+
+async def test_leaving_a_stream_cancels_it(served: RunningServer) -> None:
+    served.engine.script = hanging
+
+    def use(client: Client) -> str:
+        with client.stream("Hi", request_id="left") as stream:
+            return next(iter(stream))
+
+    assert await threaded(served, use) == "hello"
+    assert await served.cancelled() == "left"
+
+
+async def test_tokenize_stats_and_models(served: RunningServer) -> None:
+    def use(client: Client) -> Any:
+        return client.tokenize("Hi"), client.cache_stats(), client.models()
+
+    tokens, stats, models = await threaded(served, use)
+    assert [(token.id, token.piece) for token in tokens] == [(72, "<72>"), (105, "<105>")]
+    assert stats.engine.step_total == 7
+    assert [model.id for model in models] == ["tiny"]
+
+
+async def test_the_asyncio_face_says_the_same(served: RunningServer) -> None:
+    served.engine.script = lambda request: [
+        started(request),
+        Delta("so", (1,)),
+        Finished(EngineFinishReason.STOP_STRING, "END", usage_of(request, output_token_count=1)),
+    ]
+    async with AsyncClient(served.server.address) as client:
+        whole = await client.chat([Message("user", "Hi")], request_id="a")
+        await served.settle()
+        async with client.stream([Message("user", "Hi")], request_id="a") as stream:
+            pieces = [text async for text in stream]
+        assert pieces == ["so"] and stream.reply == whole
+        assert (whole.finish_reason, whole.stop_string) == (FinishReason.STOP_STRING, "END")
+        assert stream.started is not None and stream.started.request_id == "a"
+        assert [token.id for token in await client.tokenize("Hi")] == [72, 105]
+        assert (await client.cache_stats()).engine.step_total == 7
+        assert [model.id for model in await client.models()] == ["tiny"]
+        with pytest.raises(IcehouseClientError) as caught:
+            async for _ in client.stream("Hi", temperature=-1):
+                pytest.fail("a refused stream has no text")
+        assert caught.value.field == "sampling.temperature"
+
+
+async def test_leaving_an_asyncio_stream_cancels_it(served: RunningServer) -> None:
+    served.engine.script = hanging
+    async with AsyncClient(served.server.address) as client:
+        async with client.stream("Hi", request_id="left") as stream:
+            async for text in stream:
+                assert text == "hello"
+                break
+        assert await served.cancelled() == "left"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"), [(["Hi"], "token ids"), ([Message("user", "Hi"), "ho"], "Message"), (7, "int")]
+)
+def test_a_prompt_of_no_known_kind_is_refused_here(prompt: Any, wanted: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=wanted):
+        client.generate(prompt)
+
+
+async def test_response_formats_arrive_and_json_is_read_from_complete_outputs_only(
+    served: RunningServer,
+) -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+
+    def use(client: Client) -> list[Any]:
+        wanted = [
+            formats.json_schema(schema, compact=True),
+            formats.json_schema('{"type":"integer"}'),
+            formats.json_object(),
+            formats.regex("a+"),
+            formats.lark('start: "a"'),
+            formats.choice("yes", "no"),
+        ]
+        return [client.generate("Hi", max_output_tokens=1, response_format=form) for form in wanted]
+
+    replies = await threaded(served, use)
+    assert served.grammars.compiled == [
+        JsonSchema(json.dumps(schema), is_compact=True),
+        JsonSchema('{"type":"integer"}'),
+        JsonObject(),
+        Regex("a+"),
+        LarkGrammar('start: "a"'),
+        Choice(("yes", "no")),
+    ]
+    with pytest.raises(ValueError, match="LENGTH"):
+        replies[0].json()
+    complete = dataclasses.replace(replies[0], text='{"a":[1]}', finish_reason=FinishReason.STOP_TOKEN)
+    assert complete.json() == {"a": [1]}
+
+
+async def test_documents_are_ranked(served: RunningServer) -> None:
+    served.engine.script = vowels
+    answers: Any = {"positive_answer": "y", "negative_answer": "n"}
+
+    def use(client: Client) -> Any:
+        options = {"text": "{query}/{document}", "cache_use": "off", "tenant": "t", **answers}
+        return client.rerank("q", ["x", "aei", "a"], top_count=2, **options)
+
+    ranked = await threaded(served, use)
+    assert [(one.index, one.log_odds) for one in ranked] == [(1, -2.75), (2, -3.75)]
+    assert 0.0 < ranked[1].score < ranked[0].score < 0.1
+    assert {(r.cache_use, r.tenant) for r in served.engine.submitted} == {(CacheUse.OFF, "t")}
+    async with AsyncClient(served.server.address) as client:
+        turns = {"system": "{query}", "user": "{document}"}
+        assert [one.index for one in await client.rerank("q", ["x", "a"], **turns, **answers)] == [1, 0]
+    prompts = [bytes(request.prompt_token_ids) for request in served.engine.submitted[-2:]]
+    assert prompts == [b"system:q;user:x;", b"system:q;user:a;"]
+    with pytest.raises(TypeError, match="list of texts"):
+        rerank_request("q", "one text", {})
+    with pytest.raises(TypeError, match="not of both"):
+        rerank_request("q", ["a"], {"text": "{query}{document}", "user": "a"})
+
+
+async def test_embeddings_come_in_the_order_of_their_inputs() -> None:
+    async with running(info=EMBEDDING) as served:
+        served.engine.script = embedding
+
+        def use(client: Client) -> Any:
+            inputs = ["ab", [7, 8, 9, 10], "a"]
+            return client.embed(inputs, normalize=False), client.embed(["ab"], pooling="mean", dimensions=1)
+
+        several, one = await threaded(served, use)
+        async with AsyncClient(served.server.address) as client:
+            assert await client.embed(["ab"], normalize=False) == [vector_of(2).tolist()]
+    assert several == [vector_of(length).tolist() for length in (2, 4, 1)]
+    assert one == [[1.0]]
+    with pytest.raises(TypeError, match="list of texts"):
+        embed_request("one text", {})

@@ -1,0 +1,72 @@
+"""SIGTERM in the middle of a stream: what runs may finish, RAM goes to SSD, the next start is warm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.files import SystemFiles
+
+from tests.fixtures.models import tiny_model_dir
+from tests.system.cache.server import CacheServer
+from tests.system.cache.test_reuse import prompt
+from tests.system.crash.load import EventTrigger, Reference, Seen, ask
+from tests.system.crash.server_process import ServerProcess
+
+_BLOCK = 16
+_OPTIONS = ("--block-token-count", str(_BLOCK), "--min-prefix-token-count", "0", "--no-restore-or-recompute")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("models"), "gemma3_text")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    tokens = prompt(5 * _BLOCK + 3)
+    with CacheServer(model, None, is_enabled=False) as served:
+        return Reference(tuple(tokens), tuple(served.ask("cold", tokens, max_output_tokens=60).tokens))
+
+
+@pytest.mark.parametrize("grace_s", [30, 0], ids=["time to finish", "no time"])
+def test_stopped_in_the_middle_of_a_stream(
+    model: Path, reference: Reference, tmp_path: Path, grace_s: int
+) -> None:
+    directory = tmp_path / "blocks"
+    options = (*_OPTIONS, "--drain-grace-s", str(grace_s))
+    seen = Seen()
+    with ServerProcess(model=model, directory=directory, log=tmp_path / "1.log", options=options) as server:
+        server.wait_until_serving()
+        trigger = EventTrigger(event_count=12, action=server.terminate)
+        has_finished = ask(server.address, reference, seen, on_event=trigger.count)
+        assert server.wait() == 0
+    assert has_finished or grace_s == 0
+    found, file_count = OfflineStore(str(directory), files=SystemFiles(), clock=SystemClock()).check(
+        progress=lambda count: None
+    )
+    assert found == [] and file_count >= 5
+    with ServerProcess(model=model, directory=directory, log=tmp_path / "2.log", options=options) as server:
+        server.wait_until_serving()
+        assert ask(server.address, reference, seen, on_event=lambda: None)
+        server.terminate()
+        assert server.wait() == 0
+    assert seen.ssd_token_count >= 5 * _BLOCK
+
+
+def test_a_second_server_is_told_who_has_the_directory(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    directory = tmp_path / "blocks"
+    second_log = tmp_path / "second.log"
+    with ServerProcess(
+        model=model, directory=directory, log=tmp_path / "first.log", options=_OPTIONS
+    ) as first:
+        first.wait_until_serving()
+        with ServerProcess(model=model, directory=directory, log=second_log, options=_OPTIONS) as second:
+            assert second.wait() not in (0, None)
+        assert str(directory) in second_log.read_text() and str(first.pid) in second_log.read_text()
+        # The first one goes on undisturbed.
+        assert ask(first.address, reference, Seen(), on_event=lambda: None)

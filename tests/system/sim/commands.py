@@ -1,0 +1,135 @@
+"""Gives orders and questions to the house and checks that each is answered once and truly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from icehouse_server.domain.cache_commands import (
+    CacheAnswer,
+    CacheCommand,
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.core.mailbox import Command, QueryStats
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
+
+from tests.system.sim.ledger import Ledger
+from tests.system.sim.server import SimServer
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Doom:
+    """What one order to evict will remove: these blocks, as they were spilled up to that number."""
+
+    blocks: set[BlockHash] = dataclasses.field(default_factory=set)
+    spill_number: int = 0
+
+
+class CommandIssuer:
+    """Works for one house after the other. `open_count` orders still wait for their answer."""
+
+    def __init__(self, ledger: Ledger, say: Callable[[str], None]) -> None:
+        self.open_count = 0
+        self._ledger = ledger
+        self._say = say
+        self._dooms: list[_Doom] = []
+        """What the orders to evict that are still open will remove."""
+
+    def begin_life(self) -> None:
+        """Nobody answers what a process that is gone was asked."""
+        self.open_count = 0
+        self._dooms.clear()
+
+    def give(self, served: SimServer, order: CacheCommand) -> None:
+        """Send an order through the engine's door."""
+        self._say(f"order {order}")
+        rot_count = self._ledger.rot_count
+        self.open_count += 1
+        is_open = True
+        doom = _Doom()
+
+        def reply(answer: CacheAnswer | IcehouseError) -> None:
+            nonlocal is_open
+            assert is_open, f"{order} was answered twice"
+            is_open = False
+            self._dooms = [other for other in self._dooms if other is not doom]
+            self.open_count -= 1
+            self._say(f"  answered {answer!r:.200}")
+            self._ledger.seen[type(answer).__name__] += 1
+            self._check(served, order, answer, doom)
+            if isinstance(answer, VerifyReport) and order == Verify():
+                # What was damaged while it ran may have been read before.
+                self._check_verified(served, may_miss=self._ledger.rot_count > rot_count)
+
+        if isinstance(order, Evict):
+            self._dooms.append(doom)
+            # Answered at once, right before the order is carried out.
+            served.mailbox.post(Command(Unpin((1, 2)), lambda _: self._pronounce(doom, served, order)))
+        served.mailbox.post(Command(order, reply))
+
+    def ask_stats(self, served: SimServer) -> None:
+        """Ask for all counters."""
+        self._say("ask stats")
+        self.open_count += 1
+
+        def reply(engine: EngineStats, cache: CacheStats | None) -> None:
+            assert cache is not None
+            self.open_count -= 1
+
+        served.mailbox.post(QueryStats(reply))
+
+    def _pronounce(self, doom: _Doom, served: SimServer, order: Evict) -> None:
+        """Note the blocks that an order to evict is about to remove, and the last spill before it."""
+        is_all = order.prompt_token_ids is None
+        doom.spill_number = self._ledger.spill_number
+        doom.blocks |= {entry.hash for entry in (served.cache.index if is_all else _known(served, order))}
+
+    def _check(
+        self, served: SimServer, order: CacheCommand, answer: CacheAnswer | IcehouseError, doom: _Doom
+    ) -> None:
+        if isinstance(answer, IcehouseError):
+            is_expected = isinstance(answer, NotFound | Overloaded | StorageError)
+            no_tier = answer.reason is Reason.CACHE_UNSUPPORTED and served.cache.storage is None
+            assert is_expected or no_tier, f"{order} failed: {answer!r}"
+        elif isinstance(answer, Explanation) and isinstance(order, Explain):
+            assert answer.cache.cached_token_count <= len(order.prompt_token_ids) - 1, answer
+        elif isinstance(answer, PinReport) and isinstance(order, Pin | Unpin):
+            here = [e for e in _known(served, order) if e.ram or e.ssd]
+            wrong = [e for e in here if e.is_pinned is not isinstance(order, Pin)]
+            assert not wrong, f"{order} left {wrong}"
+        elif isinstance(answer, EvictReport) and served.storage is not None:
+            self._check_evicted(served, doom)
+
+    def _check_verified(self, served: SimServer, *, may_miss: bool) -> None:
+        rotten = [r.hash.hex()[:8] for r in served.store.index if r.hash in self._ledger.damaged]
+        is_excused = may_miss or self._ledger.io_errors(served)
+        assert not rotten or is_excused, f"verified, but still damaged: {rotten}"
+
+    def _check_evicted(self, served: SimServer, doom: _Doom) -> None:
+        """What was on SSD or on its way there when the order came is gone."""
+        if served.is_storage_dead or self._ledger.io_errors(served):
+            return
+        numbers = self._ledger.spill_numbers
+        left = {record.hash for record in served.store.index} & doom.blocks
+        left.difference_update(*(other.blocks for other in self._dooms))
+        old = [name.hex()[:8] for name in left if numbers.get(name, 0) <= doom.spill_number]
+        assert not old, f"evicted by order and still there: {old}"
+
+
+def _known(served: SimServer, order: Evict | Pin | Unpin) -> Sequence[Entry]:
+    """Return the blocks that are wholly part of an order's prompt."""
+    assert order.prompt_token_ids is not None
+    root = served.cache.root(order.scope)
+    return served.cache.index.known_chain(root=root, token_ids=order.prompt_token_ids)

@@ -1,0 +1,234 @@
+"""A disk that can be full, fail, lose power and rot; everything else is the system's.
+
+Power loss is played on a copy of the directory: what no fsync made durable is undone first, the
+copy takes the manifest's write-ahead log along as a killed process leaves it, and a power cut
+may take the last transactions with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import random
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from icehouse_server.storage.files import FileInfo, SystemFiles
+
+from tests.fixtures.storage.faults import Crash
+
+_FREE_BYTES = 1 << 40
+_FIRST_MTIME_NS = 10**18
+_WAL_HEAD_BYTES = 32
+_FRAME_HEAD_BYTES = 24
+_CHECKPOINT_FRAMES = 256
+_SCHEMA_TRANSACTIONS = 12
+
+
+class SimDisk:
+    """The `Files` of one process. Modification times count up, folders are listed by name."""
+
+    def __init__(self, root: Path, *, mtime_ns: int = _FIRST_MTIME_NS) -> None:
+        self.root = root
+        self.mtime_ns = mtime_ns
+        self.room_bytes: int | None = None
+        """What may still be written before the disk is full; None: plenty."""
+        self.fail_in: int | None = None
+        """Verbs until one fails with EIO."""
+        self.crash_in: int | None = None
+        """Verbs until the power goes, half of the time before the verb is done."""
+        self.crashes_before = False
+        self.failed_count = 0
+        self.has_crashed = False
+        self._system = SystemFiles()
+        self._paths: dict[int, str] = {}
+        self._unsynced: set[str] = set()
+        self._renames: list[tuple[str, str]] = []
+
+    def __getattr__(self, verb: str) -> Any:
+        action = getattr(self._system, verb)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.has_crashed:
+                # Clean-up code runs in this simulation only; a dead process does nothing more.
+                raise Crash
+            self._count_to_crash(before=True)
+            self._maybe_fail(verb, args)
+            result = self._note(verb, args, action(*args, **kwargs))
+            self._count_to_crash(before=False)
+            return result
+
+        return call
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all files, the write-ahead log's included."""
+        return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+
+    def block_bytes(self) -> int:
+        """Return the bytes of all block files, unfinished and quarantined ones included."""
+        found = (path for name in ("blocks", "quarantine") for path in (self.root / name).rglob("*"))
+        return sum(path.stat().st_size for path in found if path.is_file())
+
+    def crash(self, copy: Path) -> None:
+        """Lose power now; `copy` becomes what the next process finds."""
+        self.has_crashed = True
+        blocks = str(self.root / "blocks")
+        for path in self._unsynced:
+            if os.path.exists(path) and path.startswith(blocks):
+                os.truncate(path, os.path.getsize(path) // 2)
+        for source, target in reversed(self._renames):
+            if os.path.exists(target):
+                os.rename(target, source)
+        shutil.copytree(self.root, copy, ignore=shutil.ignore_patterns("*-shm"))
+
+    def release(self) -> None:
+        """Close what the dead process had open, as the system does."""
+        for descriptor in self._paths:
+            os.close(descriptor)
+        self._paths.clear()
+
+    def _count_to_crash(self, *, before: bool) -> None:
+        if self.crash_in is None or self.crashes_before is not before:
+            return
+        self.crash_in -= 1
+        if self.crash_in <= 0:
+            self.has_crashed = True
+            raise Crash
+
+    def _maybe_fail(self, verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "write" and self.room_bytes is not None:
+            size_bytes = sum(memoryview(part).nbytes for part in args[1])
+            if size_bytes > self.room_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "injected")
+            self.room_bytes -= size_bytes
+        if self.fail_in is not None:
+            self.fail_in -= 1
+            if self.fail_in <= 0:
+                self.fail_in = None
+                self.failed_count += 1
+                if verb == "close":
+                    self._system.close(args[0])
+                    self._note(verb, args, None)
+                raise OSError(errno.EIO, os.strerror(errno.EIO), f"injected into {verb}")
+
+    def _note(self, verb: str, args: tuple[Any, ...], result: Any) -> Any:
+        """Remember what is not durable yet, and take the real time out of what is seen."""
+        if verb in ("create", "open", "lock"):
+            self._paths[result] = args[0]
+        if verb == "create":
+            self._unsynced.add(args[0])
+        elif verb == "write":
+            self.mtime_ns += 1000
+            os.utime(args[0], ns=(self.mtime_ns, self.mtime_ns))
+        elif verb == "close":
+            self._paths.pop(args[0], None)
+        elif verb == "fsync":
+            self._unsynced.discard(self._paths[args[0]])
+        elif verb == "rename":
+            self._note_rename(*args)
+        elif verb == "fsync_dir":
+            # One sync of either folder writes the rename out: the system orders them in one journal.
+            self._renames = [pair for pair in self._renames if args[0] not in map(os.path.dirname, pair)]
+        elif verb == "unlink" and self.room_bytes is not None:
+            self.room_bytes += 900
+        elif verb == "list":
+            return sorted(result, key=_name_of)
+        elif verb == "free_bytes":
+            return _FREE_BYTES if self.room_bytes is None else self.room_bytes
+        return result
+
+    def _note_rename(self, source: str, target: str) -> None:
+        self._renames.append((source, target))
+        if source in self._unsynced:
+            self._unsynced.remove(source)
+            self._unsynced.add(target)
+
+
+def _name_of(info: FileInfo) -> str:
+    return info.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rot:
+    """What was done to block files from outside, by the names of the files."""
+
+    what: str
+    before: Mapping[str, bytes]
+    after: Mapping[str, bytes]
+    """What is in them; empty for one that is gone."""
+
+
+def rot(disk: SimDisk, dice: random.Random) -> Rot | None:
+    """Damage committed block files behind the server's back; None when there are none."""
+    found = sorted((disk.root / "blocks").glob("*/*.safetensors"))
+    if not found:
+        return None
+    victim = dice.choice(found)
+    kind = dice.choice(("flip", "flip", "truncate", "delete", "swap"))
+    touched = [victim]
+    before = {victim.stem: victim.read_bytes()}
+    disk.mtime_ns += 1000
+    if kind == "flip":
+        _flip(victim, dice, mtime_ns=victim.stat().st_mtime_ns if dice.random() < 0.7 else disk.mtime_ns)
+    elif kind == "truncate":
+        os.truncate(victim, dice.randrange(victim.stat().st_size))
+        os.utime(victim, ns=(disk.mtime_ns, disk.mtime_ns))
+    elif kind == "delete":
+        victim.unlink()
+        os.utime(victim.parent, ns=(disk.mtime_ns, disk.mtime_ns))
+    else:
+        other = dice.choice(found)
+        aside = victim.with_suffix(".aside")
+        victim.rename(aside)
+        if other != victim:
+            before[other.stem] = other.read_bytes()
+            other.rename(victim)
+            touched.append(other)
+        aside.rename(other)
+        os.utime(victim.parent, ns=(disk.mtime_ns, disk.mtime_ns))
+        if other == victim:
+            return None
+    after = {path.stem: path.read_bytes() if path.exists() else b"" for path in touched}
+    return Rot(kind, before, after)
+
+
+def _flip(path: Path, dice: random.Random, *, mtime_ns: int) -> None:
+    data = bytearray(path.read_bytes())
+    head_bytes = 8 + int.from_bytes(data[:8], "little")
+    # As often in the arrays as in the much longer head.
+    is_inside = head_bytes < len(data) and dice.random() < 0.5
+    data[dice.randrange(head_bytes if is_inside else 0, len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+    os.utime(path, ns=(mtime_ns, mtime_ns))
+
+
+def lose_last_transactions(manifest: Path, count: int) -> bool:
+    """Cut the last transactions off a write-ahead log, as a power cut may; False when that is not sure.
+
+    A log long enough to have been folded into the database was synced before, and is left alone.
+    """
+    log = manifest.with_name(manifest.name + "-wal")
+    if not log.exists():
+        return False
+    data = log.read_bytes()
+    if len(data) <= _WAL_HEAD_BYTES:
+        return False
+    (page_bytes,) = struct.unpack(">I", data[8:12])
+    salt = data[16:24]
+    ends = []
+    offset = _WAL_HEAD_BYTES
+    frame_bytes = _FRAME_HEAD_BYTES + page_bytes
+    while data[offset + 8 : offset + 16] == salt:
+        offset += frame_bytes
+        if data[offset - frame_bytes + 4 : offset - frame_bytes + 8] != bytes(4):
+            ends.append(offset)
+    # The first transactions make the schema; losing it too is another story than this one.
+    schema_count = 0 if manifest.stat().st_size > 2 * page_bytes else _SCHEMA_TRANSACTIONS
+    if len(ends) <= count + schema_count or offset > _CHECKPOINT_FRAMES * frame_bytes:
+        return False
+    os.truncate(log, ends[-1 - count])
+    return True

@@ -1,0 +1,210 @@
+"""What must be true, kept beside the house: every request, every committed block, all damage done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from icehouse_server.storage.loads import BlockFailure, Loaded, LoadFailed
+from icehouse_server.storage.messages import (
+    Evicted,
+    Inventory,
+    Outcome,
+    Persisted,
+    StatsAnswer,
+    StorageStats,
+    Verified,
+)
+
+from tests.system.sim.disk import Rot
+from tests.system.sim.model import Reply
+
+if TYPE_CHECKING:
+    from tests.system.sim.server import SimServer
+
+_ORDINARY_ERRORS = (Cancelled, DeadlineExceeded, Overloaded, Unavailable)
+
+
+@dataclasses.dataclass(slots=True)
+class Promise:
+    """One request and what it must come to."""
+
+    request: GenerationRequest
+    reply: Reply
+    model: int
+
+    @property
+    def writes(self) -> bool:
+        return self.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        return self.request.prompt_token_ids + self.reply.token_ids
+
+
+class Ledger:
+    """Survives the crashes that the house does not."""
+
+    def __init__(self) -> None:
+        self.committed: set[BlockHash] = set()
+        self.removed: set[BlockHash] = set()
+        self.spilled: set[BlockHash] = set()
+        self.damaged: set[BlockHash] = set()
+        """Blocks whose files were changed behind the server's back and not written anew since."""
+        self.rot_count = 0
+        self._sound: dict[BlockHash, bytes] = {}
+        """What was in the files of damaged blocks before they were damaged."""
+        self._mended: set[BlockHash] = set()
+        """Damaged and as they were again: who read them in between may say so later."""
+        self.ever_damaged: set[BlockHash] = set()
+        self.may_be_gone: set[BlockHash] = set()
+        """Blocks that were being removed when the power went."""
+        self.has_lost_rows = False
+        """The manifest's last transactions went with the power."""
+        self.io_error_count = 0
+        self.spill_numbers: dict[BlockHash, int] = {}
+        self.spill_number = 0
+        self.promises: list[Promise] = []
+        self._manifest_bytes = 0
+        self.last_stats: StorageStats | None = None
+        self.seen: Counter[str] = Counter()
+        """What happened at all, so that a test can say the scenarios reach it."""
+
+    def note_spill(self, block: BlockHash) -> None:
+        """A block was handed to the SSD tier."""
+        self.spilled.add(block)
+        self.spill_number += 1
+        self.spill_numbers[block] = self.spill_number
+
+    def note_rot(self, rot: Rot) -> None:
+        """These files are not what they were; a file's name is its block's hash."""
+        self.rot_count += 1
+        for name in rot.before:
+            block = BlockHash(bytes.fromhex(name))
+            if block not in self.damaged:
+                self._sound[block] = rot.before[name]
+            self.ever_damaged.add(block)
+            # Two files that changed places may do so again.
+            if rot.after[name] == self._sound[block]:
+                self.damaged.discard(block)
+                self._mended.add(block)
+            else:
+                self.damaged.add(block)
+
+    def note_outcome(self, outcome: Outcome, served: SimServer) -> None:
+        """Compare what the SSD tier says with what it must say."""
+        self.seen[type(outcome).__name__] += 1
+        if isinstance(outcome, Persisted):
+            self.committed.add(outcome.record.hash)
+            self.damaged.discard(outcome.record.hash)
+            self._check_size(served)
+        elif isinstance(outcome, Evicted):
+            self.committed.difference_update(outcome.hashes)
+            self.removed.update(outcome.hashes)
+        elif isinstance(outcome, StatsAnswer):
+            self.last_stats = outcome.stats
+        elif isinstance(outcome, LoadFailed) or (isinstance(outcome, Loaded) and outcome.failure is not None):
+            self._check_failure(outcome.failure, served)
+        elif isinstance(outcome, Verified):
+            # Told at the end of a long task: what was damaged may have been written anew since.
+            sound = [failure for failure in outcome.damaged if failure.hash not in self.ever_damaged]
+            for failure in sound:
+                self._check_failure(failure, served)
+        elif isinstance(outcome, Inventory) and served.store.is_open:
+            self._check_opened(served)
+
+    def _check_size(self, served: SimServer) -> None:
+        """A block was written only where there was room for it beside the manifest and its log."""
+        manifest_bytes = served.store.space.manifest_bytes
+        # A file of another size put in a block's place is not the server's account to keep.
+        if manifest_bytes == self._manifest_bytes and not self.ever_damaged:
+            total = served.disk.block_bytes() + manifest_bytes
+            assert total <= served.setup.disk_limit_bytes, (
+                f"{total} bytes, {served.setup.disk_limit_bytes} allowed"
+            )
+        self._manifest_bytes = manifest_bytes
+
+    def _check_failure(self, failure: BlockFailure, served: SimServer) -> None:
+        """A block may be called damaged only when somebody damaged it."""
+        self.seen[f"failure {failure.cause}"] += 1
+        if failure.hash in self.damaged | self._mended or self.io_errors(served):
+            return
+        may_miss = failure.cause is Damage.MISSING and failure.hash in self.removed
+        assert may_miss, f"a sound block was called damaged: {failure}"
+
+    def _check_opened(self, served: SimServer) -> None:
+        """No committed block is lost by a restart, none appears from nowhere, no row lied."""
+        store = served.store
+        present = {record.hash for record in store.index}
+        expected = self.committed - self.damaged - self.may_be_gone
+        if self.has_lost_rows:
+            expected -= self.removed
+        lost = expected - present
+        assert not lost, f"committed blocks were lost: {[name.hex()[:8] for name in lost]}, {store.report}"
+        strange = present - self.spilled
+        assert not strange, f"blocks nobody spilled: {[name.hex()[:8] for name in strange]}"
+        if not (self.damaged or self.has_lost_rows or self.io_errors(served)):
+            report = store.report
+            lies = (report.rows_without_file, report.quarantined, report.other_abi_deleted)
+            assert lies == (0, 0, 0) and not report.manifest_rebuilt, f"a row lied: {report}"
+        self.seen["adopted"] += store.report.adopted
+        self.seen["clean open"] += store.report.was_clean
+        self.seen["partial"] += store.report.partials_deleted
+        self.committed = present
+        self.may_be_gone = set()
+        self.has_lost_rows = False
+
+    def io_errors(self, served: SimServer) -> int:
+        """Return how often the disk has refused so far: a refusal may cost blocks, never tokens."""
+        return self.io_error_count + served.disk.failed_count
+
+    def check_end(self, promise: Promise, events: list[Event]) -> None:
+        """One end, tokens as promised, nothing reused that this tenant may not have."""
+        request, reply = promise.request, promise.reply
+        name = request.request_id
+        end = events[-1]
+        assert isinstance(end, Finished | Failed), f"{name} has not ended: {end}"
+        ends = [e for e in events if isinstance(e, Finished | Failed)]
+        starts = [e for e in events if isinstance(e, Started)]
+        assert len(ends) == 1 and len(starts) <= 1, f"{name} ended {len(ends)} times, began {len(starts)}"
+        tokens = tuple(t for e in events if isinstance(e, Delta) for t in e.token_ids)
+        text = "".join(e.text for e in events if isinstance(e, Delta))
+        for start in starts:
+            assert start is events[0], name
+            self._check_reuse(promise, start.cache)
+        if isinstance(end, Failed):
+            self.seen[type(end.error).__name__] += 1
+            assert isinstance(end.error, _ORDINARY_ERRORS), f"{name} failed: {end.error!r}"
+            assert tokens == reply.token_ids[: len(tokens)], f"{name} drew {tokens} of {reply.token_ids}"
+            return
+        self.seen[end.reason.name] += 1
+        assert tokens == reply.token_ids, f"{name} drew {tokens}, not {reply.token_ids}; {end.usage.cache}"
+        assert (text, end.reason) == (reply.text, reply.reason), f"{name}: {text!r} {end.reason}, not {reply}"
+        assert end.usage.cache == starts[0].cache, name
+        assert end.usage.output_token_count == len(tokens), name
+
+    def _check_reuse(self, promise: Promise, report: CacheReport) -> None:
+        request = promise.request
+        count = report.cached_token_count
+        self.seen["ram tokens"] += report.ram_token_count
+        self.seen["ssd tokens"] += report.ssd_token_count
+        self.seen[f"limit {report.limit.name}"] += 1
+        self.seen["shared tokens"] += count if request.shared_scope not in (None, request.scope) else 0
+        assert count <= len(request.prompt_token_ids) - 1, f"{request.request_id}: the last token must run"
+        if request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
+            assert count == 0, f"{request.request_id} reused {count} tokens against its will"
+        prefix = request.prompt_token_ids[:count]
+        known = any(
+            other.writes
+            and other.model == promise.model
+            and other.request.scope in (request.scope, request.shared_scope)
+            and other.history[:count] == prefix
+            for other in self.promises
+        )
+        assert known or count == 0, f"{request.request_id} reused {count} tokens that are nobody's to share"

@@ -1,0 +1,313 @@
+"""The model's runner: caches cut into real bytes and put back, as strictly as the real one does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import struct
+from collections.abc import Collection, Sequence
+
+from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
+from icehouse_server.domain.ids import AdapterName, SequenceId
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import LogprobsWanted, Pooling, TokenLogprobs, Vector
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.memory_model import MemoryModel
+from icehouse_server.engine.core.ports import Drawn, MemoryUse
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
+from icehouse_server.errors import Reason, StorageError
+
+from tests.fixtures.engine import memory_model, model_info
+from tests.system.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
+
+_NAMES = {
+    RegionKind.KV: ("000.k", "000.v"),
+    RegionKind.WINDOW: ("001.k",),
+    RegionKind.CHECKPOINT: ("002.state",),
+}
+_SECOND = 0x5555555555555555
+"""The second kv tensor holds each row with these bits turned over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimRegion:
+    """Rows of one kind on the pretended device; a checkpoint has one."""
+
+    kind: RegionKind
+    rows: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return 8 * len(self.rows) * len(_NAMES[self.kind])
+
+
+class SimTarget:
+    """Rows of both kv tensors that readers fill; full of dirt until they do."""
+
+    def __init__(self, capacity_token_count: int) -> None:
+        self._shape = (1, 1, capacity_token_count, 1)
+        self._buffers = [bytearray(b"\xfa" * 8 * capacity_token_count) for _ in _NAMES[RegionKind.KV]]
+
+    def views(self) -> tuple[HostTensor, ...]:
+        """Return views of both."""
+        named = zip(_NAMES[RegionKind.KV], self._buffers, strict=True)
+        return tuple(HostTensor(name, "U64", self._shape, memoryview(buffer)) for name, buffer in named)
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    """One decoding sequence. When pipelined, what is drawn is run through the model before it is told."""
+
+    caches: Caches
+    seed: int
+    drawn: int
+
+
+class SimRunner:
+    """Implements Runner and CacheRunner. Random only in how many slices a restore takes."""
+
+    def __init__(self, spec: ModelSpec, *, block_token_count: int, dice: random.Random) -> None:
+        self.spec = spec
+        self._block_token_count = block_token_count
+        self._dice = dice
+        self.is_pipelined = spec.weights % 2 == 1
+        self._has_targets = spec.weights % 3 > 0
+        self.open_caches: dict[SequenceId, Caches] = {}
+        self.restoring: dict[SequenceId, RestoreInput] = {}
+        self.joining: dict[SequenceId, tuple[Caches, int, int]] = {}
+        self.decoding: dict[SequenceId, _Row] = {}
+
+    def facts(self) -> CacheFacts:
+        """Say what these caches allow, in the layout's words."""
+        spec = self.spec
+        return CacheFacts(
+            has_kv=spec.has_kv,
+            cuttable_inside=not spec.has_state
+            and spec.window_token_count not in range(1, self._block_token_count),
+            needs_checkpoint=spec.has_state,
+            window_token_count=spec.window_token_count,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is left on the device."""
+        return not (self.open_caches or self.restoring or self.joining or self.decoding)
+
+    def load(self) -> ModelInfo:
+        return model_info(context_token_limit=CONTEXT_TOKEN_LIMIT)
+
+    def open(self, sequence_id: SequenceId) -> None:
+        assert sequence_id not in self.open_caches, sequence_id
+        self.open_caches[sequence_id] = Caches(self.spec)
+
+    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
+        assert token_ids, "a prefill of nothing"
+        caches = self.open_caches[sequence_id]
+        caches.spec = self.spec.with_adapter(adapter)
+        caches.prefill(token_ids)
+
+    def prefill_measured(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        adapter: AdapterName,
+        *,
+        next_token_ids: Sequence[int],
+        wanted: LogprobsWanted,
+    ) -> list[TokenLogprobs]:
+        raise AssertionError("no story asks for log probabilities")
+
+    def prefill_pooled(
+        self,
+        sequence_id: SequenceId,
+        token_ids: Sequence[int],
+        adapter: AdapterName,
+        *,
+        pooling: Pooling,
+    ) -> Vector:
+        raise AssertionError("no story asks for embeddings")
+
+    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
+        caches = self.open_caches.pop(sequence_id)
+        caches.spec = self.spec.with_adapter(row.adapter)
+        self.joining[sequence_id] = (caches, row.last_token_id, row.sampling.seed)
+
+    def decode(self) -> list[Drawn]:
+        if self.is_pipelined:
+            self._seat()
+            told = [
+                Drawn(sequence_id, row.drawn, fed_ahead_count=1) for sequence_id, row in self.decoding.items()
+            ]
+            self._advance()
+            return told
+        self._advance()
+        self._seat()
+        return [Drawn(sequence_id, row.drawn) for sequence_id, row in self.decoding.items()]
+
+    def _seat(self) -> None:
+        for sequence_id, (caches, last_token_id, seed) in self.joining.items():
+            caches.run(last_token_id)
+            self.decoding[sequence_id] = _Row(caches, seed, caches.draw(seed))
+        self.joining.clear()
+
+    def _advance(self) -> None:
+        for row in self.decoding.values():
+            row.caches.run(row.drawn)
+            row.drawn = row.caches.draw(row.seed)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        for place in (self.open_caches, self.restoring, self.joining, self.decoding):
+            for sequence_id in sequence_ids:
+                place.pop(sequence_id, None)
+
+    def memory_model(self) -> MemoryModel:
+        return memory_model()
+
+    def memory(self) -> MemoryUse:
+        """Ten bytes for each token of each live sequence, as the model of `memory_model` says."""
+        live = [*self.open_caches.values(), *(caches for caches, _, _ in self.joining.values())]
+        live += [row.caches for row in self.decoding.values()]
+        return MemoryUse(10 * sum(caches.position for caches in live), 2, 3)
+
+    def close(self) -> None:
+        assert self.is_empty, "sequences were left behind"
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, SimRegion]:
+        caches = self.open_caches.get(sequence_id) or self.decoding[sequence_id].caches
+        assert 0 <= start < stop <= caches.position, (start, stop, caches.position)
+        cuts = {}
+        for kind in kinds:
+            if kind is RegionKind.KV:
+                rows = caches.kv[start:stop]
+            elif kind is RegionKind.WINDOW:
+                held_from = caches.position - len(caches.window)
+                first = max(start, stop - self.spec.window_token_count)
+                assert held_from <= first, f"the window of [{first}, {stop}) has passed {held_from}"
+                rows = caches.window[first - held_from : stop - held_from]
+            else:
+                assert stop == caches.position, f"a state at {caches.position} is not one at {stop}"
+                rows = [caches.state]
+            cuts[kind] = SimRegion(kind, tuple(rows))
+        return cuts
+
+    def begin_cut(self, *, start: int, stop: int) -> list[int]:
+        """Begin with nothing copied."""
+        return [start, stop]
+
+    def continue_cut(self, sequence_id: SequenceId, cutting, *, budget_s: float):
+        """Take two steps for each block: one that copies nothing, one that copies all."""
+        start, stop = cutting[:2]
+        cutting.append(0)
+        if len(cutting) == 3:
+            return None
+        return self.cut(sequence_id, start=start, stop=stop, kinds=[RegionKind.KV])[RegionKind.KV]
+
+    def begin_target(self, *, capacity_token_count: int) -> SimTarget | None:
+        return SimTarget(capacity_token_count) if self._has_targets else None
+
+    def continue_target(self, target: SimTarget, *, budget_s: float) -> bool:
+        return self._dice.random() < 0.7
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        assert sequence_id not in self.open_caches, sequence_id
+        self.restoring[sequence_id] = restore
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        if self._dice.random() < 0.3:
+            return False
+        restore = self.restoring.pop(sequence_id)
+        self.open_caches[sequence_id] = Caches.of(
+            self.spec,
+            position=restore.token_count,
+            kv=_joined_kv(restore) if self.spec.has_kv else (),
+            window=_joined_window(restore, self.spec.window_token_count),
+            state=_state(restore) if self.spec.has_state else 0,
+        )
+        return True
+
+    def from_host(self, region: HostRegion) -> SimRegion:
+        names = tuple(tensor.name for tensor in region.tensors)
+        assert names == _NAMES[region.kind], names
+        rows = _rows_of(region.tensors[0])
+        assert all(_rows_of(t) == [row ^ _SECOND for row in rows] for t in region.tensors[1:])
+        return SimRegion(region.kind, tuple(rows))
+
+    def to_host(self, regions: Sequence[SimRegion]) -> tuple[HostRegion, ...]:
+        return tuple(_host_region(region) for region in regions)
+
+
+def _host_region(region: SimRegion) -> HostRegion:
+    is_state = region.kind is RegionKind.CHECKPOINT
+    shape = (1,) if is_state else (1, 1, len(region.rows), 1)
+    tensors = []
+    for name, bits in zip(_NAMES[region.kind], (0, _SECOND), strict=False):
+        data = struct.pack(f"<{len(region.rows)}Q", *(row ^ bits for row in region.rows))
+        tensors.append(HostTensor(name, "U64", shape, memoryview(data)))
+    return HostRegion(region.kind, tuple(tensors))
+
+
+def _rows_of(tensor: HostTensor) -> list[int]:
+    return list(struct.unpack(f"<{tensor.data.nbytes // 8}Q", tensor.data))
+
+
+def _joined_kv(restore: RestoreInput) -> list[int]:
+    """Return rows [0, token_count): blocks from the start without a gap, then the loaded buffers."""
+    rows: list[int] = []
+    for block in restore.blocks:
+        region = block.regions.get(RegionKind.KV)
+        if region is None:
+            continue
+        if block.start_token_index != len(rows) or len(_rows_in(region)) != block.token_count:
+            raise _unusable(f"kv starts at {block.start_token_index} where {len(rows)} is next")
+        rows += _rows_in(region)
+    rows = rows[: restore.token_count]
+    if len(rows) < restore.token_count:
+        loaded = restore.loaded
+        if loaded is None or loaded.end_token_index < restore.token_count:
+            raise _unusable(f"kv ends at {len(rows)} of {restore.token_count}")
+        assert bool(loaded.tensors) is (restore.target is None), "the kv is in one place, not in two"
+        tensors, origin = loaded.tensors, restore.origin_token_index
+        if isinstance(restore.target, SimTarget):
+            tensors, origin = restore.target.views(), 0
+        first, second = (_rows_of(tensor) for tensor in tensors)
+        low = len(rows) - origin
+        high = restore.token_count - origin
+        assert low >= 0 and high <= len(first), (low, high, len(first))
+        assert second[low:high] == [row ^ _SECOND for row in first[low:high]], "two tensors disagree"
+        rows += first[low:high]
+    return rows
+
+
+def _joined_window(restore: RestoreInput, window_token_count: int) -> list[int]:
+    """Return the last rows before token_count, as many as the window keeps."""
+    wanted_from = restore.token_count - min(restore.token_count, window_token_count)
+    rows: dict[int, int] = {}
+    for block in restore.blocks:
+        region = block.regions.get(RegionKind.WINDOW)
+        if region is not None:
+            end = block.start_token_index + block.token_count
+            held = _rows_in(region)
+            rows |= dict(zip(range(end - len(held), end), held, strict=True))
+    try:
+        return [rows[index] for index in range(wanted_from, restore.token_count)]
+    except KeyError as error:
+        raise _unusable(f"the window lacks token {error}") from error
+
+
+def _state(restore: RestoreInput) -> int:
+    for block in restore.blocks:
+        region = block.regions.get(RegionKind.CHECKPOINT)
+        if block.start_token_index + block.token_count == restore.token_count and region is not None:
+            return _rows_in(region)[0]
+    raise _unusable(f"there is no checkpoint at {restore.token_count}")
+
+
+def _rows_in(region: Region) -> tuple[int, ...]:
+    assert isinstance(region, SimRegion), region
+    return region.rows
+
+
+def _unusable(message: str) -> StorageError:
+    return StorageError(Reason.STORE_UNUSABLE, message)

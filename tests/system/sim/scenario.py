@@ -1,0 +1,377 @@
+"""One seed, one story: what clients, the disk and fate do to a house, and what must hold all along."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from icehouse_server.domain.cache_commands import CacheCommand, Evict, Explain, Pin, Unpin, Verify
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import NO_ADAPTER, CacheScope, RequestId, Tenant
+from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.core.mailbox import Cancel, QueryStats, Submit
+from icehouse_server.engine.core.refusals import cancelled_by_client
+from icehouse_server.storage.paths import StorePaths
+
+from tests.fixtures.storage.ciphers import VAULT
+from tests.fixtures.storage.faults import Crash
+from tests.system.sim.checks import (
+    check_agreement,
+    check_counters,
+    check_disk,
+    check_pins_agree,
+    check_ram,
+    check_rest,
+)
+from tests.system.sim.commands import CommandIssuer
+from tests.system.sim.disk import lose_last_transactions, rot
+from tests.system.sim.ledger import Ledger, Promise
+from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
+from tests.system.sim.pinning import PinWatch
+from tests.system.sim.server import Life, SimClock, SimServer
+from tests.system.sim.setup import ADAPTER_DIGESTS, draw_shares, make_setup
+from tests.unit.storage.worker.test_crash import check_is_clean
+
+_USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
+_TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
+_ADAPTERS = (NO_ADAPTER, NO_ADAPTER, NO_ADAPTER, *ADAPTER_DIGESTS)
+_RECOVERY_S = 130.0
+"""Longer than a write gate stays shut."""
+
+
+class SimulationFailed(AssertionError):
+    """A scenario broke a promise; says how to play it again."""
+
+
+class Scenario:
+    """The story of one seed below one folder. `play` raises `SimulationFailed`."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.seed = seed
+        self.log: list[str] = []
+        self.dice = random.Random(seed)
+        setup = make_setup(self.dice)
+        # Dice of their own: a story of before there were adapters stays the same but for them.
+        self._adapter_dice = random.Random(-(10**6) - seed)
+        self._sharing_dice = random.Random(-2 * 10**6 - seed)
+        self.setup = dataclasses.replace(
+            setup,
+            shares=draw_shares(setup, random.Random(-1 - seed)),
+            has_shared_prefixes=self._sharing_dice.random() < 0.4,
+            vault=VAULT if seed % 4 == 3 else None,
+        )
+        self.ledger = Ledger()
+        self.clock = SimClock()
+        self._folder = folder
+        self._live: dict[RequestId, Promise] = {}
+        self._commands = CommandIssuer(self.ledger, self._say)
+        self._pins = PinWatch(self.ledger)
+        stems = [bytes(self.dice.choices(ALPHABET, k=40)) for _ in range(2)]
+        self._texts: list[tuple[int, ...]] = [tuple(stem) for stem in stems]
+        self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
+        self._served = self._new_server()
+
+    @property
+    def seen(self) -> Counter[str]:
+        """What happened, by name."""
+        return self.ledger.seen
+
+    def play(self, action_count: int = 70) -> None:
+        """Play the whole story and check it to the end."""
+        try:
+            self._open()
+            for _ in range(action_count):
+                self._act()
+            self._end()
+        except (AssertionError, Exception) as error:
+            story = "\n".join(self.log[-40:])
+            raise SimulationFailed(
+                f"seed {self.seed}: {type(error).__name__}: {error}\n"
+                f"play it again with ICEHOUSE_SIM_SEED={self.seed}; {self.setup}\n{story}"
+            ) from error
+        finally:
+            self._served.disk.has_crashed = True
+            self._served.disk.release()
+
+    def _new_server(self) -> SimServer:
+        return SimServer(self.setup, self._life, clock=self.clock, ledger=self.ledger, dice=self.dice)
+
+    def _say(self, text: str) -> None:
+        self.log.append(f"{self.clock.now:9.4f} {text}")
+
+    def _act(self) -> None:
+        action = self.dice.choices(*zip(*self._actions(), strict=True))[0]
+        try:
+            action()
+            self._check()
+        except Crash:
+            self._die("in the middle of a step")
+
+    def _actions(self) -> list[tuple[Callable[[], None], int]]:
+        return [
+            (self._submit, 24),
+            (self._step_engine, 34),
+            (self._step_storage, 16),
+            (self._cancel, 4),
+            (self._pass_time, 3),
+            (self._order, 8),
+            (lambda: self._commands.ask_stats(self._served), 2),
+            (self._rot, 6),
+            (self._disturb_disk, 4),
+            (self._rest, 2),
+            (self._power_cut, 2),
+            (self._restart, 2),
+            (self._squeeze, 5 if self.setup.memory_limit_bytes else 0),
+            (self._break_storage, 1 if self.seed % 8 == 0 else 0),
+        ]
+
+    # What clients do.
+
+    def _submit(self) -> None:
+        for _ in range(self.dice.choice((1, 1, 2, 4))):
+            self._submit_one()
+
+    def _submit_one(self) -> None:
+        prompt = self._prompt()
+        request = GenerationRequest(
+            request_id=RequestId(f"r{len(self.ledger.promises)}"),
+            prompt_token_ids=prompt,
+            max_output_tokens=self.dice.choice((0, 1, 3, 8, 14, 100)),
+            sampling=SamplingParams(seed=self.dice.choice((0, 0, 0, 1))),
+            stop=self.dice.choice(((), (), ("ab",), ("dcb", "aa"))),
+            arrival_time=self.clock.monotonic(),
+            deadline_time=self.clock.now + self.dice.choice((0.002, 0.01))
+            if self.dice.random() < 0.1
+            else None,
+            cache_use=self.dice.choice(_USES),
+            tenant=self.dice.choice(_TENANTS),
+            adapter=self._adapter_dice.choice(_ADAPTERS),
+            shared_tenant=self._shared_tenant(),
+            priority=self.dice.choice((0, 0, 1)),
+        )
+        promise = Promise(
+            request, reference_reply(self.setup.specs[self._life.model], request), self._life.model
+        )
+        self.ledger.promises.append(promise)
+        self._texts.append(promise.history)
+        self._live[request.request_id] = promise
+        self._say(
+            f"submit {request.request_id} {bytes(prompt).decode()!r} +{request.max_output_tokens} "
+            f"{request.cache_use.name} {request.scope} {request.shared_scope}"
+        )
+        assert self._served.mailbox.offer(Submit(request))
+
+    def _shared_tenant(self) -> Tenant | None:
+        """Return whose prompts a request may start from beside its own, its own among them."""
+        named = self.setup.has_shared_prefixes and self._sharing_dice.random() < 0.6
+        return self._sharing_dice.choice(_TENANTS) if named else None
+
+    def _prompt(self) -> tuple[int, ...]:
+        """Begin like something known, go on by chance."""
+        text = self.dice.choice(self._texts[-12:] if self.dice.random() < 0.7 else self._texts)
+        kept = text[: self.dice.randint(0, len(text))] if self.dice.random() < 0.6 else text
+        more = bytes(self.dice.choices(ALPHABET, k=self.dice.choice((0, 0, 1, 2, 5, 9))))
+        prompt = (kept + tuple(more))[: CONTEXT_TOKEN_LIMIT - 1]
+        return prompt or tuple(self.dice.choices(ALPHABET, k=1))
+
+    def _cancel(self) -> None:
+        if self._live:
+            name = self.dice.choice(list(self._live))
+            self._say(f"cancel {name}")
+            self._served.mailbox.post(Cancel(name, cancelled_by_client()))
+
+    def _order(self) -> None:
+        text = self.dice.choice(self._texts)
+        scope = CacheScope(self.dice.choice(_TENANTS), self._adapter_dice.choice(_ADAPTERS))
+        orders: tuple[CacheCommand, ...] = (
+            Explain(text, scope),
+            Pin(text, scope),
+            Pin(text[:12], scope),
+            Unpin(text, scope),
+            Evict(text, scope),
+            Evict(text[:8], scope),
+            Evict(None),
+            Verify(),
+            Verify(block_limit=2),
+        )
+        order = self.dice.choice(orders)
+        self._pins.is_excused |= isinstance(order, Unpin | Evict)
+        self._commands.give(self._served, order)
+
+    # What time does.
+
+    def _step_engine(self) -> None:
+        for _ in range(self.dice.choice((1, 2, 6, 25))):
+            self._served.step_engine()
+            self._pins.look(self._served)
+            check_ram(self._served)
+
+    def _step_storage(self) -> None:
+        for _ in range(self.dice.choice((1, 1, 3, 12))):
+            self._served.step_storage()
+
+    def _pass_time(self) -> None:
+        seconds = self.dice.choice((0.005, 1.5, 10.0, 90_000.0))
+        self._say(f"{seconds} s pass")
+        self.clock.now += seconds
+
+    def _rest(self) -> None:
+        """Let everything settle, undisturbed, and look at all accounts."""
+        self._say("rest")
+        served = self._served
+        served.disk.room_bytes = served.disk.fail_in = None
+        served.guard.limit_bytes = self.setup.memory_limit_bytes
+        for _ in range(3):
+            served.come_to_rest()
+            self.clock.now += _RECOVERY_S
+        served.come_to_rest()
+        self._check()
+        check_rest(served)
+        check_agreement(served)
+        if self.setup.task_queue_count > 1 and not self.ledger.io_errors(served):
+            check_pins_agree(served)
+        if served.storage is not None and not served.is_storage_dead:
+            assert served.store.is_open, "the directory was never opened again"
+            if not served.store.report.was_clean and not self.ledger.damaged:
+                check_is_clean(self._life.directory)
+        assert not self._live, f"requests that never ended: {list(self._live)}"
+        assert self._commands.open_count == 0, f"{self._commands.open_count} orders were never answered"
+        self._check_totals()
+
+    def _check_totals(self) -> None:
+        served = self._served
+        answers: list[tuple[EngineStats, CacheStats | None]] = []
+        served.mailbox.post(QueryStats(lambda engine, cache: answers.append((engine, cache))))
+        served.come_to_rest()
+        ((engine, cache),) = answers
+        storage = self.ledger.last_stats if cache is not None and cache.ssd is not None else None
+        assert cache is not None
+        check_counters(served, engine, cache, storage)
+        self.ledger.seen["parked"] += engine.parked_total
+        self.ledger.seen["evicted from RAM"] += cache.ram.evicted_block_total
+        if storage is not None:
+            self.ledger.seen["evicted from SSD"] += storage.evicted_block_total
+            for cause, count in storage.spill_dropped_totals:
+                self.ledger.seen[f"drop {cause.name}"] += count
+
+    # What fate does.
+
+    def _rot(self) -> None:
+        done = rot(self._served.disk, self.dice) if self._served.storage is not None else None
+        if done is not None:
+            self._say(f"rot {done.what} {[name[:8] for name in done.before]}")
+            self.ledger.seen[f"rot {done.what}"] += 1
+            self.ledger.note_rot(done)
+
+    def _disturb_disk(self) -> None:
+        disk = self._served.disk
+        what = self.dice.choice(("full", "space", "io", "io", "power"))
+        self._say(f"disk: {what}")
+        if what == "full":
+            disk.room_bytes = self.dice.choice((0, 500, 3_000))
+        elif what == "space":
+            disk.room_bytes = None
+        elif what == "io":
+            disk.fail_in = self.dice.randint(1, 25)
+        else:
+            disk.crash_in = self.dice.randint(1, 40)
+            disk.crashes_before = self.dice.random() < 0.5
+
+    def _break_storage(self) -> None:
+        if self._served.storage is not None and not self._served.is_storage_dead:
+            self._say("the storage thread breaks")
+            self._served.kill_storage()
+
+    def _squeeze(self) -> None:
+        """Somebody else on this machine takes memory, or gives it back."""
+        limit_bytes = self.dice.choice((self.setup.memory_limit_bytes, 2_500, 1_500, 1_000))
+        self._say(f"memory limit {limit_bytes}")
+        self._served.guard.limit_bytes = limit_bytes
+
+    def _power_cut(self) -> None:
+        self._die("between two steps")
+
+    def _die(self, where: str) -> None:
+        """Everything in memory is gone; go on with what is on the disk."""
+        served, ledger = self._served, self.ledger
+        self._say(f"the power goes {where}")
+        ledger.seen["crash"] += 1
+        self._settle_ends()
+        if served.storage is not None and served.store.is_open:
+            ledger.may_be_gone |= ledger.committed - {record.hash for record in served.store.index}
+        directory = self._folder / f"life-{self._life.number + 1}"
+        served.die(directory)
+        if self.dice.random() < 0.3:
+            manifest = Path(StorePaths(str(directory)).manifest)
+            if lose_last_transactions(manifest, self.dice.randint(1, 3)):
+                ledger.has_lost_rows = True
+                ledger.seen["lost rows"] += 1
+                self._say("the last rows are lost")
+        self._begin_life(directory)
+
+    def _restart(self) -> None:
+        self._say("restart in order")
+        served = self._served
+        served.disk.room_bytes = None
+        served.stop(grace_s=self.dice.choice((0.0, 0.01, 5.0)), flush_s=self.dice.choice((0.0, 0.1, 60.0)))
+        self.ledger.seen["restart"] += 1
+        self._pins.check_before_restart(served)
+        self._collect_ends()
+        assert not self._live, f"a restart left requests without an end: {list(self._live)}"
+        self._begin_life(self._life.directory)
+
+    def _begin_life(self, directory: Path) -> None:
+        self.ledger.io_error_count += self._served.disk.failed_count
+        self._live.clear()
+        self._commands.begin_life()
+        self._pins.begin_life()
+        model = self._life.model if self.dice.random() < 0.8 else 1 - self._life.model
+        self._life = Life(self._life.number + 1, model, directory, self._served.disk.mtime_ns)
+        self._served = self._new_server()
+        if self.dice.random() < 0.1:
+            self._served.disk.crash_in = self.dice.randint(1, 40)
+        self._say(f"life {self._life.number} with model {model}")
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._served.open()
+        except Crash:
+            self._die("while opening")
+
+    # What must hold.
+
+    def _end(self) -> None:
+        """Rest, restart, and ask again for everything: the blocks that survived must still be right."""
+        self._served.disk.crash_in = None
+        self._rest()
+        self._served.disk.crash_in = None
+        self._restart()
+        self._served.disk.crash_in = None
+        self._rest()
+        for promise in self.ledger.promises[-6:]:
+            self._texts.append(promise.history)
+            self._submit_one()
+        self._rest()
+
+    def _check(self) -> None:
+        self._collect_ends()
+        check_ram(self._served)
+        if self._served.storage is not None:
+            check_disk(self._served)
+
+    def _collect_ends(self) -> None:
+        for name in list(self._live):
+            if self._served.recorder.end_of(name) is not None:
+                promise = self._live.pop(name)
+                self.ledger.check_end(promise, self._served.recorder.events[name])
+
+    def _settle_ends(self) -> None:
+        """What was told before the power went must be right, too."""
+        self._collect_ends()
+        self._live.clear()

@@ -1,0 +1,225 @@
+"""One life of the server process: engine loop, prefix cache, SSD tier, all stepped by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
+from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.controller import CacheController
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.scheduler import Scheduler
+from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
+from icehouse_server.errors import Reason, Unavailable
+from icehouse_server.storage.messages import Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.worker.storage import Storage
+
+from tests.fixtures.engine import Recorder, decode_ascii, model_info
+from tests.system.sim.disk import SimDisk
+from tests.system.sim.ledger import Ledger
+from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
+from tests.system.sim.runner import SimRunner
+from tests.system.sim.setup import BLOCK, Setup
+
+_REST_STEP_LIMIT = 20_000
+_FIRST_WALL_TIME = 1_700_000_000.0
+
+
+class SimClock:
+    """Time that passes a little with every look at it, so that rates and budgets mean something."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        self.now += 0.0002
+        return self.now
+
+    def wall(self) -> float:
+        return _FIRST_WALL_TIME + self.now
+
+
+class _MailboxWithoutWaiting(Mailbox[Message]):
+    """A mailbox whose waits let the rest of the world go on instead."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=1000)
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def take_all(self, *, timeout_s: float) -> list[Message]:
+        if timeout_s > 0 and not len(self):
+            self.meanwhile()
+        return super().take_all(timeout_s=0.0)
+
+
+class _WatchedStorage:
+    """The SSD tier's port, with a note of every block that is handed over."""
+
+    def __init__(self, storage: Storage, ledger: Ledger) -> None:
+        self._storage = storage
+        self._ledger = ledger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def spill(self, block: HostBlock, credit: Any, *, request_id: RequestId | None = None) -> None:
+        self._ledger.note_spill(block.header.hash)
+        self._storage.spill(block, credit, request_id=request_id)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Life:
+    """What a house is born with; the next life of the same directory shares most of it."""
+
+    number: int
+    model: int
+    directory: Path
+    mtime_ns: int
+
+
+class SimServer:
+    """Built in memory by `SimServer`, on its directory by `open`; ended by `stop` or `die`."""
+
+    def __init__(
+        self, setup: Setup, life: Life, *, clock: SimClock, ledger: Ledger, dice: random.Random
+    ) -> None:
+        self.setup, self.life, self.clock, self.ledger = setup, life, clock, ledger
+        self.recorder = Recorder()
+        self.mailbox = _MailboxWithoutWaiting()
+        self.disk = SimDisk(life.directory, mtime_ns=life.mtime_ns)
+        self.storage: Storage | None = None
+        if setup.has_storage:
+            self.storage = Storage(
+                setup.storage_settings(str(life.directory), life.model),
+                files=self.disk,
+                clock=clock,
+                post=self._post,
+                vault=setup.vault,
+            )
+        self.is_storage_dead = False
+        self.is_closed = False
+        self.runner = SimRunner(setup.specs[life.model], block_token_count=BLOCK, dice=dice)
+        self.cache = PrefixCache(
+            settings=setup.prefix_settings(life.model),
+            facts=self.runner.facts(),
+            runner=self.runner,
+            storage=_WatchedStorage(self.storage, ledger) if self.storage is not None else None,
+            clock=clock,
+        )
+        self.desk = CacheController(cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001)
+        self.guard = MemoryGuard(
+            self.runner.memory_model(),
+            limit_bytes=setup.memory_limit_bytes,
+            weight_bytes=0,
+            chunk_token_count=setup.limits.prefill_chunk_token_count,
+        )
+        self.room = WaitingQueue(setup.waiting)
+        self.scheduler = Scheduler(
+            dataclasses.replace(
+                setup.limits, chunk_ends_at_last_block=self.desk.checkpoint_block_token_count
+            ),
+            self.room,
+        )
+        self.loop = EngineLoop(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            mailbox=self.mailbox,
+            listener=self.recorder,
+            clock=clock,
+            decode=decode_ascii,
+            decode_with_markers=decode_ascii,
+            model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
+            prefix=self.desk,
+            queue=self.room,
+            guard=self.guard,
+        )
+
+    @property
+    def store(self) -> Any:
+        """The SSD tier's insides, for checks only."""
+        assert self.storage is not None
+        return self.storage._store
+
+    def open(self) -> None:
+        """Lock and open the directory."""
+        self.life.directory.mkdir(exist_ok=True)
+        if self.storage is not None:
+            self.storage.lock()
+            self.storage.open()
+
+    def step_engine(self) -> None:
+        """Let the inference thread do one step."""
+        self.loop.step()
+
+    def step_storage(self) -> bool:
+        """Let the storage and reader threads do one piece of work each."""
+        if self.storage is None or self.is_storage_dead or self.is_closed:
+            return False
+        return self.storage.step()
+
+    def kill_storage(self) -> None:
+        """The storage thread breaks: it says so, and neither it nor the readers do anything more."""
+        self.is_storage_dead = True
+        self._post(StorageFailed("injected"))
+
+    def come_to_rest(self) -> None:
+        """Work until nothing is left to do anywhere."""
+        for _ in range(_REST_STEP_LIMIT):
+            self.step_engine()
+            is_busy = self.step_storage()
+            if not is_busy and self.scheduler.is_empty and not len(self.mailbox):
+                return
+        raise AssertionError(f"the house never comes to rest; scheduler {vars(self.scheduler)}")
+
+    def stop(self, *, grace_s: float, flush_s: float) -> None:
+        """End in order: drain, flush, close. Raises what the storage thread raises, a crash included."""
+        self.mailbox.post(Drain(self.clock.monotonic() + grace_s))
+        for _ in range(_REST_STEP_LIMIT):
+            if self.loop.is_done:
+                break
+            self.step_engine()
+            self.step_storage()
+        assert self.loop.is_done, "the drain does not end"
+        self.mailbox.meanwhile = self._wait_in_flush
+        self.loop.flush(deadline_time=self.clock.monotonic() + flush_s)
+        self.loop.fail_all(Unavailable(Reason.DRAINING, "the server is shutting down"))
+        self.runner.close()
+        if self.storage is not None and not self.is_storage_dead:
+            self.storage.close(deadline_time=self.clock.monotonic() + flush_s)
+            for _ in range(_REST_STEP_LIMIT):
+                if self.is_closed:
+                    break
+                self.storage.step()
+            assert self.is_closed, "the directory is never closed"
+        self.disk.release()
+
+    def die(self, copy: Path) -> None:
+        """The process is gone; `copy` is what it leaves on the disk."""
+        if self.storage is not None and self.store._manifest is None:
+            # A connection that a crash left half open must not fold its log in while it is copied.
+            gc.collect()
+        self.disk.crash(copy)
+        if self.storage is not None and self.store._manifest is not None:
+            self.store._manifest._database.conn.close()
+        self.disk.release()
+
+    def spilling(self) -> Sequence[BlockHash]:
+        """Return the blocks that wait to be written."""
+        return [entry.hash for entry in self.cache.index if entry.is_spilling]
+
+    def _wait_in_flush(self) -> None:
+        self.clock.now += 0.01
+        self.step_storage()
+
+    def _post(self, outcome: Outcome) -> None:
+        self.is_closed = self.is_closed or isinstance(outcome, StorageClosed)
+        self.ledger.note_outcome(outcome, self)
+        self.mailbox.post(outcome)

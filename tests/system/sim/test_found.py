@@ -1,0 +1,193 @@
+"""Faults that scenarios have found, each told alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from icehouse_server.domain.cache_commands import (
+    CacheAnswer,
+    CacheCommand,
+    Evict,
+    EvictReport,
+    Pin,
+    PinReport,
+    Verify,
+)
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.ids import CacheScope, RequestId
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.mailbox import Command, Submit
+from icehouse_server.errors import IcehouseError, NotFound, Overloaded
+
+from tests.system.sim.checks import check_agreement, check_ram, check_rest
+from tests.system.sim.ledger import Ledger, Promise
+from tests.system.sim.model import ModelSpec, reference_reply
+from tests.system.sim.server import Life, SimClock, SimServer
+from tests.system.sim.setup import BLOCK, Setup, make_setup
+
+
+class Bench:
+    """A house whose setup a test changes, and requests that are checked when they end."""
+
+    def __init__(self, directory: Path, spec: ModelSpec, **changes: object) -> None:
+        self.setup: Setup = dataclasses.replace(
+            make_setup(random.Random(0)), specs=(spec, spec), has_storage=True, **changes
+        )
+        self.ledger = Ledger()
+        self.clock = SimClock()
+        self._directory = directory
+        self._life_count = 0
+        self.served = self._open()
+
+    def _open(self) -> SimServer:
+        life = Life(self._life_count, 0, self._directory, 10**18)
+        self._life_count += 1
+        served = SimServer(self.setup, life, clock=self.clock, ledger=self.ledger, dice=random.Random(0))
+        served.open()
+        return served
+
+    def restart(self) -> None:
+        self.served.stop(grace_s=1.0, flush_s=60.0)
+        self.served = self._open()
+        self.served.come_to_rest()
+
+    def submit(self, prompt: bytes, *, max_output_tokens: int = 4) -> Promise:
+        request = GenerationRequest(
+            request_id=RequestId(f"r{len(self.ledger.promises)}"),
+            prompt_token_ids=tuple(prompt),
+            max_output_tokens=max_output_tokens,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=self.clock.monotonic(),
+        )
+        promise = Promise(request, reference_reply(self.setup.specs[0], request), 0)
+        self.ledger.promises.append(promise)
+        assert self.served.mailbox.offer(Submit(request))
+        return promise
+
+    def ask(self, prompt: bytes, *, max_output_tokens: int = 4) -> Finished:
+        """Hand a request in, let everything settle, check the reply and all accounts."""
+        promise = self.submit(prompt, max_output_tokens=max_output_tokens)
+        self.served.come_to_rest()
+        events = self.served.recorder.events[promise.request.request_id]
+        self.ledger.check_end(promise, events)
+        check_ram(self.served)
+        check_rest(self.served)
+        check_agreement(self.served)
+        assert isinstance(events[-1], Finished)
+        return events[-1]
+
+    def order(self, order: CacheCommand) -> CacheAnswer | IcehouseError:
+        answers: list[CacheAnswer | IcehouseError] = []
+        self.served.mailbox.post(Command(order, answers.append))
+        self.served.come_to_rest()
+        (answer,) = answers
+        return answer
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "cache"
+
+
+@pytest.mark.parametrize("window", [BLOCK - 1, BLOCK, BLOCK + 1])
+def test_a_block_that_ends_with_the_prompt_is_captured_one_token_late(directory: Path, window: int) -> None:
+    """The first decode step runs two tokens; a short window has then passed the block's beginning."""
+    bench = Bench(directory, ModelSpec(1, True, window, False), ram_limit_bytes=100_000)
+    prompt = b"abcdabcdabcd"
+    bench.ask(prompt)
+    assert bench.ask(prompt).usage.cache.cached_token_count == len(prompt) - 1
+
+
+def test_a_block_used_while_it_was_to_leave_does_not_push_ram_over_its_budget(directory: Path) -> None:
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=200, spill_policy="on_evict")
+    for prompt in (b"aaaabbbbc", b"ccccddddc", b"aaaabbbbc"):
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            bench.served.step_engine()
+            check_ram(bench.served)
+    assert bench.served.spilling()
+    bench.served.come_to_rest()
+    check_rest(bench.served)
+
+
+def test_a_block_pinned_while_it_was_to_leave_stays_when_the_disk_does_not_take_it(directory: Path) -> None:
+    bench = Bench(
+        directory,
+        ModelSpec(1, True, 0, False),
+        ram_limit_bytes=200,
+        disk_limit_bytes=1,
+        spill_policy="on_evict",
+    )
+    for prompt in (b"aaaabbbbc", b"ccccddddc"):
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            bench.served.step_engine()
+    (leaving,) = bench.served.spilling()
+    answer = bench.order(Pin(tuple(b"aaaabbbbc")))
+    assert isinstance(answer, PinReport) and answer.block_count == 2
+    entry = bench.served.cache.index.get(leaving)
+    assert entry is not None and entry.ram and entry.is_pinned
+
+
+def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -> None:
+    """Without kv regions a chain may have gaps; a window may not."""
+    bench = Bench(directory, ModelSpec(1, False, 2 * BLOCK + 1, False), ram_limit_bytes=100_000)
+    prompt = b"abcdabcdabcdabcda"
+    bench.ask(prompt, max_output_tokens=0)
+    cache = bench.served.cache
+    blocks = cache.index.known_chain(root=cache.root(CacheScope()), token_ids=tuple(prompt))
+    assert len(blocks) == 4
+    cache.drop(blocks[2])
+    assert bench.ask(prompt, max_output_tokens=0).usage.cache.cached_token_count == 2 * BLOCK
+
+
+def test_a_pin_right_after_an_order_to_evict_finds_nothing(directory: Path) -> None:
+    """Both orders wait in one mailbox; the blocks are on SSD still, and doomed."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
+    prompt = b"aaaabbbbc"
+    bench.ask(prompt, max_output_tokens=0)
+    bench.restart()
+    answers: list[CacheAnswer | IcehouseError] = []
+    for order in (Evict(tuple(prompt)), Pin(tuple(prompt))):
+        bench.served.mailbox.post(Command(order, answers.append))
+    bench.served.come_to_rest()
+    assert isinstance(answers[0], NotFound), answers
+    assert isinstance(answers[1], EvictReport) and answers[1].ssd_block_count == 2, answers
+
+
+def test_a_refused_pin_pins_nothing(directory: Path) -> None:
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, task_queue_count=1)
+    prompt = b"aaaabbbbc"
+    bench.ask(prompt, max_output_tokens=0)
+    bench.restart()
+    answers: list[CacheAnswer | IcehouseError] = []
+    for order in (Verify(), Pin(tuple(prompt))):
+        bench.served.mailbox.post(Command(order, answers.append))
+    bench.served.come_to_rest()
+    assert isinstance(answers[0], Overloaded), answers
+    assert not any(entry.is_pinned for entry in bench.served.cache.index)
+
+
+def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(directory: Path) -> None:
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=130, spill_policy="on_evict")
+    bench.submit(b"aaaabbbbc", max_output_tokens=0)
+    for _ in range(10):
+        bench.served.step_engine()
+    bench.submit(b"ccccddddc", max_output_tokens=0)
+    bench.served.mailbox.post(Command(Pin(tuple(b"ccccdddd")), lambda _: None))
+    for _ in range(10):
+        bench.served.step_engine()
+    for prompt in (b"aaaabbbbc", b"ccccddddc"):
+        bench.served.mailbox.post(Command(Pin(tuple(prompt)), lambda _: None))
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            bench.served.step_engine()
+            check_ram(bench.served)
+    bench.served.come_to_rest()
+    check_ram(bench.served)

@@ -1,0 +1,74 @@
+"""Hundreds of seeded stories. ICEHOUSE_SIM_SEED=n plays one of them and prints what happened in it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.system.sim.stories import play
+
+_CHUNK_COUNT = 20
+_CHUNK_SEED_COUNT = 30
+_SLOW_CHUNK_COUNT = 200
+_SLOW_CHUNK_SEED_COUNT = 100
+_ONE = os.environ.get("ICEHOUSE_SIM_SEED")
+
+_REACHED = (
+    "ram tokens",
+    "ssd tokens",
+    "evicted from RAM",
+    "evicted from SSD",
+    "crash",
+    "restart",
+    "clean open",
+    "adopted",
+    "lost rows",
+    "shared tokens",
+    "Cancelled",
+    "DeadlineExceeded",
+    "Overloaded",
+    "parked",
+    "STOP_STRING",
+    "limit LOAD_FAILED",
+    "limit RECOMPUTE_FASTER",
+    "limit NO_CHECKPOINT",
+    "drop DISK_FULL",
+    "drop DAILY_BUDGET",
+    "drop WRITE_FAILED",
+    "failure header",
+    "failure missing",
+    "failure truncated",
+    "PinReport",
+    "EvictReport",
+    "VerifyReport",
+    "Explanation",
+    "StorageFailed",
+)
+"""What a few hundred stories must come to, or they prove little."""
+
+
+@pytest.mark.skipif(_ONE is None, reason="ICEHOUSE_SIM_SEED names no story to play alone")
+def test_one_story() -> None:
+    assert play([int(_ONE or 0)], is_told=True)["Inventory"] >= 0
+
+
+@pytest.mark.skipif(_ONE is not None, reason="one story was asked for")
+@pytest.mark.parametrize("chunk", range(_CHUNK_COUNT))
+def test_stories(chunk: int) -> None:
+    seen = play(range(chunk * _CHUNK_SEED_COUNT, (chunk + 1) * _CHUNK_SEED_COUNT))
+    assert seen["ram tokens"] > 0 and seen["ssd tokens"] > 0 and seen["crash"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(_SLOW_CHUNK_COUNT))
+def test_more_stories(chunk: int) -> None:
+    first = 1_000_000 + chunk * _SLOW_CHUNK_SEED_COUNT
+    seen = play(range(first, first + _SLOW_CHUNK_SEED_COUNT))
+    unreached = [what for what in _REACHED if not seen[what]]
+    assert len(unreached) <= 6, f"a hundred stories never reached {unreached}"
+
+
+@pytest.mark.skipif(_ONE is not None, reason="one story was asked for")
+def test_a_story_is_told_the_same_way_twice() -> None:
+    assert play([7, 8]) == play([7, 8])

@@ -1,0 +1,1 @@
+"""One test module for one module of the server, in folders of the same names."""

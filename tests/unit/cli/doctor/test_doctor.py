@@ -1,0 +1,133 @@
+"""Each check's verdict, and that its advice says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from icehouse_server.bootstrap.machine import Device
+from icehouse_server.cli.doctor import cache_checks, doctor
+from icehouse_server.cli.doctor.check import Check, Verdict
+from icehouse_server.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+
+from tests.fixtures.storage.blocks import make_chain
+from tests.fixtures.storage.storage_thread import StorageThread
+
+
+def with_model(name: object) -> Config:
+    return Config(model=ModelConfig(model=str(name)))
+
+
+def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        config = Config(server=ServerConfig(port=port))
+        taken.listen()
+        check = doctor.check_address(config)
+        assert check.verdict is Verdict.FAIL and str(port) in check.detail and "--port" in check.advice
+    assert doctor.check_address(config).verdict is Verdict.OK
+
+
+def test_a_socket_needs_a_folder(tmp_path: Path) -> None:
+    good = Config(server=ServerConfig(uds=str(tmp_path / "a.sock")))
+    bad = Config(server=ServerConfig(uds=str(tmp_path / "absent" / "a.sock")))
+    assert doctor.check_address(good).verdict is Verdict.OK
+    assert doctor.check_address(bad).verdict is Verdict.FAIL
+
+
+def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
+    assert "mlx_lm.convert" in doctor.check_model(with_model(tmp_path)).advice
+    (tmp_path / "config.json").write_text("{}")
+    assert "download" in doctor.check_model(with_model(tmp_path)).advice
+    (tmp_path / "model.safetensors").touch()
+    assert doctor.check_model(with_model(tmp_path)).verdict is Verdict.OK
+    assert doctor.check_model(with_model("./absent")).verdict is Verdict.FAIL
+    assert doctor.check_model(with_model("org/name")).verdict is Verdict.OK
+
+
+def test_the_demo_model_without_its_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "demo_model_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "package_installed", lambda: False)
+    check = doctor.check_model(with_model("demo"))
+    assert check.verdict is Verdict.FAIL and "icehouse[demo]" in check.advice
+
+
+def test_missing_openblas_is_a_warning_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(doctor, "find_openblas", lambda: None)
+    check = doctor.check_blas(Config())
+    assert check.verdict is Verdict.WARN and "libopenblas0-pthread" in check.advice
+    monkeypatch.setattr(doctor, "find_openblas", lambda: Path("/lib/libopenblas.so.0"))
+    monkeypatch.setattr(doctor, "openblas_loaded", lambda: False)
+    assert doctor.check_blas(Config()).verdict is Verdict.OK
+    assert doctor.check_blas(Config(engine=EngineConfig(preload_enabled=False))).verdict is Verdict.WARN
+
+
+def test_a_gpu_needs_no_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "runs_on_cpu", lambda: False)
+    assert doctor.check_blas(Config()).verdict is Verdict.OK
+
+
+def test_a_mac_without_metal_is_told_about_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(doctor, "find_device", lambda: Device(name="M4", is_gpu=False, memory_bytes=None))
+    check = doctor.check_device(Config())
+    assert check.verdict is Verdict.WARN and "Dockerfile.macos-notes" in check.advice
+
+
+def test_mlx_that_cannot_be_loaded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Device:
+        raise ImportError("libmlx.so: not found")
+
+    monkeypatch.setattr(doctor, "find_device", broken)
+    check = doctor.check_device(Config())
+    assert check.verdict is Verdict.FAIL and "libmlx.so" in check.detail
+
+
+def test_a_small_disk_is_a_warning_and_a_file_in_the_way_fails(tmp_path: Path) -> None:
+    huge = CacheConfig(directory=str(tmp_path / "kv"), ssd_bytes=1 << 60)
+    assert cache_checks.check_disk(Config(cache=huge)).verdict is Verdict.WARN
+    (tmp_path / "file").touch()
+    inside_a_file = CacheConfig(directory=str(tmp_path / "file" / "kv"))
+    assert cache_checks.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
+    off = dataclasses.replace(huge, ssd_enabled=False)
+    assert cache_checks.check_disk(Config(cache=off)).verdict is Verdict.OK
+
+
+def test_a_cache_directory_tells_its_owner_and_how_it_was_left(tmp_path: Path) -> None:
+    config = Config(cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30))
+    assert "first server" in cache_checks.check_cache(config).detail
+    with StorageThread(tmp_path / "cache") as served:
+        served.spill(*make_chain(2))
+        check = cache_checks.check_cache(config)
+        assert check.verdict is Verdict.FAIL and f"process {os.getpid()}" in check.detail
+    check = cache_checks.check_cache(config)
+    assert check.verdict is Verdict.OK and "of 1 GiB used" in check.detail
+    (tmp_path / "cache" / "clean.json").unlink()
+    check = cache_checks.check_cache(config)
+    assert check.verdict is Verdict.WARN and "not closed cleanly" in check.detail
+    (tmp_path / "cache" / "quarantine" / "a").touch()
+    assert "1 damaged files set aside" in cache_checks.check_cache(config).detail
+    (tmp_path / "cache").chmod(0o755)
+    assert "chmod 700" in cache_checks.check_cache(config).advice
+
+
+def test_without_an_ssd_tier_there_is_no_directory_to_tell_of(tmp_path: Path) -> None:
+    for off in (CacheConfig(enabled=False), CacheConfig(ssd_enabled=False)):
+        assert cache_checks.check_cache(Config(cache=off)).detail == "the SSD tier is off"
+
+
+def test_one_failure_makes_the_whole_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [Check("a", Verdict.OK, "fine"), Check("b", Verdict.WARN, "hm [x]", "do this")]
+    monkeypatch.setattr(doctor, "CHECKS", [lambda config, c=c: c for c in checks])
+    assert doctor.doctor(Config())
+    shown = capsys.readouterr().out
+    assert "hm [x]" in shown and "do this" in shown
+    monkeypatch.setattr(doctor, "CHECKS", [lambda config: Check("c", Verdict.FAIL, "bad", "mend it")])
+    assert not doctor.doctor(Config())

@@ -1,0 +1,237 @@
+"""`icehouse top`: what is shown of a server, the rates between two looks, and a server that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from icehouse_server.cli.main import app
+from icehouse_server.cli.top import top
+from icehouse_server.cli.top.rates import Rates, rates_between
+from icehouse_server.cli.top.view import duration_text, screen, sparkline
+from icehouse_server.config import SecurityConfig
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
+from icehouse_server.rpc.client.generate import CallFailed
+from icehouse_server.rpc.client.watch_stats import (
+    CacheGlance,
+    EngineGlance,
+    Glance,
+    SlowGlance,
+    StatsWatch,
+    TierGlance,
+)
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.fixtures.rpc.authority import Authority
+from tests.unit.rpc.conftest import running
+
+ENGINE = EngineGlance(
+    uptime_s=100.0,
+    waiting_count=2,
+    waiting_limit=256,
+    loading_count=1,
+    prefilling_count=3,
+    decoding_count=4,
+    decoding_limit=16,
+    finished_total=50,
+    refused_total=10,
+    prefilled_token_total=1000,
+    cached_token_total=4000,
+    output_token_total=2000,
+    decode_step_p50_s=0.034,
+    decode_step_p99_s=2.5,
+    active_memory_bytes=3 << 30,
+    memory_limit_bytes=8 << 30,
+)
+CACHE = CacheGlance(
+    tiers=(
+        TierGlance("RAM", 10, 1 << 20, 4 << 20, 5, 90.0, 3000),
+        TierGlance("SSD", 20, 2 << 20, 8 << 20, 0, 7200.0, 1000),
+    ),
+    miss_token_total=1000,
+    written_byte_total=100 << 20,
+    read_byte_total=200 << 20,
+    write_queue_bytes=1,
+    write_queue_limit_bytes=4,
+    dropped_block_total=7,
+    damaged_block_total=0,
+    writes_off_detail="",
+)
+SLOW = SlowGlance("r1", "OK", 12.0, 4.0, 0.5, 0.25, 1.25, 2.0, 1000, 768, 21)
+GLANCE = Glance(collect_time=1000.0, engine=ENGINE, cache=CACHE, slowest=(SLOW,))
+
+
+def shown(glance: Glance = GLANCE, rates: Rates | None = None, *, width: int = 120, **given: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    settings = {"address": "host:1", "history": (1.0, 2.0), **given}
+    console.print(screen(glance, rates or rates_between(None, glance), **settings))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def later(seconds: float, **engine: int) -> Glance:
+    grown = {name: getattr(ENGINE, name) + count for name, count in engine.items()}
+    moved = dataclasses.replace(ENGINE, uptime_s=ENGINE.uptime_s + seconds, **grown)
+    return dataclasses.replace(GLANCE, collect_time=GLANCE.collect_time + seconds, engine=moved)
+
+
+def test_rates_are_what_happened_between_two_looks() -> None:
+    now = later(2.0, finished_total=3, refused_total=1, output_token_total=40, prefilled_token_total=10)
+    tiers = (dataclasses.replace(CACHE.tiers[0], reused_token_total=3030), CACHE.tiers[1])
+    cache = dataclasses.replace(
+        CACHE, tiers=tiers, miss_token_total=1010, written_byte_total=CACHE.written_byte_total + 64
+    )
+    rates = rates_between(GLANCE, dataclasses.replace(now, cache=cache))
+    assert (rates.finished_per_s, rates.refused_per_s, rates.output_tokens_per_s) == (1.5, 0.5, 20.0)
+    assert (rates.prefill_tokens_per_s, rates.written_bytes_per_s, rates.read_bytes_per_s) == (5.0, 32.0, 0.0)
+    assert rates.hit_ratio == 0.75
+
+
+def test_without_an_earlier_look_rates_are_since_the_start() -> None:
+    rates = rates_between(None, GLANCE)
+    assert (rates.finished_per_s, rates.output_tokens_per_s, rates.hit_ratio) == (0.5, 20.0, 0.8)
+
+
+def test_a_restart_between_two_looks_gives_no_negative_rates() -> None:
+    fresh = dataclasses.replace(ENGINE, uptime_s=4.0, finished_total=2)
+    rates = rates_between(GLANCE, dataclasses.replace(GLANCE, collect_time=1010.0, engine=fresh))
+    assert rates.finished_per_s == 0.5
+
+
+def test_no_prompt_between_two_looks_is_no_hit_ratio() -> None:
+    assert rates_between(GLANCE, later(1.0)).hit_ratio is None
+    assert "(–)" in shown(rates=rates_between(GLANCE, later(1.0)))
+
+
+def test_the_screen_shows_queue_tiers_traffic_and_the_slowest() -> None:
+    text = shown()
+    for wanted in (
+        *("4 of 16 decoding", "3 in prefill", "2 of 256 waiting", "20 written", "(80%)", "▄█", "34 ms"),
+        *(
+            "1 MiB of 4 MiB",
+            "2 h",
+            "1,000 tokens",
+            "spill 1 MiB/s",
+            "restore 2 MiB/s",
+            "25% full",
+            "7 blocks not written",
+        ),
+        *("r1", "4.00 s", "768/1,000 → 21"),
+    ):
+        assert wanted in text, wanted
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_tables_fit_a_terminal_of_80_columns() -> None:
+    large = 100 << 40
+    tiers = tuple(
+        dataclasses.replace(t, size_bytes=1023 << 30, limit_bytes=large, block_count=123_456)
+        for t in CACHE.tiers
+    )
+    glance = dataclasses.replace(GLANCE, cache=dataclasses.replace(CACHE, tiers=tiers), slowest=(SLOW,) * 3)
+    lines = shown(glance, width=80).splitlines()
+    tables = [line for line in lines if line.startswith(("tier", "RAM", "SSD", "slowest", "r1"))]
+    assert len(tables) == 7 and "…" not in "".join(tables)
+
+
+def test_trouble_is_said() -> None:
+    cache = dataclasses.replace(CACHE, damaged_block_total=3, writes_off_detail="Disk is full")
+    text = shown(dataclasses.replace(GLANCE, cache=cache), notice="the server is away")
+    assert "3 damaged" in text and "nothing is written: Disk is full" in text and "away" in text
+
+
+def test_a_callers_name_cannot_command_the_terminal() -> None:
+    slow = dataclasses.replace(SLOW, request_id="\x1b]0;owned\x07[red]")
+    text = shown(dataclasses.replace(GLANCE, slowest=(slow,)))
+    assert "\x1b]0" not in text and "?]0;owned?[red]" in text
+
+
+def test_a_tenant_sees_its_own_requests_and_why_not_more() -> None:
+    text = shown(Glance(1.0, None, None, (SLOW,)))
+    assert "operator's token" in text and "r1" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"), [((), ""), ((0.0, 0.0), ""), ((0.0, 4.0, 8.0), " ▄█"), ((8.0,), "█")]
+)
+def test_a_sparkline_is_as_high_as_its_values(values: tuple[float, ...], drawn: str) -> None:
+    assert sparkline(values) == drawn
+
+
+def test_durations_are_for_people() -> None:
+    assert [duration_text(s) for s in (None, 0.0004, 0.25, 2.345, 600)] == [
+        "–",
+        "0 ms",
+        "250 ms",
+        "2.35 s",
+        "10 min",
+    ]
+
+
+async def test_once_asks_a_real_server() -> None:
+    async with running() as served:
+        result = await asyncio.to_thread(
+            CliRunner().invoke, app, ["top", "--once", "--address", served.server.address]
+        )
+    assert result.exit_code == 0, result.output
+    assert "decoding" in result.output and served.server.address in result.output
+
+
+async def test_a_server_that_goes_away_is_waited_for() -> None:
+    def look(address: str, is_gone: asyncio.Event, stop: Any) -> list[str]:
+        notices = []
+        with StatsWatch(address, top._access(None, None)) as watch:
+            for _, notice in top._looks(watch, interval_s=0.1):
+                notices.append(notice)
+                if notice:
+                    return notices
+                if len(notices) == 1:
+                    stop()
+        return notices
+
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    async with running() as served:
+        looking = asyncio.create_task(
+            asyncio.to_thread(
+                look, served.server.address, asked, lambda: loop.call_soon_threadsafe(asked.set)
+            )
+        )
+        async with asyncio.timeout(10):
+            await asked.wait()
+    async with asyncio.timeout(10):
+        notices = await looking
+    assert notices[0] == "" and "is away" in notices[-1]
+
+
+def test_no_server_at_first_is_an_error_with_the_cure() -> None:
+    refused = pytest.raises(CallFailed, match="icehouse serve")
+    with StatsWatch("127.0.0.1:1", top._access(None, None)) as watch, refused:
+        next(top._looks(watch, interval_s=0.1))
+
+
+async def test_a_secured_server_is_asked_with_its_roots_and_a_token(tmp_path: Path) -> None:
+    authority, token, tokens, roots = Authority(), new_token(), tmp_path / "tokens", tmp_path / "ca.pem"
+    certificate, key = authority.write_server(tmp_path, "first")
+    tokens.write_text(line_of(token, tenant="boss", role=Role.OPERATOR, expire_date=None) + "\n")
+    tokens.chmod(0o600)
+    roots.write_bytes(authority.pem)
+    (tmp_path / "own").write_text(f"{token}\n")
+    security = SecurityConfig(tls_certificate=str(certificate), tls_key=str(key), token_file=str(tokens))
+    async with running(security=security) as served:
+        address = served.server.address.replace("127.0.0.1", "localhost")
+        ask = ["top", "--once", "--address", address, "--ca", str(roots)]
+        known = await asyncio.to_thread(CliRunner().invoke, app, [*ask, "--token", str(tmp_path / "own")])
+        unknown = await asyncio.to_thread(CliRunner().invoke, app, ask)
+    assert known.exit_code == 0 and "decoding" in known.output
+    assert unknown.exit_code == 1
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["top", "--token", str(tmp_path / "none")])
+    assert "--token names" in str(result.exception)

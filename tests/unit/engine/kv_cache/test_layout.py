@@ -1,0 +1,162 @@
+"""What the layout says of each architecture, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
+from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.errors import Reason
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    _BaseCache,
+    make_prompt_cache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from tests.fixtures.models import ARCHITECTURES
+from tests.unit.engine.kv_cache.runs import BLOCK, Recording, model_of, prompt, same_bits
+
+FACTS: dict[str, tuple[tuple[str, ...], bool, int, bool, bool]] = {
+    # class names, needs_checkpoint, window, cuttable inside a block, batchable
+    "llama": (("KVCache",), False, 0, True, True),
+    "qwen3": (("KVCache",), False, 0, True, True),
+    "gemma3_text": (("RotatingKVCache", "KVCache"), False, 24, True, True),
+    "gpt_oss": (("RotatingKVCache", "KVCache"), False, 24, True, True),
+    "llama4_text": (("KVCache",), False, 0, True, True),
+    "llama4": (("ChunkedKVCache", "KVCache"), False, 32, True, False),
+    "qwen3_next": (("ArraysCache", "KVCache"), True, 0, False, True),
+    "lfm2": (("ArraysCache", "KVCache"), True, 0, False, True),
+    "mamba2": (("ArraysCache",), True, 0, False, True),
+    "falcon_h1": (("ArraysCache", "KVCache"), True, 0, False, True),
+    "deepseek_v3": (("KVCache",), False, 0, True, True),
+}
+
+
+class Counting(_BaseCache):
+    """A made-up class: a sum per layer and a counter, all of it in its state."""
+
+    def __init__(self) -> None:
+        self.total = mx.zeros((1, 4))
+        self.seen = 0
+
+    def add(self, values: mx.array) -> None:
+        self.total = self.total + values
+        self.seen += 1
+
+    @property
+    def state(self) -> Any:
+        return self.total, [self.seen, None, 0.1, "name"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.total, (self.seen, *_) = value
+
+
+class Forgetful(Counting):
+    """Its state leaves out the counter, so no copy made from it can be right."""
+
+    @property
+    def state(self) -> Any:
+        return (self.total,)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        (self.total,) = value
+        self.seen = 0
+
+
+class Subclassed(KVCache):
+    """Whatever it changes, it is not KVCache any more, and a batch would give it back as one."""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_facts(architecture: str) -> None:
+    layout = CacheLayout.of(make_prompt_cache(model_of(architecture)), block_token_count=BLOCK)
+    assert (
+        layout.class_names,
+        layout.needs_checkpoint,
+        layout.window_token_count,
+        layout.cuttable_inside,
+        layout.batchable,
+    ) == FACTS[architecture]
+
+
+def test_a_window_shorter_than_a_block_cannot_be_matched_inside() -> None:
+    layout = CacheLayout.of([RotatingKVCache(8), KVCache()], block_token_count=BLOCK)
+    assert not layout.cuttable_inside and not layout.needs_checkpoint
+    assert layout.window_start(100) == 92 and layout.window_start(5) == 0
+
+
+def test_names_say_layer_and_part() -> None:
+    recording = Recording(model_of("falcon_h1"), prompt(BLOCK))
+    names = [name for name, _ in recording.layout.cut_kv(recording.caches, start=0, stop=BLOCK).arrays]
+    assert names[:3] == ["000.1.k", "000.1.v", "001.1.k"]
+    assert [name for name, _ in recording.checkpoints[BLOCK].arrays][:3] == [
+        "000.0.00",
+        "000.0.01",
+        "001.0.00",
+    ]
+
+
+def test_bytes_per_token_and_length_are_read_off_the_caches() -> None:
+    model = model_of("llama", "bfloat16")
+    recording = Recording(model, prompt(BLOCK + 3))
+    assert recording.layout.kv_bytes_per_token(recording.make_caches()) == 0
+    assert recording.layout.kv_bytes_per_token(recording.caches) == 4 * 2 * 2 * 32 * 2
+    assert recording.layout.token_count(recording.caches) == BLOCK + 3
+
+
+@pytest.mark.parametrize(
+    ("cache", "why"),
+    [
+        (object(), "object is unknown and has no state"),
+        (LayerCache(8), "LayerCache is unknown and cannot be made from its state"),
+        (RotatingKVCache(64, keep=4), "RotatingKVCache keeps its first 4 tokens"),
+        (BatchKVCache([0]), "BatchKVCache is a batch"),
+        (Subclassed(), "Subclassed is unknown and can be merged into a batch"),
+    ],
+)
+def test_what_cannot_be_cut_or_held_is_refused_by_name(cache: Any, why: str) -> None:
+    with pytest.raises(CacheUnsupported, match=why) as caught:
+        CacheLayout.of([KVCache(), CacheList(KVCache(), cache)], block_token_count=BLOCK)
+    assert caught.value.reason is Reason.CACHE_UNSUPPORTED
+    assert caught.value.metadata["cache_class"] == type(cache).__name__
+
+
+def test_an_unknown_class_is_held_whole_by_its_state() -> None:
+    cache = Counting()
+    layout = CacheLayout.of([CacheList(KVCache(), Counting()), Counting()], block_token_count=BLOCK)
+    assert layout.needs_checkpoint and not layout.batchable
+    whole = CacheLayout.of([cache], block_token_count=BLOCK)
+    cache.add(mx.array([[1.0, 2.0, 3.0, 4.0]]))
+    taken = whole.cut_checkpoint([cache])
+    cache.add(mx.ones((1, 4)))
+    (restored,) = whole.restore(
+        RestoreSource((RestoreBlock(0, 5, checkpoint=taken),)),
+        token_count=5,
+        capacity_token_count=5,
+        make_caches=lambda: [Counting()],
+    )
+    assert type(restored) is Counting and restored.seen == 1
+    assert same_bits(restored.total, mx.array([[1.0, 2.0, 3.0, 4.0]]))
+
+
+def test_a_class_that_keeps_more_than_its_state_is_refused() -> None:
+    cache = Forgetful()
+    layout = CacheLayout.of([cache], block_token_count=BLOCK)
+    cache.add(mx.ones((1, 4)))
+    with pytest.raises(CacheUnsupported, match="Forgetful keeps more than its state says"):
+        layout.cut_checkpoint([cache])
+
+
+def test_caches_of_another_class_than_the_layouts_are_a_broken_invariant() -> None:
+    recording = Recording(model_of("llama"), prompt(BLOCK))
+    quantized = [cache.to_quantized(group_size=32, bits=8) for cache in recording.caches]
+    with pytest.raises(AssertionError):
+        recording.layout.cut_kv(quantized, start=0, stop=BLOCK)

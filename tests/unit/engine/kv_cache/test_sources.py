@@ -1,0 +1,218 @@
+"""Restores from every mix of sources, at any token, without touching the blocks they came from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from icehouse_server.domain.blocks import HostRegion
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, to_host
+from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource
+from icehouse_server.errors import Reason, StorageError
+
+from tests.unit.engine.kv_cache.runs import (
+    BLOCK,
+    CHUNK,
+    Recording,
+    feed,
+    greedy,
+    made_target,
+    model_of,
+    prompt,
+    same_bits,
+    uninterrupted,
+)
+
+LENGTH = 4 * CHUNK
+
+
+def _loaded(recording: Recording, *, start: int, stop: int, slots: int, dirt: int = 0xFF) -> LoadedKv:
+    """Fill rows [start, stop) of a target as the readers do; all others hold dirt (NaN)."""
+    target = made_target(recording.layout.kv_shapes(recording.caches), capacity_token_count=slots)
+    region = to_host(recording.layout.cut_kv(recording.caches, start=start, stop=stop))
+    for view, tensor in zip(target.views(), region.tensors, strict=True):
+        assert (view.name, view.dtype) == (tensor.name, tensor.dtype)
+        _, heads, count, _ = tensor.shape
+        rows = np.frombuffer(view.data, dtype=np.uint8).reshape(1, heads, slots, -1)
+        rows[:] = dirt
+        rows[:, :, start : start + count] = np.frombuffer(tensor.data, np.uint8).reshape(1, heads, count, -1)
+    return LoadedKv(target, start, stop)
+
+
+def _restore(
+    recording: Recording, source: RestoreSource, token_count: int, *, capacity: int = 0
+) -> list[Any]:
+    return recording.layout.restore(
+        source, token_count=token_count, capacity_token_count=capacity, make_caches=recording.make_caches
+    )
+
+
+def _check(recording: Recording, restored: list[Any], position: int) -> None:
+    """Compare with an uninterrupted run that was cut short, which keeps the grid's chunks."""
+    expected = uninterrupted(recording.model, recording.tokens[:position])
+    cold, warm = (greedy(recording.model, caches, 11, 16) for caches in (expected, restored))
+    assert warm[0] == cold[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_a_pure_ssd_hit_takes_the_buffers_as_they_are(architecture: str, dtype: str) -> None:
+    recording = Recording(model_of(architecture, dtype), prompt(LENGTH))
+    windows = tuple(dataclasses.replace(b, kv=None) for b in recording.blocks(stop=LENGTH))
+    source = RestoreSource(windows, _loaded(recording, start=0, stop=LENGTH, slots=256))
+    restored = _restore(recording, source, LENGTH, capacity=200)
+    assert restored[-1 if architecture == "llama" else 2].keys.shape[2] == 256
+    expected = uninterrupted(recording.model, recording.tokens)
+    for chunk in (prompt(7), [11], [12]):
+        assert same_bits(feed(recording.model, restored, chunk), feed(recording.model, expected, chunk))
+
+
+@pytest.mark.parametrize("ram_block_count", [1, 3])
+def test_a_ram_prefix_and_an_ssd_suffix_are_one_hit(ram_block_count: int) -> None:
+    recording = Recording(model_of("gemma3_text", "bfloat16"), prompt(LENGTH))
+    split = ram_block_count * BLOCK
+    blocks = tuple(
+        block if block.end_token_index <= split else dataclasses.replace(block, kv=None)
+        for block in recording.blocks(stop=LENGTH)
+    )
+    source = RestoreSource(blocks, _loaded(recording, start=split, stop=LENGTH, slots=512))
+    restored = _restore(recording, source, LENGTH, capacity=300)
+    assert restored[2].keys.shape[2] == 512
+    expected = uninterrupted(recording.model, recording.tokens)
+    for chunk in (prompt(7), [11]):
+        assert same_bits(feed(recording.model, restored, chunk), feed(recording.model, expected, chunk))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [("llama", {}), ("deepseek_v3", {}), ("gemma3_text", {}), ("llama4", {"attention_chunk_size": 16})],
+)
+def test_a_match_may_end_inside_a_block(architecture: str, overrides: dict[str, int]) -> None:
+    recording = Recording(model_of(architecture, **overrides), prompt(LENGTH))
+    assert recording.layout.cuttable_inside
+    for position in (1, BLOCK - 1, BLOCK + 1, 3 * CHUNK - 5, LENGTH - 1):
+        _check(recording, recording.restore(position), position)
+
+
+def test_a_match_may_end_inside_what_was_read() -> None:
+    recording = Recording(model_of("llama"), prompt(LENGTH))
+    source = RestoreSource((), _loaded(recording, start=0, stop=LENGTH, slots=256))
+    _check(recording, _restore(recording, source, LENGTH - 9), LENGTH - 9)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "llama4", "falcon_h1", "lfm2"])
+def test_a_tail_is_a_block_with_fewer_tokens(architecture: str) -> None:
+    tokens = prompt(CHUNK + BLOCK + 5)
+    recording = Recording(model_of(architecture), tokens)
+    assert recording.blocks(stop=len(tokens))[-1].token_count == 5
+    _check(recording, recording.restore(len(tokens), through_host=True), len(tokens))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "llama4", "mamba2", "falcon_h1"])
+def test_running_on_never_writes_into_a_block(architecture: str) -> None:
+    """Restoring twice from the same blocks, with a run between, gives the same bits."""
+    tokens = prompt(BLOCK)
+    recording = Recording(model_of(architecture), tokens)
+    blocks = recording.blocks(stop=BLOCK)
+    before = _bytes(blocks)
+    first = greedy(recording.model, _restore(recording, RestoreSource(blocks), BLOCK), 11, 20)
+    assert _bytes(blocks) == before
+    second = greedy(recording.model, _restore(recording, RestoreSource(blocks), BLOCK), 11, 20)
+    assert second[0] == first[0]
+    assert all(map(same_bits, second[1], first[1]))
+
+
+def test_a_live_cache_never_writes_under_a_host_view() -> None:
+    """A cut that spans nearly a whole cache may share its buffer; decode must then copy, not write."""
+    recording = Recording(model_of("llama"), prompt(CHUNK))
+    caches = recording.restore(CHUNK, capacity=256)
+    host = to_host(recording.layout.cut_kv(caches, start=0, stop=CHUNK))
+    before = [bytes(tensor.data) for tensor in host.tensors]
+    greedy(recording.model, caches, 11, 8)
+    for cache in caches:
+        cache.trim(CHUNK)
+    feed(recording.model, caches, prompt(CHUNK, seed=3))
+    assert [bytes(tensor.data) for tensor in host.tensors] == before
+
+
+def test_a_restored_array_has_room_and_is_not_copied_by_the_next_update() -> None:
+    recording = Recording(model_of("llama"), prompt(CHUNK))
+    restored = recording.restore(CHUNK, capacity=300)
+    assert {cache.keys.shape[2] for cache in restored} == {512}
+    greedy(recording.model, restored, 11, 4)
+    assert {cache.keys.shape[2] for cache in restored} == {512}
+
+
+def test_a_restore_can_be_taken_step_by_step() -> None:
+    recording = Recording(model_of("llama"), prompt(CHUNK))
+    restoring = recording.layout.begin_restore(
+        RestoreSource(recording.blocks(stop=CHUNK)),
+        token_count=CHUNK,
+        capacity_token_count=CHUNK,
+        make_caches=recording.make_caches,
+    )
+    with pytest.raises(AssertionError, match="not finished"):
+        _ = restoring.caches
+    assert [restoring.step() for _ in range(5)] == [True, True, True, False, False]
+    _check(recording, restoring.caches, CHUNK)
+
+
+def _without(blocks: tuple[RestoreBlock, ...], index: int, **changes: Any) -> tuple[RestoreBlock, ...]:
+    changed = dataclasses.replace(blocks[index], **changes)
+    return (*blocks[:index], changed, *blocks[index + 1 :])
+
+
+def _drop(region: ArrayRegion | None) -> ArrayRegion:
+    assert region is not None
+    return ArrayRegion(region.kind, region.arrays[1:])
+
+
+def _cast(region: ArrayRegion | None) -> ArrayRegion:
+    assert region is not None
+    return ArrayRegion(region.kind, tuple((name, array.astype(mx.float16)) for name, array in region.arrays))
+
+
+def _shorten(region: ArrayRegion | None) -> ArrayRegion:
+    assert region is not None
+    return ArrayRegion(region.kind, tuple((name, array[:, :, 1:]) for name, array in region.arrays))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "damage", "message"),
+    [
+        ("llama", lambda b: _without(b, 1, kv=None), "kv starts at token 32 where 16 is next"),
+        ("llama", lambda b: b[:2], "kv ends at token 32 of 64"),
+        ("llama", lambda b: _without(b, 1, kv=_drop(b[1].kv)), "cannot rebuild 000"),
+        ("llama", lambda b: _without(b, 1, kv=_cast(b[1].kv)), "does not fit together"),
+        ("llama", lambda b: _without(b, 1, kv=_shorten(b[1].kv)), "holds 15 tokens of a block of 16"),
+        ("gemma3_text", lambda b: _without(b, 3, window=None), "lacks tokens"),
+        ("gemma3_text", lambda b: _without(b, 2, window=None), "lacks tokens"),
+        ("gemma3_text", lambda b: _without(b, 3, window=_drop(b[3].window)), "cannot rebuild 000"),
+        ("lfm2", lambda b: _without(b, 3, checkpoint=None), "no checkpoint at token 64"),
+        ("lfm2", lambda b: _without(b, 3, checkpoint=_drop(b[3].checkpoint)), "cannot rebuild 000"),
+    ],
+)
+def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, message: str) -> None:
+    recording = Recording(model_of(architecture), prompt(4 * BLOCK))
+    blocks = damage(recording.blocks(stop=4 * BLOCK))
+    with pytest.raises(StorageError, match=message) as caught:
+        _restore(recording, RestoreSource(blocks), 4 * BLOCK)
+    assert caught.value.reason is Reason.STORE_UNUSABLE
+
+
+def test_arrays_shorter_than_the_hit_are_refused() -> None:
+    recording = Recording(model_of("llama"), prompt(4 * BLOCK))
+    honest = _loaded(recording, start=0, stop=2 * BLOCK, slots=2 * BLOCK)
+    lying = LoadedKv(honest.target, 0, 4 * BLOCK)
+    with pytest.raises(StorageError, match="32 slots, 64 are needed"):
+        _restore(recording, RestoreSource((), lying), 4 * BLOCK)
+
+
+def _bytes(blocks: tuple[RestoreBlock, ...]) -> list[bytes]:
+    regions = [r for b in blocks for r in (b.kv, b.window, b.checkpoint) if r is not None]
+    evaluate(regions)
+    hosts: list[HostRegion] = [to_host(region) for region in regions]
+    return [bytes(tensor.data) for host in hosts for tensor in host.tensors]

@@ -1,0 +1,72 @@
+"""The last flush: all of it where the disk keeps up, and never longer than its deadline."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import pytest
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.flush import flush
+
+from tests.fixtures.engine import FakeClock
+
+
+class Spills:
+    """A write queue of two places, in front of a disk that writes one block a second, or none."""
+
+    def __init__(self, *, is_stuck: bool) -> None:
+        self.is_stuck = is_stuck
+        self.under_way_count = 0
+
+    def wants(self, entry: object) -> bool:
+        return True
+
+    def has_credit(self, entry: object) -> bool:
+        return self.under_way_count < 2
+
+    def send(self, entry: object) -> None:
+        self.under_way_count += 1
+
+    def written(self) -> None:
+        self.under_way_count -= not self.is_stuck
+
+
+@dataclasses.dataclass
+class Cache:
+    """The parts of a prefix cache that a flush needs."""
+
+    spills: Spills
+    ram: list[int]
+
+
+def flushed(spills: Spills, caplog: pytest.LogCaptureFixture) -> Any:
+    """Flush five blocks within ten seconds; return the log's record of the end."""
+    clock = FakeClock()
+    deadline_time = clock.now + 10.0
+
+    def wait(timeout_s: float) -> None:
+        assert timeout_s > 0.0, "waited past the deadline"
+        clock.now += 1.0
+        spills.written()
+
+    caplog.set_level("INFO", logger="icehouse.engine")
+    cache = cast("PrefixCache", Cache(spills, list(range(5))))
+    flush(cache, wait=wait, clock=clock, deadline_time=deadline_time)
+    assert clock.now <= deadline_time
+    return caplog.records[-1]
+
+
+def test_everything_is_written_as_the_queue_takes_it(caplog: pytest.LogCaptureFixture) -> None:
+    ended = flushed(Spills(is_stuck=False), caplog)
+    assert (ended.message, ended.block_count, ended.left_count, ended.duration_s) == (
+        "flush_ended",
+        5,
+        0,
+        5.0,
+    )
+
+
+def test_a_disk_that_does_not_write_ends_it_at_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    ended = flushed(Spills(is_stuck=True), caplog)
+    assert (ended.message, ended.left_count, ended.duration_s) == ("flush_ended", 5, 10.0)

@@ -1,0 +1,158 @@
+"""From a match to a plan: which tier gives what, where the buffers begin, and is it worth it."""
+
+from __future__ import annotations
+
+import pytest
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
+
+from tests.fixtures.known_blocks import (
+    FINGERPRINT,
+    HYBRID,
+    KV_ONLY,
+    ROOT,
+    SIZE,
+    STATE_ONLY,
+    WINDOWS,
+    Shelf,
+    record_of,
+)
+
+LONG = list(range(100, 100 + 5 * SIZE))
+
+
+def planner(shelf: Shelf, *, rates: Rates | None = None, may_recompute: bool = True) -> Planner:
+    return Planner(shelf.index, FINGERPRINT, rates or Rates(), may_recompute)
+
+
+def plan(shelf: Shelf, tokens: list[int], *, with_ssd: bool = True, **how) -> PrefixPlan:
+    return planner(shelf, **how).plan(root=ROOT, token_ids=tokens, with_ssd=with_ssd)
+
+
+def test_all_from_ram() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG, ram=True, ssd=True)
+    found = plan(shelf, [*LONG, 1])
+    assert found.to_load == () and found.is_hit
+    assert (found.report.ram_token_count, found.report.ssd_token_count) == (len(LONG), 0)
+    assert found.report.limit is ReuseLimit.NONE
+    assert [block.start_token_index for block in found.placed] == [0, 4, 8, 12, 16]
+    assert all(RegionKind.KV in block.regions for block in found.placed)
+
+
+def test_head_from_ram_and_tail_from_ssd() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG[: 2 * SIZE], ram=True)
+    shelf.chain(LONG, ssd=True)
+    found = plan(shelf, [*LONG[:18], 7, 7])
+    assert found.token_count == 18
+    assert (found.report.ram_token_count, found.report.ssd_token_count) == (8, 10)
+    assert found.report.limit is ReuseLimit.DIVERGED
+    assert found.origin_token_index == 2 * SIZE
+    assert [(b.header.start_token_index, b.token_count) for b in found.to_load] == [(8, 4), (12, 4), (16, 2)]
+    assert all(b.regions == {RegionKind.KV} for b in found.to_load)
+    assert planner(shelf).ssd_bytes(found) == 300
+
+
+def test_kv_in_ram_after_a_gap_is_read_with_the_rest() -> None:
+    shelf = Shelf()
+    entries = shelf.chain(LONG, ram=True, ssd=True)
+    entries[1].ram.clear()
+    found = plan(shelf, [*LONG, 1])
+    assert [b.header.start_token_index for b in found.to_load] == [4, 8, 12, 16]
+    assert RegionKind.KV not in found.placed[2].regions
+
+
+def test_a_window_alone_comes_from_ssd_and_the_buffers_begin_later() -> None:
+    shelf = Shelf(WINDOWS)
+    entries = shelf.chain(LONG, ram=True, ssd=True)
+    del entries[3].ram[RegionKind.WINDOW]
+    entries[4].ram.clear()
+    found = plan(shelf, [*LONG, 1])
+    assert [(b.header.start_token_index, b.regions) for b in found.to_load] == [
+        (12, frozenset({RegionKind.WINDOW})),
+        (16, frozenset({RegionKind.KV, RegionKind.WINDOW})),
+    ]
+    assert found.origin_token_index == 16
+
+
+def test_only_the_checkpoint_at_the_target_is_read() -> None:
+    shelf = Shelf(HYBRID)
+    shelf.chain(LONG, ssd=True)
+    found = plan(shelf, [*LONG, 1])
+    assert [RegionKind.CHECKPOINT in b.regions for b in found.to_load] == [False] * 4 + [True]
+
+
+def test_a_state_stands_for_all_before_it() -> None:
+    shelf = Shelf(STATE_ONLY)
+    fourth = Shelf(STATE_ONLY).chain(LONG)[3]
+    shelf.block(fourth.parent, 12, LONG[12:16], ram=False, ssd=True)
+    found = plan(shelf, [*LONG, 1])
+    assert found.token_count == found.report.ssd_token_count == 16 and len(found.to_load) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit"),
+    [
+        ([7, 7, 7, 7, 7], ReuseLimit.NO_MATCH),
+        ([*LONG[:6], 7, 7, 7], ReuseLimit.NO_CHECKPOINT),
+        ([*LONG[:4], 7, 7, 7, 7, 7], ReuseLimit.DIVERGED),
+        (LONG[:5], ReuseLimit.NONE),
+    ],
+)
+def test_why_not_more(tokens: list[int], limit: ReuseLimit) -> None:
+    shelf = Shelf(HYBRID)
+    entries = shelf.chain(LONG, ram=True)
+    if limit is ReuseLimit.NO_CHECKPOINT:
+        del entries[1].ram[RegionKind.CHECKPOINT]
+        tokens = [*LONG[:8], 7, 7]
+    assert plan(shelf, tokens).report.limit is limit
+
+
+@pytest.mark.parametrize(
+    ("read_bytes_per_s", "prefill_tokens_per_s", "loads"),
+    [
+        (0.0, 0.0, True),  # nothing was measured
+        (1.0, 0.0, True),
+        (0.0, 1e9, True),
+        (1000.0, 100.0, False),  # 0.5 s to read, 0.2 s to compute
+        (10_000.0, 100.0, True),
+    ],
+)
+def test_the_faster_way_is_taken(read_bytes_per_s: float, prefill_tokens_per_s: float, loads: bool) -> None:
+    shelf = Shelf()
+    shelf.chain(LONG, ssd=True)
+    rates = Rates(read_bytes_per_s=read_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s)
+    found = plan(shelf, [*LONG, 1], rates=rates)
+    assert bool(found.to_load) is loads
+    assert (found.report.limit is ReuseLimit.RECOMPUTE_FASTER) is not loads
+    assert plan(shelf, [*LONG, 1], rates=rates, may_recompute=False).to_load
+
+
+def test_recomputing_keeps_what_ram_has() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG[: 2 * SIZE + 1], ram=True)
+    shelf.chain(LONG, ssd=True)
+    rates = Rates(read_bytes_per_s=1.0, prefill_tokens_per_s=1e6)
+    found = plan(shelf, [*LONG, 1], rates=rates)
+    assert found.to_load == () and found.token_count == 2 * SIZE + 1
+    assert found.report.limit is ReuseLimit.RECOMPUTE_FASTER
+
+
+def test_restoring_is_reading_and_adopting() -> None:
+    rates = Rates(read_bytes_per_s=100.0, adopt_tokens_per_s=10.0, prefill_tokens_per_s=2.0)
+    assert rates.restore_s(ssd_bytes=50, token_count=20) == pytest.approx(2.5)
+    assert rates.prefill_s(20) == pytest.approx(10.0)
+    assert Rates().restore_s(ssd_bytes=50, token_count=20) == 0.0 == Rates().prefill_s(20)
+
+
+def test_the_header_of_a_block_of_unknown_tokens_is_made_from_the_prompt() -> None:
+    shelf, other = Shelf(KV_ONLY), Shelf(KV_ONLY)
+    for entry in other.chain(LONG, ram=True):
+        shelf.index.add_stored(record_of(entry, RegionKind.KV))
+    found = plan(shelf, [*LONG, 1])
+    assert [b.header.token_ids for b in found.to_load] == [
+        tuple(LONG[start : start + SIZE]) for start in range(0, len(LONG), SIZE)
+    ]
+    assert all(b.header.fingerprint == FINGERPRINT for b in found.to_load)

@@ -1,0 +1,277 @@
+"""What of a prompt is known: chains over two tiers, ends inside blocks, tails, checkpoints, tenants."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.prefix_cache.tiers.index import IndexRules
+
+from tests.fixtures.known_blocks import (
+    HYBRID,
+    KV_ONLY,
+    ROOT,
+    SHORT_WINDOWS,
+    SIZE,
+    STATE_ONLY,
+    WINDOWS,
+    Shelf,
+    SizedRegion,
+    record_of,
+    root_of,
+)
+
+LONG = list(range(100, 100 + 5 * SIZE))
+
+
+def test_nothing_is_known_at_first() -> None:
+    match = Shelf().index.match(root=ROOT, token_ids=LONG, token_limit=len(LONG))
+    assert (match.entries, match.token_count, match.known_token_count) == ((), 0, 0)
+
+
+def test_the_last_token_always_runs() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG, ram=True)
+    assert shelf.matched(LONG) == len(LONG) - 1
+    assert shelf.matched([*LONG, 1]) == len(LONG)
+    assert shelf.matched(LONG[:1]) == 0
+
+
+def test_a_match_ends_where_the_prompt_differs_even_inside_a_block() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG, ram=True)
+    for length in range(len(LONG)):
+        assert shelf.matched([*LONG[:length], 7, 7, 7, 7, 7]) == length
+
+
+@pytest.mark.parametrize("rules", [SHORT_WINDOWS, HYBRID], ids=["short windows", "hybrid"])
+def test_blocks_that_cannot_be_cut_match_whole_only(rules: IndexRules) -> None:
+    shelf = Shelf(rules)
+    shelf.chain(LONG, ram=True)
+    for length in range(len(LONG)):
+        assert shelf.matched([*LONG[:length], 7, 7, 7, 7, 7]) == length // SIZE * SIZE
+
+
+def test_a_chain_over_two_tiers_is_one_match() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG[: 2 * SIZE], ram=True)
+    shelf.chain(LONG, ssd=True)
+    assert shelf.matched([*LONG, 1]) == len(LONG)
+    assert shelf.matched([*LONG, 1], with_ssd=False) == 2 * SIZE
+
+
+def test_ram_after_a_block_that_only_the_ssd_has_is_not_used() -> None:
+    shelf = Shelf()
+    entries = shelf.chain(LONG, ram=True)
+    shelf.index.add_stored(record_of(entries[1], RegionKind.KV))
+    entries[1].ram.clear()
+    assert shelf.matched([*LONG, 1]) == 2 * SIZE
+    shelf.index.add_stored(record_of(entries[2], RegionKind.KV))
+    assert shelf.matched([*LONG, 1]) == 3 * SIZE
+
+
+def test_a_tail_in_ram_is_found_beside_a_longer_block_on_ssd() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG[: SIZE + 2], ram=True)
+    shelf.chain(LONG, ssd=True)
+    assert shelf.matched([*LONG, 1], with_ssd=False) == SIZE + 2
+    assert shelf.matched([*LONG, 1]) == len(LONG)
+
+
+def test_the_longest_of_several_tails() -> None:
+    shelf = Shelf()
+    shelf.chain([1, 2, 3, 4, 5], ram=True)
+    shelf.chain([1, 2, 3, 4, 5, 6, 7], ram=True)
+    shelf.chain([1, 2, 3, 4, 9, 9], ram=True)
+    assert shelf.matched([1, 2, 3, 4, 5, 6, 7, 8]) == 7
+    assert shelf.matched([1, 2, 3, 4, 9, 8]) == 5
+
+
+def test_a_stored_block_of_unknown_tokens_is_found_by_its_hash_alone() -> None:
+    shelf, other = Shelf(), Shelf()
+    for entry in other.chain(LONG, ram=True):
+        shelf.index.add_stored(record_of(entry, RegionKind.KV))
+    assert all(entry.token_ids is None for entry in shelf.index)
+    assert shelf.matched([*LONG, 1]) == len(LONG)
+    # Whether it begins like this prompt is not known before its header was read.
+    fork = [*LONG[: 2 * SIZE + 1], 7, 7, 7]
+    assert shelf.matched(fork) == 2 * SIZE
+    unread_blocks = shelf.index.unread_blocks(root=ROOT, token_ids=fork, token_limit=len(fork) - 1)
+    assert [entry.start_token_index for entry in unread_blocks] == [2 * SIZE]
+    unread_blocks[0].token_ids = tuple(LONG[2 * SIZE : 3 * SIZE])
+    assert shelf.matched(fork) == 2 * SIZE + 1
+    assert shelf.index.unread_blocks(root=ROOT, token_ids=fork, token_limit=len(fork) - 1) == []
+
+
+def test_an_equal_hash_is_not_enough() -> None:
+    shelf = Shelf()
+    entries = shelf.chain(LONG, ram=True)
+    entries[1].token_ids = (9, 9, 9, 9)
+    assert shelf.matched([*LONG, 1]) == SIZE
+    with pytest.raises(AssertionError, match="share the hash"):
+        shelf.index.add(
+            parent=entries[0].hash, start_token_index=SIZE, token_ids=tuple(LONG[SIZE : 2 * SIZE])
+        )
+
+
+def test_roots_of_tenants_never_meet() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG, ram=True, root=root_of("one"))
+    assert shelf.matched([*LONG, 1], root=root_of("one")) == len(LONG)
+    for stranger in ("two", "", "on", "one "):
+        assert shelf.matched([*LONG, 1], root=root_of(stranger)) == 0
+
+
+def test_windows_are_asked_for_inside_the_window_only() -> None:
+    shelf = Shelf(WINDOWS)
+    entries = shelf.chain(LONG, ram=True)
+    for entry in entries[:3]:
+        del entry.ram[RegionKind.WINDOW]
+    # 20 tokens, window 6: from token 14 on, in the blocks that begin at 12 and 16.
+    assert shelf.matched([*LONG, 1]) == len(LONG)
+    # At 18 the window begins at 12; at 17 it begins at 11, in a block that has none any more.
+    assert shelf.matched([*LONG[:18], 7, 7]) == 18
+    assert shelf.matched([*LONG[:17], 7, 7]) == 0
+
+
+def test_a_window_may_come_from_the_other_tier() -> None:
+    shelf = Shelf(WINDOWS)
+    entries = shelf.chain(LONG, ram=True)
+    del entries[3].ram[RegionKind.WINDOW]
+    assert shelf.matched([*LONG, 1]) < len(LONG)
+    shelf.index.add_stored(record_of(entries[3], RegionKind.KV, RegionKind.WINDOW))
+    assert shelf.matched([*LONG, 1]) == len(LONG)
+    assert shelf.matched([*LONG, 1], with_ssd=False) < len(LONG)
+
+
+def test_a_model_with_states_resumes_at_checkpoints_only() -> None:
+    shelf = Shelf(HYBRID)
+    entries = shelf.chain(LONG, ram=True)
+    for entry in (entries[1], entries[3], entries[4]):
+        del entry.ram[RegionKind.CHECKPOINT]
+    match = shelf.index.match(root=ROOT, token_ids=[*LONG, 1], token_limit=len(LONG))
+    assert (match.token_count, match.known_token_count) == (3 * SIZE, len(LONG))
+    assert shelf.matched([*LONG[: 2 * SIZE], 7]) == SIZE
+
+
+def test_without_kv_the_blocks_between_checkpoints_may_be_unknown() -> None:
+    shelf, names = Shelf(STATE_ONLY), Shelf(STATE_ONLY).chain(LONG)
+    fourth = names[3]
+    shelf.block(fourth.parent, 3 * SIZE, LONG[3 * SIZE : 4 * SIZE], ram=True, ssd=False)
+    match = shelf.index.match(root=ROOT, token_ids=[*LONG, 1], token_limit=len(LONG))
+    assert match.token_count == 4 * SIZE and [e.hash for e in match.entries] == [fourth.hash]
+    assert shelf.matched([7, *LONG]) == 0
+
+
+def test_known_chain_names_whole_blocks_in_order() -> None:
+    shelf = Shelf()
+    entries = shelf.chain(LONG[: 2 * SIZE + 2], ram=True)
+    shelf.chain([*LONG[:SIZE], 7, 7, 7, 7], ram=True)
+    found = shelf.index.known_chain(root=ROOT, token_ids=LONG)
+    assert list(found) == entries
+    assert shelf.index.known_chain(root=ROOT, token_ids=LONG[: 2 * SIZE + 1]) == tuple(entries[:2])
+
+
+def test_an_entry_lives_as_long_as_a_tier_has_it() -> None:
+    shelf = Shelf()
+    (entry,) = shelf.chain(LONG[:SIZE], ram=True, ssd=True)
+    entry.ram.clear()
+    shelf.index.discard_if_empty(entry)
+    assert shelf.index.get(entry.hash) is entry
+    entry.is_spilling = True
+    shelf.index.forget_stored(entry.hash)
+    assert len(shelf.index) == 1
+    entry.is_spilling = False
+    shelf.index.discard_if_empty(entry)
+    assert len(shelf.index) == 0 and shelf.index.children(ROOT) == ()
+    assert shelf.index.forget_stored(entry.hash) is None
+
+
+def test_what_the_row_says_is_kept() -> None:
+    shelf = Shelf()
+    (entry,) = Shelf().chain(LONG[:SIZE])
+    stored = shelf.index.add_stored(record_of(entry, RegionKind.KV, pinned=True))
+    assert stored.is_pinned and stored.ssd == {RegionKind.KV: 100} and stored.ssd_bytes == 1000
+    stored.is_pinned = False
+    assert not shelf.index.add_stored(record_of(entry, RegionKind.KV, pinned=True)).is_pinned
+
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=4 * SIZE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    known=st.lists(st.tuples(tokens, st.booleans(), st.booleans()), max_size=6),
+    wanted=tokens,
+    rules=st.sampled_from([KV_ONLY, WINDOWS, SHORT_WINDOWS, HYBRID, STATE_ONLY]),
+    with_ssd=st.booleans(),
+)
+def test_a_match_is_always_a_true_prefix_that_its_tiers_can_make(known, wanted, rules, with_ssd) -> None:
+    shelf = Shelf(rules)
+    for stored, ram, ssd in known:
+        shelf.chain(stored, ram=ram, ssd=ssd)
+    match = shelf.index.match(root=ROOT, token_ids=wanted, token_limit=len(wanted) - 1, with_ssd=with_ssd)
+    assert match.token_count <= len(wanted) - 1
+    covered: list[int] = []
+    for entry in match.entries:
+        assert entry.start_token_index == len(covered)
+        covered += entry.token_ids
+        for kind in rules.needed_kinds(entry, match.token_count):
+            assert isinstance(entry.ram.get(kind), SizedRegion) or (with_ssd and kind in entry.ssd)
+    assert covered[: match.token_count] == wanted[: match.token_count]
+    if rules == KV_ONLY and with_ssd:
+        assert match.token_count >= longest_whole(known, wanted)
+
+
+def longest_whole(known, wanted) -> int:
+    """Return the longest common beginning with any one known sequence that is all in RAM or all on SSD."""
+    best = 0
+    for stored, ram, ssd in known:
+        if not (ram or ssd):
+            continue
+        count = 0
+        for a, b in zip(stored, wanted[:-1], strict=False):
+            if a != b:
+                break
+            count += 1
+        best = max(best, count)
+    return best
+
+
+def test_a_shared_chain_stands_for_blocks_that_are_missing() -> None:
+    shelf, shared = Shelf(), root_of("shared")
+    shelf.chain(LONG[: 3 * SIZE], ram=True, root=shared)
+    assert shelf.matched([*LONG, 1]) == 0
+    assert shelf.matched([*LONG, 1], shared_root=shared) == 3 * SIZE
+    # Its own blocks go on where the shared ones end, by the names that they have without them.
+    own = shelf.chain(LONG, ram=True)
+    for entry in own[:3]:
+        entry.ram.clear()
+        shelf.index.discard_if_empty(entry)
+    assert shelf.matched([*LONG, 1]) == 0
+    assert shelf.matched([*LONG, 1], shared_root=shared) == len(LONG)
+    assert shelf.matched([*LONG, 1], root=root_of("other"), shared_root=shared) == 3 * SIZE
+
+
+@pytest.mark.parametrize("own_tiers", [{"ram": True}, {"ssd": True}])
+@pytest.mark.parametrize("gap", [0, 1, 2, 5])
+def test_of_two_blocks_the_one_that_the_chain_can_go_on_with_is_taken(
+    own_tiers: dict[str, bool], gap: int
+) -> None:
+    """One chain is in RAM but for one block, the other is on SSD: RAM before the gap, SSD from there on."""
+    shelf, shared = Shelf(), root_of("shared")
+    shared_tiers = {"ssd": True} if "ram" in own_tiers else {"ram": True}
+    chains = shelf.chain(LONG, **own_tiers), shelf.chain(LONG, **shared_tiers, root=shared)
+    for entry in (entry for chain in chains for entry in chain[gap : gap + 1] if entry.ram):
+        entry.ram.clear()
+        shelf.index.discard_if_empty(entry)
+    assert shelf.matched([*LONG, 1], shared_root=shared) == len(LONG)
+    assert shelf.matched([*LONG, 1], shared_root=shared, with_ssd=False) == gap * SIZE
+
+
+def test_a_shared_chain_of_ones_own_changes_nothing() -> None:
+    shelf = Shelf()
+    shelf.chain(LONG, ram=True)
+    match = shelf.index.match(root=ROOT, token_ids=LONG, token_limit=len(LONG), shared_root=ROOT)
+    assert match == shelf.index.match(root=ROOT, token_ids=LONG, token_limit=len(LONG))

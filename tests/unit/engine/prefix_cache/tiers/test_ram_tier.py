@@ -1,0 +1,68 @@
+"""Bytes, order and victims of the RAM tier."""
+
+from __future__ import annotations
+
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+
+from tests.fixtures.known_blocks import SIZE, Shelf, SizedRegion
+
+
+def tier_with(count: int, *, limit_bytes: int = 100, size_bytes: int = 10) -> tuple[RamTier, list[Entry]]:
+    tier = RamTier(limit_bytes=limit_bytes)
+    entries = Shelf().chain(list(range(count * SIZE)))
+    for entry in entries:
+        tier.put(entry, {RegionKind.KV: SizedRegion(size_bytes)})
+    return tier, entries
+
+
+def test_bytes_are_those_of_all_regions() -> None:
+    tier, entries = tier_with(3)
+    assert (len(tier), tier.used_bytes) == (3, 30)
+    tier.put(entries[0], {RegionKind.WINDOW: SizedRegion(5)})
+    assert (len(tier), tier.used_bytes, entries[0].ram_bytes) == (3, 35, 15)
+    tier.put(entries[0], {RegionKind.WINDOW: SizedRegion(7)})
+    assert tier.used_bytes == 37
+    tier.drop(entries[0])
+    assert (len(tier), tier.used_bytes, entries[0].ram) == (2, 20, {})
+
+
+def test_a_touched_chain_ends_with_its_head() -> None:
+    tier, entries = tier_with(4)
+    tier.touch(entries[:3], now=5.0)
+    assert [entry.start_token_index // SIZE for entry in tier] == [3, 2, 1, 0]
+    assert [entry.last_used_time for entry in entries] == [5.0, 5.0, 5.0, 0.0]
+
+
+def test_victims_are_the_oldest_that_make_just_enough_room() -> None:
+    tier, entries = tier_with(10)
+    assert tier.victims(0) == []
+    assert tier.victims(1) == entries[:1]
+    assert tier.victims(25) == entries[:3]
+    assert tier.victims(100) == entries
+    assert tier.victims(101) is None, "not even all of them would do"
+    assert tier.victims(-50) == []
+
+
+def test_pinned_and_spared_ones_stay() -> None:
+    tier, entries = tier_with(10)
+    entries[0].is_pinned = True
+    assert tier.victims(10, spared={entries[1].hash}) == [entries[2]]
+    assert tier.victims(80, spared={entries[1].hash}) == entries[2:]
+    assert tier.victims(81, spared={entries[1].hash}) is None
+
+
+def test_what_is_over_the_budget_already_counts() -> None:
+    tier, entries = tier_with(10, limit_bytes=75)
+    assert tier.victims(0) == entries[:3]
+
+
+def test_evicted_purged_and_forgotten_are_three_things() -> None:
+    tier, entries = tier_with(4)
+    tier.drop(entries[0])
+    tier.drop(entries[1], by_order=True)
+    assert tier.forget(entries[2]) and not tier.forget(entries[2])
+    tier.drop(entries[0])
+    assert (tier.evicted_block_total, tier.evicted_byte_total, tier.purged_block_total) == (1, 10, 1)
+    assert list(tier) == [entries[3]] and tier.used_bytes == 10

@@ -1,0 +1,139 @@
+"""Which block goes to SSD, what it takes first, and what is under way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits, TenantQuotas
+from icehouse_server.storage.worker.credit import Credit, Meter
+
+from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of
+from tests.system.cache.token_runner import TokenRegion, TokenRunner
+
+
+class Queue:
+    """A write queue of a test: takes credit for real, writes nothing."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.meter = Meter(limit_bytes)
+        self.blocks: list[HostBlock] = []
+
+    def try_reserve(self, size_bytes: int) -> Credit | None:
+        return Credit(self.meter, size_bytes) if self.meter.try_take(size_bytes) else None
+
+    def spill(self, block: HostBlock, credit: Credit, *, request_id: RequestId | None = None) -> None:
+        assert block.size_bytes <= credit.size_bytes
+        self.blocks.append(block)
+
+
+@dataclasses.dataclass
+class Desk:
+    shelf: Shelf
+    queue: Queue
+    runner: TokenRunner
+    counters: PrefixCounters
+    spills: Spills
+
+    def block(self, start: int = 0, count: int = SIZE) -> Entry:
+        """Put the next block of one chain into RAM, with the tokens it is made of."""
+        tokens = list(range(1, 1 + start + count))
+        entry = self.shelf.chain(tokens)[-1]
+        region = TokenRegion(RegionKind.KV, entry.token_ids or ())
+        entry.ram = {RegionKind.KV: region}
+        return entry
+
+
+def desk(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20) -> Desk:
+    shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
+    runner = TokenRunner(CacheFacts())
+    shares = TenantQuotas(
+        limits=QuotaLimits(),
+        fingerprint=FINGERPRINT,
+        adapters={},
+        index=shelf.index,
+        ram=RamTier(limit_bytes=0),
+    )
+    spills = Spills(
+        index=shelf.index,
+        facts=CacheFacts(),
+        fingerprint=FINGERPRINT,
+        policy=policy,
+        min_prefix_token_count=min_prefix,
+        runner=runner,
+        storage=queue,
+        counters=counters,
+        shares=shares,
+    )
+    return Desk(shelf, queue, runner, counters, spills)
+
+
+def test_a_block_is_sent_once() -> None:
+    made = desk()
+    entry = made.block()
+    assert made.spills.wants(entry) and made.spills.send(entry)
+    assert entry.is_spilling and made.spills.under_way_count == 1
+    assert not made.spills.wants(entry) and not made.spills.send(entry)
+    made.spills.end(entry)
+    made.shelf.index.add_stored(record_of(entry, RegionKind.KV))
+    assert made.spills.under_way_count == 0
+    assert not made.spills.wants(entry) and not made.spills.send(entry), "it is there"
+    (block,) = made.queue.blocks
+    assert block.header.token_ids == entry.token_ids and block.header.fingerprint == FINGERPRINT
+    assert made.counters.drop_totals.total() == 0
+
+
+def test_without_credit_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = desk(limit_bytes=100)
+    monkeypatch.setattr(made.runner, "to_host", lambda regions: pytest.fail("copied without credit"))
+    entry = made.block()
+    assert not made.spills.has_credit(entry) and not made.spills.send(entry)
+    assert made.counters.drop_totals == {SpillDropCause.NO_CREDIT: 1}
+    assert made.spills.under_way_count == 0 and not entry.is_spilling
+
+
+def test_asking_for_credit_takes_none() -> None:
+    made = desk()
+    for _ in range(100):
+        assert made.spills.has_credit(made.block())
+    assert made.queue.meter.outstanding == 0
+
+
+def test_a_block_without_its_kv_is_not_worth_a_file() -> None:
+    made = desk()
+    entry = made.block()
+    entry.ram = {RegionKind.WINDOW: TokenRegion(RegionKind.WINDOW, (1,))}
+    assert not made.spills.wants(entry)
+
+
+def test_short_prefixes_go_only_with_longer_ones() -> None:
+    made = desk(min_prefix=3 * SIZE)
+    first, second = made.block(0), made.block(SIZE)
+    assert not made.spills.wants(first) and not made.spills.send(second)
+    assert made.counters.drop_totals == {SpillDropCause.PREFIX_SHORT: 1}
+    third = made.block(2 * SIZE)
+    assert all(made.spills.wants(entry) for entry in (first, second, third))
+
+
+def test_off_is_silent() -> None:
+    made = desk(policy="off")
+    entry = made.block()
+    assert not made.spills.is_on and not made.spills.wants(entry) and not made.spills.send(entry)
+    assert made.counters.drop_totals.total() == 0
+
+
+def test_a_lost_tier_takes_its_queue_along() -> None:
+    made = desk()
+    entry = made.block()
+    made.spills.send(entry)
+    made.spills.lose_storage()
+    assert (made.spills.under_way_count, entry.is_spilling, made.spills.is_on) == (0, False, False)
+    assert not made.spills.has_credit(entry) and not made.spills.send(entry)

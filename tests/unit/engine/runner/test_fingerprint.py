@@ -1,0 +1,144 @@
+"""The fingerprint changes with whatever KV depends on and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
+from icehouse_server.errors import ModelError, Reason
+
+from tests.fixtures.models import tiny_model_dir
+
+
+def _of(folder: Path, **overrides: Any) -> ModelFingerprint:
+    settings: dict[str, Any] = {"dtype": "float32", "kv_format": "float32", "block_token_count": 256}
+    return model_fingerprint(folder, **{**settings, **overrides})
+
+
+def _adapter(folder: Path, *, scale: float) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "num_layers": 2}))
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {"lora_a": mx.full((64, 4), scale)})
+    return folder
+
+
+def _edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}, indent=4))
+
+
+def _edit_tensor(folder: Path, name: str, edit: Callable[[mx.array], mx.array]) -> None:
+    path = folder / "model.safetensors"
+    loaded: Any = mx.load(str(path))
+    weights = {key: mx.array(value) for key, value in loaded.items()}
+    weights[name] = edit(weights[name])
+    mx.eval(weights)
+    mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
+
+
+def test_a_copy_elsewhere_has_the_same(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama", name="here")
+    copy = tmp_path / "there" / "under another name"
+    shutil.copytree(folder, copy)
+    _edit_config(copy, _name_or_path="/somewhere/else")
+    assert _of(copy) == _of(folder)
+    assert len(_of(folder).value) == 32
+
+
+def test_names_of_shards_do_not_matter(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama", shard_count=2)
+    before = _of(folder)
+    first, second = sorted(folder.glob("model*.safetensors"))
+    first.rename(folder / "model-z.safetensors")
+    second.rename(folder / "model-a.safetensors")
+    assert _of(folder) == before
+
+
+def test_requantizing_in_place_changes_it(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    seen = {_of(folder).value}
+    for bits in (8, 4):
+        assert tiny_model_dir(tmp_path, "llama", quantize_bits=bits) == folder
+        seen.add(_of(folder).value)
+    tiny_model_dir(tmp_path, "llama", quantize_bits=4, seed=1)
+    seen.add(_of(folder).value)
+    assert len(seen) == 4
+    assert _of(folder).details["quantization"] == "4-bit, group 32"
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.q_proj.weight", "model.norm.weight"])
+def test_one_changed_tensor_of_equal_shape_changes_it(tmp_path: Path, name: str) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    _edit_tensor(folder, name, lambda weight: weight)
+    before = _of(folder)
+    size_bytes = (folder / "model.safetensors").stat().st_size
+    _edit_tensor(folder, name, lambda weight: weight * 1.0001)
+    assert (folder / "model.safetensors").stat().st_size == size_bytes
+    assert _of(folder).value != before.value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_format": "affine 4-bit, group 64"},
+        {"block_token_count": 128},
+        {"layout_signature": "000:KVCache"},
+        {"world_size": 2},
+        {"world_size": 2, "rank": 1},
+    ],
+)
+def test_every_setting_counts(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    assert _of(folder, **changes).value != _of(folder).value
+
+
+def test_config_counts_but_its_formatting_does_not(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    before = _of(folder)
+    _edit_config(folder)
+    assert _of(folder) == before
+    _edit_config(folder, rope_theta=20000.0)
+    assert _of(folder).value != before.value
+
+
+def test_the_adapter_counts(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    one, two = (_adapter(tmp_path / f"adapter {scale}", scale=scale) for scale in (1.0, 2.0))
+    values = {_of(folder, adapter_dir=adapter).value for adapter in (None, one, two)}
+    assert len(values) == 3
+    assert _of(folder).details["adapter"] == "none"
+
+
+def test_the_folders_own_code_counts(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    _edit_config(folder, model_file="arch.py")
+    (folder / "arch.py").write_text("A = 1\n")
+    before = _of(folder)
+    (folder / "arch.py").write_text("A = 2\n")
+    assert _of(folder).value != before.value
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / "config.json").write_text("{"),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100),
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        lambda folder: (folder / "model.safetensors").write_bytes((3).to_bytes(8, "little") + b"[1]"),
+    ],
+)
+def test_a_broken_folder_is_named(tmp_path: Path, spoil: Callable[[Path], Any]) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    spoil(folder)
+    with pytest.raises(ModelError, match=str(tmp_path)) as caught:
+        _of(folder)
+    assert caught.value.reason is Reason.MODEL_INVALID

@@ -1,0 +1,133 @@
+"""The memory guard's estimates against what mlx really takes, at every chunk and at every join.
+
+Held: at no chunk, and at no join, is the estimate below the measured peak, and where a limit would matter,
+at those that take most, it is not above `_MOST` times that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.ids import NO_ADAPTER, SequenceId
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+
+from tests.fixtures.models import tiny_model_dir
+
+_MOST = 2.5
+_PROMPT = 640
+_SEQUENCE = SequenceId(1)
+_SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**_SMALL, "num_hidden_layers": 3},
+    "gemma3_text": {**_SMALL, "num_hidden_layers": 6, "sliding_window": 256},
+    "lfm2": {**_SMALL, "block_dim": 256, "block_ff_dim": 768, "num_key_value_heads": 4, "head_dim": 32},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One chunk of a prompt: where it ended, what was estimated, what it took at its peak."""
+
+    stop: int
+    estimated_bytes: int
+    peak_bytes: int
+
+
+def run_prompt(runner: ModelRunner, guard: MemoryGuard, *, chunk: int) -> Iterator[Chunk]:
+    """Prefill one prompt and measure each chunk from what was in use before it."""
+    runner.open(_SEQUENCE)
+    for stop in range(chunk, _PROMPT + 1, chunk):
+        estimated_bytes = guard.chunk_bytes(chunk, stop)
+        before_bytes = mx.get_active_memory()
+        mx.reset_peak_memory()
+        runner.prefill(_SEQUENCE, [5 + i % 200 for i in range(chunk)], NO_ADAPTER)
+        yield Chunk(stop, estimated_bytes, mx.get_peak_memory() - before_bytes)
+
+
+def loaded_runner(folder: Path) -> ModelRunner:
+    source = model_loader.ModelSource(path=folder, model_id="small")
+    runner = ModelRunner(
+        source=source,
+        tokenizer=model_loader.load_tokenizer(source),
+        settings=RunnerSettings(lane_row_limit=8),
+        clock=SystemClock(),
+    )
+    runner.load()
+    return runner
+
+
+@pytest.mark.parametrize("chunk", [32, 128])
+@pytest.mark.parametrize("architecture", sorted(_MODELS))
+def test_no_chunk_takes_more_than_estimated_nor_far_less(
+    tmp_path: Path, architecture: str, chunk: int
+) -> None:
+    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
+    model = runner.memory_model()
+    guard = MemoryGuard(model, limit_bytes=1 << 40, weight_bytes=0, chunk_token_count=chunk)
+    began_bytes = mx.get_active_memory()
+    chunks = list(run_prompt(runner, guard, chunk=chunk))
+    assert [c for c in chunks if c.estimated_bytes < c.peak_bytes] == []
+    heaviest = max(chunks, key=lambda c: c.peak_bytes)
+    assert heaviest.estimated_bytes <= _MOST * heaviest.peak_bytes, heaviest
+    held_bytes = mx.get_active_memory() - began_bytes
+    # A window being prefilled holds up to a chunk more than the window.
+    assert held_bytes / 1.3 <= model.kv_bytes(_PROMPT) <= 1.3 * held_bytes
+    runner.close()
+
+
+@pytest.mark.parametrize("architecture", sorted(_MODELS))
+def test_a_whole_prompt_stays_within_what_it_was_let_in_for(tmp_path: Path, architecture: str) -> None:
+    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
+    began_bytes = mx.get_active_memory()
+    guard = MemoryGuard(runner.memory_model(), limit_bytes=1, weight_bytes=0, chunk_token_count=128)
+    refusal = guard.never_fits(_PROMPT)
+    assert refusal is not None
+    estimated_bytes = int(refusal.metadata["estimated_bytes"])
+    held_bytes, peak_bytes = began_bytes, 0
+    for chunk in run_prompt(runner, guard, chunk=128):
+        peak_bytes = max(peak_bytes, held_bytes + chunk.peak_bytes - began_bytes)
+        held_bytes = mx.get_active_memory()
+    assert peak_bytes <= estimated_bytes <= _MOST * peak_bytes
+    runner.close()
+
+
+@pytest.mark.parametrize("architecture", sorted(_MODELS))
+def test_no_join_takes_more_than_estimated_nor_far_less(tmp_path: Path, architecture: str) -> None:
+    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
+    model = runner.memory_model()
+    token_counts: list[int] = []
+    peaks: list[tuple[int, int]] = []
+    # Equal rows, one longer than all before it, and shorter ones.
+    for number, token_count in enumerate([192, 192, 192, 640, 64, 192]):
+        sequence_id = SequenceId(number)
+        runner.open(sequence_id)
+        for _ in range(0, token_count, 64):
+            runner.prefill(sequence_id, [5 + i % 200 for i in range(64)], NO_ADAPTER)
+        token_counts.append(token_count)
+        before_bytes = mx.get_active_memory()
+        mx.reset_peak_memory()
+        runner.join(sequence_id, DecodeRow(SamplingParams(), prompt_token_ids=(0,) * token_count))
+        runner.decode()
+        peaks.append((model.seating_bytes(token_counts), mx.get_peak_memory() - before_bytes))
+    # What a step takes besides is counted with chunks, and is little.
+    step_bytes = model.chunk_bytes(chunk_token_count=len(peaks), context_token_count=640)
+    assert [pair for pair in peaks[1:] if pair[0] + step_bytes < pair[1]] == []
+    estimated_bytes, peak_bytes = max(peaks, key=lambda pair: pair[1])
+    assert estimated_bytes <= _MOST * peak_bytes
+    runner.close()

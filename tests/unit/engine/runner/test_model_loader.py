@@ -1,0 +1,68 @@
+"""A model folder is data: whatever it says, none of its code runs unless the operator says so."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner.model_loader import ModelSource, load, load_tokenizer
+from icehouse_server.errors import ModelError, Reason
+
+from tests.fixtures.models import tiny_model_dir
+
+_RAN = "ran"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a good model's folder with Python beside it that leaves a mark when it runs."""
+    made = tiny_model_dir(tmp_path, "llama")
+    mark = f"from pathlib import Path\nPath({str(tmp_path / _RAN)!r}).touch()\n"
+    (made / "evil.py").write_text(mark + "class EvilTokenizer: ...\nclass Model: ...\nclass ModelArgs: ...\n")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who says yes to every question on the terminal; the answer must not matter."""
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file in place."""
+    held = json.loads(path.read_text())
+    change(held)
+    path.write_text(json.dumps(held))
+
+
+def test_a_model_that_brings_its_own_class_is_refused(folder: Path) -> None:
+    rewrite(folder / "config.json", lambda config: config.update(model_file="evil.py"))
+    with pytest.raises(ModelError) as caught:
+        load(ModelSource(folder, "evil"))
+    assert caught.value.reason is Reason.MODEL_INVALID
+    assert not (folder.parent / _RAN).exists()
+
+
+@pytest.mark.parametrize("known_class", ["PreTrainedTokenizerFast", "EvilTokenizer"])
+def test_a_tokenizer_that_brings_its_own_class_does_not_run(folder: Path, known_class: str) -> None:
+    entries = {"auto_map": {"AutoTokenizer": [None, "evil.EvilTokenizer"]}, "tokenizer_class": known_class}
+    rewrite(folder / "tokenizer_config.json", lambda config: config.update(entries))
+    try:
+        load_tokenizer(ModelSource(folder, "evil"))
+    except ModelError as error:
+        assert error.reason is Reason.MODEL_INVALID
+    assert not (folder.parent / _RAN).exists()
+
+
+def test_a_template_cannot_reach_beyond_its_sandbox(folder: Path) -> None:
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    rewrite(folder / "tokenizer_config.json", lambda config: config.update(chat_template=escape))
+    (folder / "chat_template.jinja").write_text(escape)
+    wrapper = mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
+    with pytest.raises(Exception, match="unsafe"):
+        wrapper.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)

@@ -1,0 +1,199 @@
+"""The engine on tiny real models: the same text alone and in company, for every way of decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.events import Failed, Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import ModelError
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.fixtures.engine import BOUND_S, Recorder, no_prefix
+from tests.fixtures.models import build, tiny_model_dir
+
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=1.2, top_p=0.8, seed=2),
+    SamplingParams(temperature=0.7, top_k=20, min_p=0.02, seed=3),
+    SamplingParams(frequency_penalty=1.5, repetition_penalty=1.3, repetition_window=5),
+    SamplingParams(temperature=0.8, presence_penalty=2.0, xtc_probability=0.5, seed=4),
+    SamplingParams(temperature=0.9, banned=((40,), (41, 42)), logit_bias=((41, 3.0),), seed=5),
+)
+
+
+@dataclasses.dataclass
+class Running:
+    engine: Engine
+    recorder: Recorder
+
+    def ask(self, requests: list[GenerationRequest]) -> dict[str, list[int]]:
+        for item in requests:
+            self.engine.submit(item)
+        for item in requests:
+            assert isinstance(self.recorder.wait_for_end(item.request_id), Finished)
+        return {r.request_id: self.recorder.tokens_of(r.request_id) for r in requests}
+
+    def stop(self) -> None:
+        self.engine.drain(grace_s=BOUND_S)
+        assert self.engine.join(timeout_s=BOUND_S)
+
+
+def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16, is_pipelined: bool = True) -> Running:
+    source = model_loader.ModelSource(path=folder, model_id="tiny")
+    tokenizer = model_loader.load_tokenizer(source)
+    recorder = Recorder()
+    engine = Engine(
+        runner=ModelRunner(
+            source=source,
+            tokenizer=tokenizer,
+            settings=RunnerSettings(lane_row_limit=lane_row_limit, is_pipelined=is_pipelined),
+            clock=SystemClock(),
+        ),
+        make_prefix=lambda: no_prefix(SystemClock()),
+        limits=SchedulerLimits(running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk),
+        waiting=WaitingLimits(request_limit=100),
+        mailbox_limit=100,
+        listener=recorder,
+        clock=SystemClock(),
+        decode=tokenizer.decode,
+    )
+    engine.start()
+    recorder.wait_for_state(EngineState.READY)
+    return Running(engine, recorder)
+
+
+def requests(prefix: str, count: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=RequestId(f"{prefix}{i}"),
+            prompt_token_ids=tuple(3 + (i * 31 + j * 7) % 290 for j in range(2 + i * 3)),
+            max_output_tokens=4 + i % 7,
+            sampling=SAMPLINGS[i % len(SAMPLINGS)],
+            stop=(),
+            arrival_time=0.0,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "falcon_h1", "llama4"])
+def test_sixteen_together_get_what_each_gets_alone(
+    tmp_path: Path, architecture: str, is_pipelined: bool
+) -> None:
+    running = start(tiny_model_dir(tmp_path, architecture), is_pipelined=is_pipelined)
+    try:
+        together = running.ask(requests("together", 16))
+        alone: dict[str, list[int]] = {}
+        for item in requests("alone", 16):
+            alone |= running.ask([item])
+    finally:
+        running.stop()
+    assert list(together.values()) == list(alone.values())
+    assert len({tuple(tokens) for tokens in together.values()}) > 8, "the outputs differ from each other"
+
+
+def test_greedy_text_is_what_the_model_says_by_itself(tmp_path: Path) -> None:
+    running = start(tiny_model_dir(tmp_path, "llama"))
+    item = dataclasses.replace(
+        requests("x", 12)[11], sampling=SamplingParams(), max_output_tokens=12, request_id=RequestId("x")
+    )
+    try:
+        (tokens,) = running.ask([item]).values()
+    finally:
+        running.stop()
+    model = build("llama")
+    caches = make_prompt_cache(model)
+    expected: list[int] = []
+    feed = list(item.prompt_token_ids)
+    while len(expected) < len(tokens):
+        logits = model(mx.array([feed]), cache=caches)
+        feed = [mx.argmax(logits[0, -1]).item()]  # type: ignore[list-item]
+        expected += feed
+    assert tokens == expected
+
+
+def test_a_cancelled_stream_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    running = start(tiny_model_dir(tmp_path, "llama"))
+    try:
+        (undisturbed,) = running.ask(requests("alone", 6)[5:]).values()
+        endless = dataclasses.replace(requests("endless", 1)[0], max_output_tokens=400)
+        running.engine.submit(endless)
+        item = requests("beside", 6)[5]
+        running.engine.submit(item)
+        running.engine.cancel(RequestId("endless0"))
+        assert isinstance(running.recorder.wait_for_end("endless0"), Failed)
+        assert isinstance(running.recorder.wait_for_end(item.request_id), Finished)
+    finally:
+        running.stop()
+    assert running.recorder.tokens_of(item.request_id) == undisturbed
+
+
+def test_more_sequences_than_one_lane_holds(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    narrow, wide = start(folder, lane_row_limit=3), start(folder, lane_row_limit=16)
+    try:
+        assert narrow.ask(requests("r", 10)) == wide.ask(requests("r", 10))
+    finally:
+        narrow.stop()
+        wide.stop()
+
+
+def test_the_runner_refuses_a_second_thread(tmp_path: Path) -> None:
+    source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
+    runner = ModelRunner(
+        source=source,
+        tokenizer=model_loader.load_tokenizer(source),
+        settings=RunnerSettings(lane_row_limit=4),
+        clock=SystemClock(),
+    )
+    loader = threading.Thread(target=runner.load)
+    loader.start()
+    loader.join(BOUND_S)
+    with pytest.raises(AssertionError, match="touched the runner"):
+        runner.decode()
+
+
+@pytest.mark.parametrize("breakage", ["no folder", "no config", "bad config", "no weights", "no tokenizer"])
+def test_a_broken_folder_says_what_is_wrong(tmp_path: Path, breakage: str) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    if breakage == "no folder":
+        folder = tmp_path / "nowhere"
+    elif breakage == "no config":
+        (folder / "config.json").unlink()
+    elif breakage == "bad config":
+        (folder / "config.json").write_text("{")
+    elif breakage == "no weights":
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "tokenizer.json").unlink()
+    source = model_loader.ModelSource(path=folder, model_id="tiny")
+    with pytest.raises(ModelError) as refused:
+        model_loader.load_tokenizer(source)
+        model_loader.load(source)
+    assert str(folder) in refused.value.message and "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtype_is_converted_on_load(tmp_path: Path, dtype: str) -> None:
+    folder = tiny_model_dir(tmp_path, "llama", dtype="bfloat16")
+    source = model_loader.ModelSource(path=folder, model_id="tiny", dtype=dtype)
+    loaded = model_loader.load(source)
+    info = model_loader.describe(loaded, source, model_loader.load_tokenizer(source), "")
+    assert info.dtype == dtype
+    assert info.context_token_limit > 0 and info.vocabulary_size > 100

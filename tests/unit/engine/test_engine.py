@@ -1,0 +1,132 @@
+"""The thread: states, death, drain, refusals; a fake runner behind real threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.events import Failed, Finished
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
+from icehouse_server.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
+
+from tests.fixtures.engine import BOUND_S, FakeRunner, Recorder, decode_ascii, no_prefix, request
+
+LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
+
+
+def make(runner: FakeRunner, *, mailbox_limit: int = 100) -> tuple[Engine, Recorder]:
+    recorder = Recorder()
+    engine = Engine(
+        runner=runner,
+        limits=LIMITS,
+        waiting=WaitingLimits(request_limit=100),
+        mailbox_limit=mailbox_limit,
+        listener=recorder,
+        clock=SystemClock(),
+        decode=decode_ascii,
+        make_prefix=lambda: no_prefix(SystemClock()),
+    )
+    return engine, recorder
+
+
+def test_life_from_loading_to_stopped() -> None:
+    runner = FakeRunner()
+    engine, recorder = make(runner)
+    with pytest.raises(Unavailable) as refused:
+        engine.submit(request("early"))
+    assert refused.value.reason is Reason.LOADING
+    engine.start()
+    recorder.wait_for_state(EngineState.READY)
+    engine.submit(request("a"))
+    assert isinstance(recorder.wait_for_end("a"), Finished)
+    engine.drain(grace_s=BOUND_S)
+    assert engine.join(timeout_s=BOUND_S)
+    assert runner.closed, "arrays are dropped on the inference thread"
+    assert recorder.states == [EngineState.READY, EngineState.DRAINING, EngineState.STOPPED]
+    with pytest.raises(Unavailable) as late:
+        engine.submit(request("late"))
+    assert late.value.reason is Reason.DRAINING
+
+
+def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine() -> None:
+    runner = FakeRunner()
+    engine, recorder = make(runner)
+    engine.start()
+    recorder.wait_for_state(EngineState.READY)
+    both_in = threading.Event()
+
+    def explode_when_both_run() -> None:
+        if len(runner.decoding) == 2:
+            both_in.set()
+            raise RuntimeError("injected")
+
+    runner.on_decode = explode_when_both_run
+    engine.submit(request("a", max_output_tokens=10**6))
+    engine.submit(request("b", max_output_tokens=10**6))
+    for name in "ab":
+        end = recorder.wait_for_end(name)
+        assert isinstance(end, Failed) and isinstance(end.error, EngineFailed)
+        assert "injected" not in end.error.message, "no inner message leaks to callers"
+    recorder.wait_for_state(EngineState.FAILED)
+    assert both_in.is_set() and engine.join(timeout_s=BOUND_S)
+    assert engine.state is EngineState.FAILED
+    with pytest.raises(EngineFailed):
+        engine.submit(request("after"))
+
+
+def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that() -> None:
+    class Broken(FakeRunner):
+        def load(self) -> ModelInfo:
+            raise ModelError(Reason.MODEL_INVALID, "no folder /secret/place")
+
+    engine, recorder = make(Broken())
+    engine.start()
+    recorder.wait_for_state(EngineState.FAILED)
+    assert isinstance(engine.error, ModelError) and engine.error.message == "no folder /secret/place"
+    assert isinstance(recorder.error, EngineFailed) and "/secret" not in recorder.error.message
+    with pytest.raises(EngineFailed) as refused:
+        engine.submit(request("after"))
+    assert "/secret" not in refused.value.message
+
+
+def test_a_full_mailbox_refuses_at_once_and_cancels_still_get_in() -> None:
+    runner = FakeRunner()
+    engine, recorder = make(runner, mailbox_limit=3)
+    engine.start()
+    recorder.wait_for_state(EngineState.READY)
+    in_step, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        in_step.set()
+        assert go_on.wait(BOUND_S)
+
+    runner.on_decode = hold
+    engine.submit(request("first", max_output_tokens=10**6))
+    assert in_step.wait(BOUND_S)
+    for name in "abc":
+        engine.submit(request(name, max_output_tokens=1))
+    with pytest.raises(Overloaded) as refused:
+        engine.submit(request("d"))
+    assert refused.value.metadata == {"mailbox_limit": "3"}
+    engine.cancel(RequestId("first"))
+    go_on.set()
+    end = recorder.wait_for_end("first")
+    assert isinstance(end, Failed) and end.error.reason is Reason.CANCELLED
+    for name in "abc":
+        assert isinstance(recorder.wait_for_end(name), Finished)
+    engine.drain(grace_s=1)
+    assert engine.join(timeout_s=BOUND_S)
+
+
+def test_a_slow_step_is_allowed_for_and_forgotten() -> None:
+    engine, _ = make(FakeRunner())
+    engine._note_step(5.0)
+    assert engine.step_allowance_s == 20.0, "a step may take a few times the longest of late"
+    for _ in range(1000):
+        engine._note_step(0.01)
+    assert engine.step_allowance_s < 1.0, "one slow chunk long ago does not hide a stuck step"

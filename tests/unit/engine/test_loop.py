@@ -1,0 +1,329 @@
+"""The step, run by hand with a fake runner and a clock that is set."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import LogprobsWanted
+from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.refusals import cancelled_by_client
+from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
+from icehouse_server.errors import EngineFailed, Reason
+
+from tests.fixtures.engine import (
+    EOS,
+    FakeClock,
+    FakeRunner,
+    Recorder,
+    decode_ascii,
+    memory_model,
+    model_info,
+    no_prefix,
+    request,
+)
+
+
+class SteppedLoop:
+    """A loop and everything around it."""
+
+    def __init__(
+        self,
+        *,
+        waiting_limit: int = 8,
+        running_limit: int = 4,
+        context_token_limit: int = 64,
+        memory_limit_bytes: int = 0,
+        waiting: WaitingLimits | None = None,
+        prefill_chunk_s: float = 0.0,
+    ) -> None:
+        self.clock = FakeClock()
+        self.runner = FakeRunner()
+        self.recorder = Recorder()
+        self.mailbox: Mailbox[Message] = Mailbox(limit=100)
+        self.queue = WaitingQueue(waiting or WaitingLimits(request_limit=waiting_limit))
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                running_limit=running_limit,
+                prefilling_limit=2,
+                prefill_chunk_token_count=4,
+                prefill_chunk_s=prefill_chunk_s,
+            ),
+            self.queue,
+        )
+        self.prefix = no_prefix(self.clock)
+        self.guard = MemoryGuard(
+            memory_model(), limit_bytes=memory_limit_bytes, weight_bytes=100, chunk_token_count=4
+        )
+        self.loop = EngineLoop(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            mailbox=self.mailbox,
+            listener=self.recorder,
+            clock=self.clock,
+            decode=decode_ascii,
+            decode_with_markers=decode_ascii,
+            model=model_info(context_token_limit=context_token_limit),
+            prefix=self.prefix,
+            queue=self.queue,
+            guard=self.guard,
+        )
+
+    def submit(self, request_id: str, *args, **kwargs) -> None:
+        assert self.mailbox.offer(Submit(request(request_id, *args, **kwargs)))
+
+    def pressure_limit(self, limit_bytes: int) -> None:
+        """Somebody else took memory, or gave it back."""
+        self.guard.limit_bytes = limit_bytes
+
+    def run(self, bound: int = 200) -> None:
+        self.loop.step()
+        for _ in range(bound):
+            if self.scheduler.is_empty:
+                return
+            self.loop.step()
+        raise AssertionError("the loop did not come to rest")
+
+
+def test_one_request_from_started_to_finished() -> None:
+    served = SteppedLoop()
+    served.submit("a", range(1, 11), max_output_tokens=3)
+    served.run()
+    events = served.recorder.events["a"]
+    assert isinstance(events[0], Started) and events[0].prompt_token_count == 10
+    assert [e.processed_token_count for e in events if isinstance(e, PrefillProgress)] == [4, 8, 9]
+    assert isinstance(events[-1], Finished) and events[-1].reason is FinishReason.LENGTH
+    assert events[-1].usage.output_token_count == 3
+    history = list(range(1, 11))
+    for _ in range(3):
+        history.append(97 + sum(history) % 26)
+    assert served.recorder.tokens_of("a") == history[10:]
+    assert served.recorder.text_of("a") == decode_ascii(history[10:])
+    assert served.runner.history == {}, "nothing is left behind"
+
+
+def test_eos_ends_without_text_and_counts() -> None:
+    served = SteppedLoop()
+    served.runner.next_token = lambda history: EOS if len(history) > 4 else 120
+    served.submit("a", (1, 2, 3), max_output_tokens=50)
+    served.run()
+    end = served.recorder.end_of("a")
+    assert isinstance(end, Finished) and end.reason is FinishReason.STOP_TOKEN
+    assert served.recorder.text_of("a") == "xx"
+    assert served.recorder.tokens_of("a") == [120, 120, EOS]
+
+
+def test_a_stop_string_ends_in_the_step_that_completed_it() -> None:
+    served = SteppedLoop()
+    text = iter("one END two")
+    served.runner.next_token = lambda history: ord(next(text))
+    served.submit("a", stop=("END",), max_output_tokens=50)
+    served.run()
+    end = served.recorder.end_of("a")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.stop_string) == (FinishReason.STOP_STRING, "END")
+    assert served.recorder.text_of("a") == "one "
+    assert end.usage.output_token_count == len("one END")
+
+
+def test_the_context_ends_an_output_early_and_says_so() -> None:
+    served = SteppedLoop(context_token_limit=12)
+    served.submit("a", range(1, 11), max_output_tokens=50)
+    served.run()
+    end = served.recorder.end_of("a")
+    assert isinstance(end, Finished) and end.reason is FinishReason.CONTEXT_LENGTH
+    assert end.usage.output_token_count == 2
+
+
+def test_cancel_frees_the_slot_before_the_next_forward_pass() -> None:
+    served = SteppedLoop(running_limit=1)
+    served.submit("a", max_output_tokens=50)
+    served.submit("b", max_output_tokens=1)
+    for _ in range(3):
+        served.loop.step()
+    steps = []
+    served.runner.on_decode = lambda: steps.append(len(served.runner.decoding))
+    served.mailbox.post(Cancel(RequestId("a"), cancelled_by_client()))
+    served.loop.step()
+    assert steps in ([], [1]), "the cancelled one is in no further pass"
+    assert 0 in served.runner.released
+    end = served.recorder.end_of("a")
+    assert isinstance(end, Failed) and end.error.reason is Reason.CANCELLED
+    served.run()
+    assert isinstance(served.recorder.end_of("b"), Finished)
+
+
+def test_cancel_of_a_waiting_and_of_an_unknown_request() -> None:
+    served = SteppedLoop(running_limit=1)
+    served.submit("a", max_output_tokens=3)
+    served.submit("b")
+    served.mailbox.post(Cancel(RequestId("b"), cancelled_by_client()))
+    served.mailbox.post(Cancel(RequestId("nobody"), cancelled_by_client()))
+    served.run()
+    assert isinstance(served.recorder.end_of("a"), Finished)
+    assert len(served.recorder.events["b"]) == 1, "it never started"
+
+
+def test_a_full_queue_refuses_with_numbers() -> None:
+    served = SteppedLoop(waiting_limit=2, running_limit=1)
+    for name in "abcd":
+        served.submit(name)
+    served.loop.step()
+    refused = [n for n in "abcd" if isinstance(served.recorder.end_of(n), Failed)]
+    assert refused == ["c", "d"]
+    end = served.recorder.end_of("c")
+    assert isinstance(end, Failed) and end.error.reason is Reason.QUEUE_FULL
+    assert end.error.metadata["waiting_limit"] == "2" and end.error.retry_after_s
+
+
+def test_deadlines_end_waiting_and_running_requests() -> None:
+    served = SteppedLoop(running_limit=1)
+    served.submit("running", max_output_tokens=50, deadline_time=1005.0)
+    served.submit("waiting", deadline_time=1004.0)
+    served.loop.step()
+    served.clock.now = 1004.5
+    served.loop.step()
+    assert served.recorder.end_of("running") is None
+    served.clock.now = 1006.0
+    served.loop.step()
+    for name in ("running", "waiting"):
+        end = served.recorder.end_of(name)
+        assert isinstance(end, Failed) and end.error.reason is Reason.DEADLINE_EXCEEDED
+    assert served.runner.decoding == []
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    served = SteppedLoop()
+    served.submit("running", max_output_tokens=5)
+    served.loop.step()
+    served.mailbox.post(Drain(deadline_time=2000.0))
+    served.submit("late")
+    served.run()
+    assert isinstance(served.recorder.end_of("running"), Finished)
+    late = served.recorder.end_of("late")
+    assert isinstance(late, Failed) and late.error.reason is Reason.DRAINING
+    assert served.loop.is_done
+
+
+def test_drain_gives_up_at_its_own_deadline() -> None:
+    served = SteppedLoop()
+    served.submit("endless", max_output_tokens=50)
+    served.loop.step()
+    served.mailbox.post(Drain(deadline_time=1010.0))
+    served.loop.step()
+    assert served.recorder.end_of("endless") is None
+    served.clock.now = 1011.0
+    served.loop.step()
+    end = served.recorder.end_of("endless")
+    assert isinstance(end, Failed) and end.error.reason is Reason.DRAINING
+    assert served.loop.is_done
+
+
+def test_a_warm_up_computes_the_prompt_only() -> None:
+    served = SteppedLoop()
+    served.submit("warm", range(1, 11), max_output_tokens=0)
+    served.run()
+    end = served.recorder.end_of("warm")
+    assert isinstance(end, Finished) and end.usage.output_token_count == 0
+    assert sum(count for _, count in served.runner.chunks) == 9
+    assert not any(isinstance(e, Delta) for e in served.recorder.events["warm"])
+
+
+def test_stats_count_what_happened() -> None:
+    served = SteppedLoop()
+    served.submit("a", (1, 2, 3), max_output_tokens=4)
+    served.run()
+    answers = []
+    served.mailbox.post(QueryStats(lambda engine, cache: answers.append(engine)))
+    served.submit("b")
+    served.loop.step()
+    (stats,) = answers
+    assert (stats.accepted_total, stats.finished_total) == (1, 1)
+    assert (stats.prompt_token_total, stats.prefilled_token_total, stats.output_token_total) == (3, 2, 4)
+
+
+def test_what_callers_end_counts_as_cancelled_and_what_the_server_ends_as_failed() -> None:
+    served = SteppedLoop(running_limit=8, waiting_limit=8)
+    served.submit("finished", max_output_tokens=1)
+    served.submit("left", max_output_tokens=50)
+    served.submit("late", max_output_tokens=50, deadline_time=1001.0)
+    served.submit("drained", max_output_tokens=50)
+    for _ in range(8):
+        served.loop.step()
+    served.mailbox.post(Cancel(RequestId("left"), cancelled_by_client()))
+    served.loop.step()
+    served.clock.now = 1002.0
+    served.loop.step()
+    assert totals(served) == (1, 2, 0)
+    served.mailbox.post(Drain(deadline_time=1003.0))
+    served.clock.now = 1004.0
+    served.loop.step()
+    assert totals(served) == (1, 2, 1)
+
+
+def test_requests_of_a_loop_that_broke_count_as_failed() -> None:
+    served = SteppedLoop()
+    for name in "ab":
+        served.submit(name, max_output_tokens=50)
+    served.loop.step()
+    served.loop.fail_all(EngineFailed(Reason.ENGINE_FAILED, "injected"))
+    assert totals(served) == (0, 0, 2)
+    for name in "ab":
+        end = served.recorder.end_of(name)
+        assert isinstance(end, Failed) and end.error.reason is Reason.ENGINE_FAILED
+
+
+def totals(served: SteppedLoop) -> tuple[int, int, int]:
+    counters = served.loop.counters
+    return counters.finished_total, counters.cancelled_total, counters.failed_total
+
+
+def test_progress_is_told_once_a_full_chunk_however_small_the_pieces() -> None:
+    served = SteppedLoop(prefill_chunk_s=1e-9)
+
+    def take_time() -> None:
+        _, token_count = served.runner.chunks[-1]
+        served.clock.now += 0.01 * token_count
+
+    served.runner.on_prefill = take_time
+    served.submit("a", range(1, 12), max_output_tokens=1)
+    served.run()
+    assert [count for _, count in served.runner.chunks] == [4, 1, 1, 1, 1, 1, 1]
+    progress = [
+        e.processed_token_count for e in served.recorder.events["a"] if isinstance(e, PrefillProgress)
+    ]
+    assert progress == [4, 8, 10]
+
+
+def test_log_probabilities_of_a_prompt_are_told_once_though_it_is_parked_within() -> None:
+    served = SteppedLoop()
+    prompt = list(range(1, 15))
+    served.submit("a", prompt, logprobs=LogprobsWanted(of_prompt=True))
+    served.loop.step()
+    served.loop.step()
+    (sequence,) = served.scheduler.running
+    assert sequence.processed_token_count == 8 and sequence.measures_prompt
+    served.loop._park(sequence)
+    served.run()
+    progress = [e for e in served.recorder.events["a"] if isinstance(e, PrefillProgress)]
+    told = [entry for event in progress for entry in event.logprobs]
+    assert [entry.token_id for entry in told] == prompt[1:]
+    assert [entry.logprob for entry in told] == [-position for position in range(len(prompt) - 1)]
+    assert not sequence.measures_prompt
+    assert isinstance(served.recorder.end_of("a"), Finished)
+
+
+def test_a_prompt_that_is_measured_runs_in_shorter_pieces() -> None:
+    served = SteppedLoop()
+    served.scheduler.limits = dataclasses.replace(served.scheduler.limits, measured_chunk_token_count=3)
+    served.submit("measured", range(1, 10), logprobs=LogprobsWanted(of_prompt=True))
+    served.submit("plain", range(1, 10), logprobs=LogprobsWanted())
+    served.run()
+    by_sequence: dict[int, list[int]] = {}
+    for sequence_id, count in served.runner.chunks:
+        by_sequence.setdefault(sequence_id, []).append(count)
+    assert sorted(by_sequence.values()) == [[3, 1, 2, 2], [4, 4]]

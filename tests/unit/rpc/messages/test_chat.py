@@ -1,0 +1,203 @@
+"""What a conversation may hold, on its way to the tokenizer, and what is refused with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.json_format import ParseDict
+from icehouse.v1 import cache_service_pb2, tool_pb2
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
+
+from tests.fixtures.rpc.details import refused
+from tests.unit.rpc.conftest import RunningServer
+
+USER = {"role": "user", "content": "Hi"}
+TOOL = {
+    "name": "f",
+    "description": "does",
+    "parameters_json": '{"type": "object", "properties": {"b": {}, "a": {}}}',
+}
+
+
+def request(chat: dict[str, Any] | None = None, **fields: Any) -> messages.GenerateRequest:
+    """Return a request written as JSON."""
+    return ParseDict({"chat": chat or {"messages": [USER]}, **fields}, messages.GenerateRequest())
+
+
+async def test_everything_of_a_conversation_arrives(served: RunningServer) -> None:
+    calls = [{"id": "c1", "name": "f", "arguments_json": '{"a": 1}'}, {"id": "c2", "name": "g"}]
+    chat = {
+        "messages": [
+            {"role": "system", "parts": [{"text": "Be "}, {"text": "brief."}]},
+            USER,
+            {"role": "assistant", "reasoning": "hm", "tool_calls": calls, "token_ids": [1, 2]},
+            {"role": "tool", "content": "dry", "tool_call_id": "c1", "name": "f"},
+            {"role": "tool", "content": "", "tool_call_id": "c2"},
+            USER,
+        ],
+        "template_arguments": {"z": 1, "a": {"d": 1.5, "c": [2]}, "on": True},
+        "add_generation_prompt": False,
+    }
+    await served.inference.Generate(
+        request(chat, tools=[TOOL], tool_choice={"mode": "TOOL_CHOICE_MODE_NONE"})
+    )
+    (asked,) = served.tokenizer.conversations
+    assert asked == Conversation(
+        messages=(
+            ChatMessage("system", "Be brief."),
+            ChatMessage("user", "Hi"),
+            ChatMessage(
+                "assistant",
+                "",
+                reasoning="hm",
+                tool_calls=(ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "g", "{}")),
+                token_ids=(1, 2),
+            ),
+            ChatMessage("tool", "dry", name="f", tool_call_id="c1"),
+            ChatMessage("tool", "", tool_call_id="c2"),
+            ChatMessage("user", "Hi"),
+        ),
+        tools=(Tool("f", "does", {"type": "object", "properties": {"b": {}, "a": {}}}),),
+        tool_choice=ToolChoice(ToolMode.NONE),
+        template_arguments={"a": {"c": [2], "d": 1.5}, "on": True, "z": 1},
+        adds_generation_prompt=False,
+    )
+    assert list(asked.template_arguments) == ["a", "on", "z"]
+    assert list(asked.template_arguments["a"]) == ["c", "d"]
+    assert isinstance(asked.template_arguments["z"], int)
+    assert list(asked.tools[0].parameters["properties"]) == ["b", "a"], "a schema keeps its order"
+
+
+async def test_continuing_needs_no_generation_prompt(served: RunningServer) -> None:
+    chat = {
+        "messages": [USER, {"role": "assistant", "content": "Well"}, USER],
+        "continue_final_message": False,
+    }
+    await served.inference.Generate(request(chat))
+    assert served.tokenizer.conversations[0].adds_generation_prompt
+
+
+async def test_tools_are_a_part_of_every_prompt(served: RunningServer) -> None:
+    fields = {"chat": {"messages": [USER]}, "tools": [TOOL]}
+    await served.inference.Tokenize(ParseDict(fields, messages.TokenizeRequest()))
+    await served.cache.Warm(ParseDict(fields, cache_service_pb2.WarmRequest()))
+    for name in ("Explain", "Pin", "Unpin", "Evict"):
+        asked = ParseDict(fields, getattr(cache_service_pb2, f"{name}Request")())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await getattr(served.cache, name)(asked)
+    assert [len(asked.tools) for asked in served.tokenizer.conversations] == [1] * 6
+
+
+async def test_markers_are_shown_where_they_tell_parts_apart(served: RunningServer) -> None:
+    await served.inference.Generate(request(tools=[TOOL]))
+    await served.inference.Generate(request())
+    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    assert [asked.shows_markers for asked in served.engine.submitted] == [True, False, False]
+
+
+ASSISTANT = {"role": "assistant", "content": "Well"}
+NAMED = "TOOL_CHOICE_MODE_NAMED"
+
+
+@pytest.mark.parametrize(
+    ("chat", "fields", "reason", "field"),
+    [
+        ({"messages": [{**USER, "reasoning": "hm"}]}, {}, "CHAT_INVALID", "chat.messages[0].reasoning"),
+        ({"messages": [{**USER, "token_ids": [1]}]}, {}, "CHAT_INVALID", "chat.messages[0].token_ids"),
+        (
+            {"messages": [{**USER, "tool_calls": [{"name": "f"}]}]},
+            {},
+            "CHAT_INVALID",
+            "chat.messages[0].tool_calls",
+        ),
+        ({"messages": [{**USER, "tool_call_id": "c"}]}, {}, "CHAT_INVALID", "chat.messages[0].tool_call_id"),
+        ({"messages": [{**USER, "parts": [{"text": "x"}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts"),
+        ({"messages": [{"role": "user", "parts": [{}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts[0]"),
+        ({"messages": [{"role": "user"}]}, {}, "CHAT_INVALID", "chat.messages[0].content"),
+        (
+            {"messages": [USER, {**ASSISTANT, "token_ids": [5, 300]}]},
+            {},
+            "TOKEN_OUT_OF_RANGE",
+            "chat.messages[1].token_ids[1]",
+        ),
+        (
+            {"messages": [{**ASSISTANT, "tool_calls": [{"id": "c"}]}]},
+            {},
+            "CHAT_INVALID",
+            "chat.messages[0].tool_calls[0].name",
+        ),
+        (
+            {"messages": [{**ASSISTANT, "tool_calls": [{"name": "f", "arguments_json": "[1]"}]}]},
+            {},
+            "CHAT_INVALID",
+            "chat.messages[0].tool_calls[0].arguments_json",
+        ),
+        (
+            {"messages": [USER], "continue_final_message": True},
+            {},
+            "CHAT_INVALID",
+            "chat.continue_final_message",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "continue_final_message": True, "add_generation_prompt": True},
+            {},
+            "CHAT_INVALID",
+            "chat.continue_final_message",
+        ),
+        (None, {"tools": [{"name": "no spaces"}]}, "TOOL_INVALID", "tools[0].name"),
+        (None, {"tools": [{}]}, "TOOL_INVALID", "tools[0].name"),
+        (None, {"tools": [TOOL, TOOL]}, "TOOL_INVALID", "tools[1].name"),
+        (
+            None,
+            {"tools": [{"name": "f", "parameters_json": "{"}]},
+            "TOOL_INVALID",
+            "tools[0].parameters_json",
+        ),
+        (
+            None,
+            {"tools": [{"name": "f", "parameters_json": "7"}]},
+            "TOOL_INVALID",
+            "tools[0].parameters_json",
+        ),
+        (None, {"tools": [{"name": f"f{i}"} for i in range(129)]}, "TOOL_INVALID", "tools"),
+        (None, {"tool_choice": {"mode": NAMED, "name": "f"}}, "TOOL_CHOICE_INVALID", "tool_choice.name"),
+        (
+            None,
+            {"tools": [TOOL], "tool_choice": {"mode": NAMED, "name": "g"}},
+            "TOOL_CHOICE_INVALID",
+            "tool_choice.name",
+        ),
+        (None, {"tools": [TOOL], "tool_choice": {"name": "f"}}, "TOOL_CHOICE_INVALID", "tool_choice.name"),
+        (
+            None,
+            {"tool_choice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}},
+            "TOOL_CHOICE_INVALID",
+            "tool_choice.mode",
+        ),
+        (None, {"tools": [TOOL], "tool_choice": {"mode": 99}}, "TOOL_CHOICE_INVALID", "tool_choice.mode"),
+        (
+            {"messages": [USER, ASSISTANT], "continue_final_message": True},
+            {"tools": [TOOL], "tool_choice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}},
+            "TOOL_CHOICE_INVALID",
+            "tool_choice.mode",
+        ),
+    ],
+)
+async def test_misuse_is_refused_and_names_its_field(
+    served: RunningServer, chat: dict[str, Any] | None, fields: dict[str, Any], reason: str, field: str
+) -> None:
+    refusal = await refused(served.inference.Generate(request(chat, **fields)))
+    assert (refusal.code, refusal.reason, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, reason, field)
+    assert refusal.info.metadata and not served.engine.submitted
+
+
+async def test_tools_beside_plain_text_are_refused(served: RunningServer) -> None:
+    plain = messages.GenerateRequest(text="Hi", tools=[tool_pb2.Tool(name="f")])
+    tokens = messages.GenerateRequest(tools=[tool_pb2.Tool(name="f")])
+    tokens.tokens.ids.append(1)
+    for asked in (plain, tokens):
+        refusal = await refused(served.inference.Generate(asked))
+        assert (refusal.reason, refusal.field) == ("TOOL_INVALID", "tools")

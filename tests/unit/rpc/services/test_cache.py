@@ -1,0 +1,173 @@
+"""CacheService and ModelService: orders reach the engine, answers come back whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from icehouse.v1 import cache_policy_pb2, prompt_pb2
+from icehouse.v1 import cache_service_pb2 as messages
+from icehouse.v1 import model_service_pb2 as model_messages
+from icehouse_server.domain.cache_commands import (
+    BlockMatch,
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Tier,
+    Unpin,
+    Verify,
+    VerifyReport,
+)
+from icehouse_server.domain.events import CacheReport
+from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+from icehouse_server.errors import NotFound, Reason
+
+from tests.fixtures.rpc.details import refused
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, REPORT, finished, started
+from tests.unit.rpc.conftest import RunningServer
+
+BLUE = cache_policy_pb2.CachePolicy(tenant="blue")
+BLOCK = BlockMatch(
+    hash=BlockHash(bytes(range(32))),
+    start_token_index=0,
+    token_count=2,
+    size_bytes=100,
+    tier=Tier.SSD,
+    has_checkpoint=True,
+    pinned=False,
+)
+
+
+async def test_explain_tells_blocks_and_predictions(served: RunningServer) -> None:
+    served.engine.order_answer = Explanation(
+        cache=CacheReport(ssd_token_count=2),
+        blocks=(BLOCK,),
+        predicted_ttft_s=0.5,
+        predicted_cold_ttft_s=None,
+    )
+    response = await served.cache.Explain(messages.ExplainRequest(text="Hi!", cache=BLUE))
+    assert served.engine.orders == [Explain(tuple(b"Hi!"), CacheScope(Tenant("blue")))]
+    assert (response.prompt_tokens, response.cache.ssd_tokens) == (3, 2)
+    [block] = response.blocks
+    assert block.hash == bytes(range(32)).hex()
+    assert (block.tier, block.token_count, block.size_bytes) == (messages.CACHE_TIER_SSD, 2, 100)
+    assert block.has_checkpoint and not block.pinned
+    assert response.predicted_time_to_first_token.ToMilliseconds() == 500
+    assert not response.HasField("predicted_time_to_first_token_cold")
+
+
+async def test_warm_runs_the_prompt_without_output(served: RunningServer) -> None:
+    served.engine.script = lambda request: [started(request), finished(request)]
+    response = await served.cache.Warm(messages.WarmRequest(text="Hi", request_id="w", cache=BLUE))
+    [request] = served.engine.submitted
+    assert (request.max_output_tokens, request.tenant, request.request_id) == (0, "blue", "w")
+    assert (response.request_id, response.cache.ram_tokens) == ("w", REPORT.ram_token_count)
+    assert response.usage.output_tokens == 0
+
+
+async def test_warm_refuses_a_policy_that_keeps_nothing(served: RunningServer) -> None:
+    policy = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_READ_ONLY)
+    answer = await refused(served.cache.Warm(messages.WarmRequest(text="Hi", cache=policy)))
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "cache.use")
+    assert served.engine.submitted == []
+
+
+async def test_pin_and_unpin(served: RunningServer) -> None:
+    served.engine.order_answer = PinReport(block_count=1, token_count=2, size_bytes=3)
+    tokens = prompt_pb2.TokenPrompt(ids=[1, 2])
+    pinned = await served.cache.Pin(messages.PinRequest(tokens=tokens))
+    unpinned = await served.cache.Unpin(messages.UnpinRequest(tokens=tokens, cache=BLUE))
+    assert served.engine.orders == [Pin((1, 2)), Unpin((1, 2), CacheScope(Tenant("blue")))]
+    for answer in (pinned, unpinned):
+        assert (answer.block_count, answer.token_count, answer.size_bytes) == (1, 2, 3)
+
+
+async def test_an_error_for_an_answer_becomes_a_status(served: RunningServer) -> None:
+    served.engine.order_answer = NotFound(Reason.BLOCK_NOT_FOUND, "no block of this prompt is known")
+    answer = await refused(served.cache.Pin(messages.PinRequest(text="Hi")))
+    assert (answer.code, answer.reason) == (grpc.StatusCode.NOT_FOUND, "BLOCK_NOT_FOUND")
+
+
+async def test_evict_by_prompt_and_altogether(served: RunningServer) -> None:
+    served.engine.order_answer = EvictReport(1, 2, 3, 4)
+    response = await served.cache.Evict(messages.EvictRequest(text="Hi", cache=BLUE))
+    await served.cache.Evict(messages.EvictRequest(all=True))
+    assert served.engine.orders == [Evict(tuple(b"Hi"), CacheScope(Tenant("blue"))), Evict(None)]
+    assert (response.ram_block_count, response.ram_bytes) == (1, 2)
+    assert (response.ssd_block_count, response.ssd_bytes) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "field"),
+    [
+        (messages.EvictRequest(), "PROMPT_MISSING", "target"),
+        (messages.EvictRequest(all=False), "PARAMETER_OUT_OF_RANGE", "all"),
+        (messages.EvictRequest(text=""), "PROMPT_EMPTY", "text"),
+        (messages.EvictRequest(all=True, model="other"), "MODEL_NOT_FOUND", None),
+    ],
+)
+async def test_evict_never_takes_more_than_was_named(
+    served: RunningServer, bad: messages.EvictRequest, reason: str, field: str | None
+) -> None:
+    answer = await refused(served.cache.Evict(bad))
+    assert answer.reason == reason and (field is None or answer.field == field)
+    assert served.engine.orders == []
+
+
+async def test_verify_cuts_names_but_not_their_number(served: RunningServer) -> None:
+    damaged = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(1500))
+    served.engine.order_answer = VerifyReport(2000, 9, damaged, 0.5)
+    response = await served.cache.Verify(messages.VerifyRequest(block_limit=2000))
+    assert served.engine.orders == [Verify(2000)]
+    assert (len(response.damaged_hashes), response.damaged_block_count) == (1000, 1500)
+    assert response.damaged_hashes[1] == "00" * 31 + "01"
+    refusal = await refused(served.cache.Verify(messages.VerifyRequest(block_limit=-1)))
+    assert refusal.field == "block_limit"
+
+
+async def test_watching_repeats_the_counters(served: RunningServer) -> None:
+    watch = served.cache.WatchStats(messages.WatchStatsRequest(interval=Duration(nanos=100_000_000)))
+    first = (await watch.read()).stats
+    served.engine.stats = dataclasses.replace(served.engine.stats, step_total=8)
+    second = (await watch.read()).stats
+    assert (first.engine.step_total, second.engine.step_total) == (7, 8)
+    watch.cancel()
+
+
+@pytest.mark.parametrize("interval", [Duration(), Duration(seconds=-1), Duration(seconds=3601)])
+async def test_watch_interval_has_a_range(served: RunningServer, interval: Duration) -> None:
+    watch: Any = served.cache.WatchStats(messages.WatchStatsRequest(interval=interval))
+    answer = await refused(watch.read())
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "interval")
+
+
+async def test_models_are_listed_and_described(served: RunningServer) -> None:
+    listed = await served.models.ListModels(model_messages.ListModelsRequest())
+    [model] = listed.models
+    assert (await served.models.GetModel(model_messages.GetModelRequest(model="tiny"))).model == model
+    assert (await served.models.GetModel(model_messages.GetModelRequest())).model == model
+    assert (model.id, model.context_tokens) == (MODEL_INFO.model_id, MODEL_INFO.context_token_limit)
+    assert model.cache_classes == ["KVCache"] and model.has_chat_template
+    missing = await refused(served.models.GetModel(model_messages.GetModelRequest(model="other")))
+    assert (missing.code, missing.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("page_size", model_messages.ListModelsRequest(page_size=-1)),
+        ("page_size", model_messages.ListModelsRequest(page_size=1001)),
+        ("page_token", model_messages.ListModelsRequest(page_token="x")),
+    ],
+)
+async def test_bad_pages_are_named(
+    served: RunningServer, field: str, bad: model_messages.ListModelsRequest
+) -> None:
+    answer = await refused(served.models.ListModels(bad))
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", field)

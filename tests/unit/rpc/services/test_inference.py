@@ -1,0 +1,209 @@
+"""Generate and Stream against a scripted engine."""
+
+from __future__ import annotations
+
+import pytest
+from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2, speculation_pb2, usage_pb2
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.domain.events import Delta, FinishReason, PrefillProgress
+from icehouse_server.domain.events import Finished as FinishedEvent
+from icehouse_server.domain.request import CacheUse, Logprob, LogprobsWanted, TokenLogprobs
+from icehouse_server.domain.sampling import SamplingParams
+
+from tests.fixtures.rpc.fake_engine import started, usage_of
+from tests.unit.rpc.conftest import SEED, RunningServer
+
+
+async def stream(served: RunningServer, request: messages.GenerateRequest) -> list[messages.StreamResponse]:
+    return [response async for response in served.inference.Stream(request)]
+
+
+async def test_text_alone_is_enough(served: RunningServer) -> None:
+    response = await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    [request] = served.engine.submitted
+    assert request.prompt_token_ids == tuple(b"Hi")
+    assert request.max_output_tokens == 256
+    assert request.sampling.temperature == 0 and request.sampling.top_p == 1
+    assert request.sampling.seed == SEED == response.seed
+    assert request.cache_use is CacheUse.READ_WRITE
+    assert request.deadline_time is None
+    assert len(request.request_id) == 32 and response.request_id == request.request_id
+    assert response.model == "tiny"
+
+
+async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None:
+    sampling = sampling_pb2.SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=2**64 - 1)
+    wanted = messages.GenerateRequest(
+        request_id="a.b:c-1",
+        model="tiny",
+        text="Hi",
+        max_output_tokens=3,
+        sampling=sampling,
+        stop=["x", "y", "x"],
+        priority=-5,
+    )
+    wanted.cache.use = cache_policy_pb2.CACHE_USE_READ_ONLY
+    wanted.cache.tenant = "blue"
+    await served.inference.Generate(wanted)
+    [request] = served.engine.submitted
+    assert request.request_id == "a.b:c-1"
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.7, 0.9)
+    assert (request.sampling.top_k, request.sampling.min_p) == (40, 0.05)
+    assert request.sampling.seed == 2**64 - 1
+    assert request.stop == ("x", "y")
+    assert (request.priority, request.tenant) == (-5, "blue")
+    assert request.cache_use is CacheUse.READ_ONLY
+
+
+async def test_every_sampling_parameter_reaches_the_engine(served: RunningServer) -> None:
+    sampling = sampling_pb2.SamplingParams(
+        temperature=0.5,
+        xtc_probability=0.25,
+        xtc_threshold=0.2,
+        repetition_penalty=1.5,
+        repetition_window=1,
+        presence_penalty=-0.5,
+        presence_window=2,
+        frequency_penalty=0.75,
+        frequency_window=3,
+        logit_bias={9: 1.0, 3: -100.0},
+        bad_words=["no", " yes", "no"],
+        bad_token_sequences=[sampling_pb2.TokenSequence(ids=[5, 6])],
+        min_output_tokens=2,
+        ignore_end_tokens=True,
+        seed=1,
+    )
+    await served.inference.Generate(messages.GenerateRequest(text="Hi", sampling=sampling))
+    assert served.engine.submitted[0].sampling == SamplingParams(
+        temperature=0.5,
+        xtc_probability=0.25,
+        xtc_threshold=0.2,
+        repetition_penalty=1.5,
+        repetition_window=1,
+        presence_penalty=-0.5,
+        presence_window=2,
+        frequency_penalty=0.75,
+        frequency_window=3,
+        logit_bias=((3, -100.0), (9, 1.0)),
+        banned=((5, 6), tuple(b"no"), tuple(b" no"), tuple(b" yes")),
+        min_output_token_count=2,
+        ignores_end_tokens=True,
+        seed=1,
+    )
+    assert served.tokenizer.thread_names and all(
+        n.startswith("tokenizer") for n in served.tokenizer.thread_names
+    )
+
+
+async def test_absent_sampling_changes_nothing(served: RunningServer) -> None:
+    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    assert served.engine.submitted[0].sampling == SamplingParams(seed=SEED)
+
+
+async def test_stream_and_generate_say_the_same(served: RunningServer) -> None:
+    request = messages.GenerateRequest(request_id="one", text="Hi", max_output_tokens=5)
+    responses = await stream(served, request)
+    await served.settle()
+    whole = await served.inference.Generate(request)
+    kinds = [response.WhichOneof("event") for response in responses]
+    assert kinds == ["started", "delta", "delta", "delta", "delta", "delta", "finished"]
+    deltas = [response.delta for response in responses[1:-1]]
+    assert "".join(delta.text for delta in deltas) == whole.text == " w0 w1 w2 w3 w4"
+    assert [i for delta in deltas for i in delta.token_ids] == list(whole.token_ids)
+    first, last = responses[0].started, responses[-1].finished
+    assert (first.request_id, first.model, first.seed) == (whole.request_id, whole.model, whole.seed)
+    assert first.cache == whole.cache
+    assert (last.usage, last.finish_reason) == (whole.usage, whole.finish_reason)
+
+
+async def test_usage_is_told_field_by_field(served: RunningServer) -> None:
+    usage = (await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=4))).usage
+    assert (usage.prompt_tokens, usage.output_tokens) == (2, 4)
+    assert (usage.cached_tokens, usage.ram_tokens, usage.ssd_tokens) == (3, 2, 1)
+    assert (usage.draft_tokens, usage.accepted_draft_tokens) == (8, 5)
+    assert usage.speculation_limit == speculation_pb2.SPECULATION_LIMIT_SAMPLING
+    seconds = [
+        usage.queue_duration,
+        usage.restore_duration,
+        usage.prefill_duration,
+        usage.decode_duration,
+        usage.time_to_first_token,
+        usage.total_duration,
+    ]
+    assert [duration.ToMilliseconds() for duration in seconds] == [500, 250, 1500, 2500, 3500, 4500]
+
+
+async def test_stop_string_and_progress_are_told(served: RunningServer) -> None:
+    served.engine.script = lambda request: [
+        started(request),
+        PrefillProgress(1, 2),
+        Delta("so ", (1, 2)),
+        FinishedEvent(FinishReason.STOP_STRING, "END", usage_of(request, output_token_count=3)),
+    ]
+    responses = await stream(served, messages.GenerateRequest(text="Hi", stop=["END"]))
+    assert [r.WhichOneof("event") for r in responses] == ["started", "prefill_progress", "delta", "finished"]
+    assert responses[1].prefill_progress.processed_tokens == 1
+    assert responses[-1].finished.stop_string == "END"
+    assert responses[-1].finished.finish_reason == usage_pb2.FINISH_REASON_STOP_STRING
+
+
+async def test_log_probabilities_are_told_token_by_token(served: RunningServer) -> None:
+    of_prompt = TokenLogprobs(105, -0.25, 1)
+    of_output = TokenLogprobs(5, -2.5, 3, (Logprob(6, -0.5), Logprob(7, -1.5)), (Logprob(9, -8.0),), 0)
+    served.engine.script = lambda request: [
+        started(request),
+        PrefillProgress(1, 2, (of_prompt,)),
+        Delta("", (5,), (of_output,)),
+        Delta("x", (8,), (TokenLogprobs(8, -0.75, 1, text_offset=3),)),
+        FinishedEvent(FinishReason.LENGTH, None, usage_of(request, output_token_count=2)),
+    ]
+    options = logprobs_pb2.LogprobsOptions(top_count=2, prompt=True, token_ids=[9])
+    request = messages.GenerateRequest(text="Hi", logprobs=options)
+    responses = await stream(served, request)
+    whole = await served.inference.Generate(request)
+    assert served.engine.submitted[0].logprobs == LogprobsWanted(2, of_prompt=True, token_ids=(9,))
+    assert [(e.token_id, e.logprob, e.rank, e.piece) for e in whole.prompt_logprobs] == [
+        (105, -0.25, 1, "<105>")
+    ]
+    assert [(e.token_id, e.logprob, e.rank) for e in whole.logprobs] == [(5, -2.5, 3), (8, -0.75, 1)]
+    assert [(t.token_id, t.logprob, t.piece) for t in whole.logprobs[0].top] == [
+        (6, -0.5, "<6>"),
+        (7, -1.5, "<7>"),
+    ]
+    assert [(t.token_id, t.logprob, t.piece) for t in whole.logprobs[0].asked] == [(9, -8.0, "<9>")]
+    assert [entry.text_offset for entry in whole.logprobs] == [0, 3]
+    assert whole.logprobs[0].HasField("text_offset") and not whole.prompt_logprobs[0].HasField("text_offset")
+    deltas = [response.delta for response in responses if response.HasField("delta")]
+    assert [entry for delta in deltas for entry in delta.logprobs] == list(whole.logprobs)
+    assert responses[1].prefill_progress.prompt_logprobs == whole.prompt_logprobs
+    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    assert served.engine.submitted[-1].logprobs is None
+
+
+async def test_chat_is_rendered_and_tokens_are_taken_as_they_are(served: RunningServer) -> None:
+    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", content="Hé")])
+    await served.inference.Generate(messages.GenerateRequest(chat=chat))
+    tokens = prompt_pb2.TokenPrompt(ids=[0, 299])
+    await served.inference.Generate(messages.GenerateRequest(tokens=tokens))
+    assert [r.prompt_token_ids for r in served.engine.submitted] == [tuple("user:Hé;".encode()), (0, 299)]
+
+
+async def test_tokenizer_never_runs_on_the_event_loop(served: RunningServer) -> None:
+    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    assert served.tokenizer.thread_names and all(
+        n.startswith("tokenizer") for n in served.tokenizer.thread_names
+    )
+
+
+async def test_deadline_reaches_the_engine_in_its_own_time(served: RunningServer) -> None:
+    await served.inference.Generate(messages.GenerateRequest(text="Hi"), timeout=50)
+    [request] = served.engine.submitted
+    assert request.deadline_time == pytest.approx(served.clock.now + 50, abs=5)
+
+
+async def test_tokenize_names_each_token(served: RunningServer) -> None:
+    response = await served.inference.Tokenize(messages.TokenizeRequest(text="Hi"))
+    assert [(t.id, t.piece) for t in response.tokens] == [(72, "<72>"), (105, "<105>")]
+    assert response.token_count == 2
+    empty = await served.inference.Tokenize(messages.TokenizeRequest(text=""))
+    assert empty.token_count == 0

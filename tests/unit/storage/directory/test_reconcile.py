@@ -1,0 +1,206 @@
+"""The table of repairs, row by row, on real directories; `check` says the same without touching."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+
+import pytest
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.directory.reconcile import Finding
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.paths import StorePaths
+
+from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block, make_chain
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
+from tests.unit.storage.worker.test_crash import check_is_clean
+
+
+class Place:
+    """A directory with three committed blocks, closed, and ways to spoil it."""
+
+    def __init__(self, directory) -> None:
+        self.directory = directory
+        self.chain = make_chain(3)
+        self.paths = StorePaths(os.path.abspath(directory))
+        with StorageThread(directory) as served:
+            served.spill(*self.chain)
+
+    def path(self, index: int) -> str:
+        return self.paths.block(FINGERPRINT, self.chain[index].header.hash)
+
+    def sql(self, statement: str, *values) -> None:
+        connection = sqlite3.connect(self.paths.manifest)
+        assert connection.execute(statement, values).rowcount == 1
+        connection.commit()
+        connection.close()
+
+    def findings(self) -> list[Finding]:
+        store = OfflineStore(str(self.directory), files=SystemFiles(), clock=ManualClock())
+        return [item.finding for item in store.check(progress=lambda _: None)[0]]
+
+    def reopen(self):
+        """Open and close again; return the report and the hashes that are usable."""
+        with StorageThread(self.directory) as served:
+            known = {record.hash for record in served.take_inventory()}
+            report = served.stats().reconcile
+        check_is_clean(self.directory)
+        return report, [block.header.hash in known for block in self.chain]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path / "cache")
+
+
+def test_nothing_to_do(place):
+    assert place.findings() == []
+    report, known = place.reopen()
+    assert report.was_clean and report.repair_count == 0 and known == [True] * 3
+
+
+def test_partial_is_deleted(place):
+    with open(place.path(0) + ".partial", "wb") as file:
+        file.write(b"half")
+    assert place.findings() == [Finding.PARTIAL]
+    report, known = place.reopen()
+    assert (report.partials_deleted, report.was_clean, known) == (1, False, [True] * 3)
+
+
+def test_valid_file_without_row_is_adopted(place):
+    place.sql("DELETE FROM blocks WHERE hash = ?", place.chain[1].header.hash)
+    assert place.findings() == [Finding.ADOPTABLE]
+    report, known = place.reopen()
+    assert (report.adopted, known) == (1, [True] * 3)
+
+
+def test_invalid_file_without_row_is_quarantined(place):
+    place.sql("DELETE FROM blocks WHERE hash = ?", place.chain[1].header.hash)
+    os.truncate(place.path(1), 99)
+    assert place.findings() == [Finding.INVALID]
+    report, known = place.reopen()
+    assert (report.quarantined, known) == (1, [True, False, True])
+    assert os.path.exists(place.paths.quarantined(place.chain[1].header.hash))
+
+
+def test_row_without_file_is_deleted(place):
+    os.unlink(place.path(2))
+    assert place.findings() == [Finding.MISSING]
+    report, known = place.reopen()
+    assert (report.rows_without_file, known) == (1, [True, True, False])
+
+
+def test_file_of_another_size_is_quarantined(place):
+    os.truncate(place.path(0), 99)
+    os.unlink(place.paths.clean_mark)
+    assert place.findings() == [Finding.DIFFERS]
+    report, known = place.reopen()
+    assert (report.quarantined, known) == (1, [False, True, True])
+
+
+def test_swapped_files_are_quarantined(place):
+    os.rename(place.path(0), place.path(0) + ".x")
+    os.rename(place.path(1), place.path(0))
+    os.rename(place.path(0) + ".x", place.path(1))
+    assert place.findings() == [Finding.DIFFERS] * 2
+    report, known = place.reopen()
+    assert (report.quarantined, known) == (2, [False, False, True])
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["token_count", "start_token_index", "kv_bytes", "file_bytes", "parent", "header_xxh3", "inode"],
+)
+def test_an_edited_row_is_seen(place, column):
+    value = {"parent": bytes(32), "header_xxh3": "00"}.get(column, 12)
+    place.sql(f"UPDATE blocks SET {column} = ? WHERE hash = ?", value, place.chain[1].header.hash)
+    assert place.findings() == [Finding.EDITED_ROW]
+    report, known = place.reopen()
+    assert not report.was_clean
+    assert (report.quarantined, known) == (1, [True, False, True])
+
+
+def test_an_edited_row_of_contents_is_seen_by_verify(place):
+    place.sql("UPDATE block_contents SET token_ids = ? WHERE hash = ?", b"1234", place.chain[1].header.hash)
+    with StorageThread(place.directory) as served:
+        served.storage.verify()
+        verified = served.take()[-1]
+    assert [failure.hash for failure in verified.damaged] == [place.chain[1].header.hash]
+
+
+def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
+    for module in ("block_format.header", "record", "directory.reconcile", "directory.lock"):
+        monkeypatch.setattr(f"icehouse_server.storage.{module}.LAYOUT_ABI", 2)
+    assert place.findings() == [Finding.OTHER_ABI] * 3
+    report, known = place.reopen()
+    assert (report.other_abi_deleted, known) == (3, [False] * 3)
+    assert os.listdir(place.paths.folder(FINGERPRINT)) == []
+
+
+def test_other_abi_without_row_is_deleted(place, monkeypatch):
+    os.unlink(place.paths.manifest)
+    for module in ("block_format.header", "record", "directory.reconcile", "directory.lock"):
+        monkeypatch.setattr(f"icehouse_server.storage.{module}.LAYOUT_ABI", 2)
+    report, _ = place.reopen()
+    assert report.other_abi_deleted == 3 and report.quarantined == 0
+
+
+def test_other_fingerprint_is_kept(place):
+    with StorageThread(place.directory, fingerprint=OTHER_FINGERPRINT) as served:
+        served.spill(make_block(seed=9, fingerprint=OTHER_FINGERPRINT))
+    os.unlink(place.paths.clean_mark)
+    assert place.findings() == []
+    report, known = place.reopen()
+    assert (report.row_count, report.file_count, known) == (4, 4, [True] * 3)
+
+
+def test_strange_files_are_left_alone(place):
+    strange = [
+        f"{place.paths.folder(FINGERPRINT)}/notes.txt",
+        f"{place.paths.blocks}/readme",
+        f"{place.paths.folder(FINGERPRINT)}/{'0' * 64}.safetensors.bak",
+    ]
+    for path in strange:
+        with open(path, "w") as file:
+            file.write("mine")
+    os.mkdir(f"{place.paths.blocks}/folder")
+    assert place.findings() == [Finding.UNKNOWN] * 4
+    with StorageThread(place.directory) as served:
+        assert served.stats().reconcile.unknown_files == 4
+        assert served.stats().used_bytes >= 12
+    assert all(os.path.exists(path) for path in strange)
+
+
+@pytest.mark.parametrize("damage", ["missing", "junk", "cut"])
+def test_a_lost_manifest_is_rebuilt_from_the_files(place, damage):
+    if damage == "missing":
+        os.unlink(place.paths.manifest)
+    elif damage == "junk":
+        with open(place.paths.manifest, "wb") as file:
+            file.write(b"not a database" * 1000)
+    else:
+        os.truncate(place.paths.manifest, 8192)
+    report, known = place.reopen()
+    assert report.manifest_rebuilt and (report.adopted, known) == (3, [True] * 3)
+    assert os.path.exists(place.paths.manifest_aside) == (damage != "missing")
+    report, known = place.reopen()
+    assert report.was_clean and known == [True] * 3
+
+
+def test_a_changed_time_alone_is_only_restamped(place):
+    os.utime(place.path(1), ns=(1, 1))
+    os.unlink(place.paths.clean_mark)
+    assert place.findings() == [Finding.RESTAMPED]
+    report, known = place.reopen()
+    assert (report.restamped, report.repair_count, known) == (1, 0, [True] * 3)
+
+
+def test_a_crash_means_a_full_walk(place):
+    served = StorageThread(place.directory)
+    served.storage.lock()
+    served.storage.open()
+    # The process dies: nothing is closed in order.
+    served.storage._store.abandon()
+    served.storage._store.unlock()
+    report, known = place.reopen()
+    assert not report.was_clean and report.repair_count == 0 and known == [True] * 3

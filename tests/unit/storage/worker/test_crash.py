@@ -1,0 +1,202 @@
+"""Crash after every single step; reopen; nothing committed is lost and nothing lies."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sqlite3
+
+import pytest
+from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.directory.reconcile import Walk
+from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded, LoadFailed
+from icehouse_server.storage.messages import Persisted
+from icehouse_server.storage.paths import StorePaths
+
+from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.ciphers import BOTH_WAYS
+from tests.fixtures.storage.faults import Crash, CrashingFiles
+from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
+
+_MANIFEST_STEPS = ("insert", "delete", "touch", "set_pinned", "add_fingerprint", "close")
+STEP_LIMIT = 400
+
+
+@pytest.fixture
+def crashing_manifest(monkeypatch):
+    """Let every write of the manifest count as a step of the file system it crashes with."""
+    current: dict[str, CrashingFiles] = {}
+
+    def wrap(name):
+        original = getattr(Manifest, name)
+
+        def method(self, *args, **kwargs):
+            result = original(self, *args, **kwargs)
+            if "files" in current:
+                current["files"].step()
+            return result
+
+        monkeypatch.setattr(Manifest, name, method)
+
+    for name in _MANIFEST_STEPS:
+        wrap(name)
+    return current
+
+
+def run_until_crash(served: StorageThread, scenario) -> bool:
+    """Play a scenario; True when the crash came. The manifest's handles are dropped as by the system."""
+    store = served.storage._store
+    try:
+        with served:
+            scenario(served)
+    except Crash:
+        manifest = store._manifest
+        if manifest is not None:
+            manifest._database.conn.close()
+        return True
+    return False
+
+
+def check_is_clean(directory) -> None:
+    """Prove what `check` would: no discrepancy between rows and files."""
+    paths = StorePaths(os.path.abspath(directory))
+    manifest = Manifest.open_read_only(paths.manifest)
+    rows, edited = manifest.load()
+    walk = Walk(rows, edited, files=SystemFiles(), paths=paths, now_time=0.0)
+    assert [(item.finding, item.path) for item in walk] == []
+    manifest.close(checkpoint=False)
+
+
+def spill_scenario(served: StorageThread, vault: Vault | None) -> None:
+    served.files.is_armed = True
+    served.spill(*make_chain(2, seed=2, checkpoint=True, vault=vault))
+
+
+def evict_scenario(served: StorageThread, vault: Vault | None) -> None:
+    served.files.is_armed = True
+    served.storage.evict([make_chain(2, seed=1, vault=vault)[1].header.hash])
+    served.settle()
+
+
+def quarantine_scenario(served: StorageThread, vault: Vault | None) -> None:
+    victim = make_chain(2, seed=1, vault=vault)[1]
+    os.truncate(served.path(victim), os.path.getsize(served.path(victim)) - 1)
+    served.files.is_armed = True
+    served.storage.load(plan([victim]))
+    served.settle()
+
+
+SCENARIOS = {
+    # name: what happens, and how many blocks of the first chain must survive it
+    "spill": (spill_scenario, 2),
+    "evict": (evict_scenario, 1),
+    "quarantine": (quarantine_scenario, 1),
+}
+
+
+@pytest.mark.parametrize("vault", **BOTH_WAYS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_crash_after_every_step(tmp_path, crashing_manifest, name, vault):
+    scenario, surviving_count = SCENARIOS[name]
+    committed = make_chain(2, seed=1, vault=vault)
+    crash_at = 0
+    while crash_at < STEP_LIMIT:
+        crash_at += 1
+        directory = tmp_path / str(crash_at)
+        crashing_manifest.clear()
+        with StorageThread(directory, vault=vault) as served:
+            served.spill(*committed)
+        files = CrashingFiles(crash_at)
+        crashing_manifest["files"] = files
+        dead = StorageThread(directory, files=files, vault=vault)
+        has_crashed = run_until_crash(dead, functools.partial(scenario, vault=vault))
+        persisted = {o.record.hash for o in dead.outcomes if isinstance(o, Persisted)}
+        crashing_manifest.clear()
+        if not has_crashed:
+            break
+        with StorageThread(directory, vault=vault) as served:
+            check_is_clean(directory)
+            known = {record.hash for record in served.take_inventory()}
+            blocks = [*committed, *make_chain(2, seed=2, checkpoint=True, vault=vault)]
+            assert_whatever_is_known_is_right(served, blocks)
+            assert {block.header.hash for block in committed[:surviving_count]} | persisted <= known
+    assert 5 < crash_at < STEP_LIMIT
+
+
+def assert_whatever_is_known_is_right(served: StorageThread, blocks) -> None:
+    """Load every block the tier claims to have; each must come back with its own bytes."""
+    known = {record.hash for record in served.take_inventory()}
+    for block in blocks:
+        if block.header.hash in known:
+            served.storage.load(plan([block], origin=block.header.start_token_index))
+            outcome = next(o for o in served.take() if isinstance(o, Loaded | LoadFailed))
+            if isinstance(outcome, Loaded):
+                assert_holds(outcome, [block], origin=block.header.start_token_index)
+            else:
+                # The only block allowed to be bad is the one a scenario damaged itself.
+                assert block is blocks[1]
+
+
+def spoil(directory, chain) -> None:
+    """Leave one of each disagreement in a directory."""
+    paths = StorePaths(os.path.abspath(directory))
+    of = [paths.block(block.header.fingerprint, block.header.hash) for block in chain]
+    os.unlink(of[1])
+    os.truncate(of[2], 50)
+    with open(of[0] + ".partial", "wb") as partial:
+        partial.write(b"half")
+    connection = sqlite3.connect(paths.manifest)
+    connection.execute("DELETE FROM blocks WHERE hash = ?", (chain[3].header.hash,))
+    connection.execute("UPDATE blocks SET token_count = 3 WHERE hash = ?", (chain[4].header.hash,))
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize("vault", **BOTH_WAYS)
+def test_crash_after_every_step_of_reconcile(tmp_path, crashing_manifest, vault):
+    chain = make_chain(6, seed=1, vault=vault)
+    crash_at = 0
+    while crash_at < STEP_LIMIT:
+        crash_at += 1
+        directory = tmp_path / str(crash_at)
+        crashing_manifest.clear()
+        with StorageThread(directory, vault=vault) as served:
+            served.spill(*chain)
+        spoil(directory, chain)
+        files = CrashingFiles(crash_at)
+        files.is_armed = True
+        crashing_manifest["files"] = files
+        has_crashed = run_until_crash(StorageThread(directory, files=files, vault=vault), lambda served: None)
+        crashing_manifest.clear()
+        with StorageThread(directory, vault=vault) as served:
+            check_is_clean(directory)
+            known = {record.hash for record in served.take_inventory()}
+            sound = {chain[index].header.hash for index in (0, 3, 5)}
+            assert sound <= known <= sound | {chain[4].header.hash}
+            assert_whatever_is_known_is_right(served, chain)
+        if not has_crashed:
+            break
+    assert 10 < crash_at < STEP_LIMIT
+
+
+def test_the_crashing_files_lose_what_was_not_synced(tmp_path):
+    files = CrashingFiles(crash_at=3)
+    descriptor = files.create(str(tmp_path / "a.partial"))
+    files.is_armed = True
+    files.write(descriptor, [b"12345678"], offset=0)
+    files.rename(str(tmp_path / "a.partial"), str(tmp_path / "a"))
+    with pytest.raises(Crash):
+        files.close(descriptor)
+    assert (tmp_path / "a.partial").read_bytes() == b"1234"
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_directory_reopens_after_a_spill(tmp_path):
+    clock = ManualClock()
+    with StorageThread(tmp_path, clock=clock) as served:
+        served.spill(make_block())
+    with StorageThread(tmp_path, clock=clock) as served:
+        assert len(served.take_inventory()) == 1

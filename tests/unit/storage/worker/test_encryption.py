@@ -1,0 +1,204 @@
+"""The SSD tier with a key: what lies on the disk, whose blocks are whose, and what tampering comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.encryption.cipher import KEY_DETAIL, Vault, sealed_fingerprint
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded, LoadFailed
+
+from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
+from tests.fixtures.storage.ciphers import OTHER_VAULT, VAULT, forge
+from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
+from tests.unit.storage.block_format.test_encrypted_header import secrets_of
+from tests.unit.storage.worker.test_crash import check_is_clean
+
+
+def server_of(directory: Path, vault: Vault | None = VAULT, **how) -> StorageThread:
+    """Return a tier as it is composed for a key: filed apart, its key's id among the details."""
+    return StorageThread(directory, vault=vault, **fingerprint_of(vault), **how)
+
+
+def fingerprint_of(vault: Vault | None) -> dict:
+    if vault is None:
+        return {}
+    return {
+        "fingerprint": sealed_fingerprint(FINGERPRINT, vault.key_id),
+        "fingerprint_details": (("architecture", "test"), (KEY_DETAIL, vault.key_id.hex())),
+    }
+
+
+def chain_of(vault: Vault | None, count: int = 3, **how):
+    fingerprint = fingerprint_of(vault).get("fingerprint", FINGERPRINT)
+    return make_chain(count, vault=vault, fingerprint=fingerprint, **how)
+
+
+def whole_directory(directory: Path) -> bytes:
+    """Return all bytes of all files, and their names."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return b"\n".join(path.read_bytes() + path.name.encode() for path in files)
+
+
+def known(served: StorageThread) -> list[bool]:
+    names = {record.hash for record in served.take_inventory()}
+    return [block.header.hash in names for block in chain_of(VAULT)]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Three encrypted blocks, closed."""
+    with server_of(tmp_path / "cache") as served:
+        served.spill(*chain_of(VAULT, checkpoint=True))
+    return tmp_path / "cache"
+
+
+def test_spilled_and_loaded_after_a_restart(directory: Path) -> None:
+    chain = chain_of(VAULT, checkpoint=True)
+    with server_of(directory) as served:
+        assert served.storage.load(plan(chain))
+        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
+        assert loaded.failure is None
+        assert_holds(loaded, chain)
+        served.storage.verify()
+        served.settle()
+        stats = served.stats()
+    assert stats.is_encrypted and stats.load_failed_totals == () and stats.verified_block_total == 6
+    assert stats.reconcile.was_clean
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_nothing_of_a_prompt_is_anywhere(tmp_path: Path, is_open: bool) -> None:
+    for vault, expected in ((VAULT, False), (None, True)):
+        chain = chain_of(vault, checkpoint=True)
+        with server_of(tmp_path / str(expected), vault) as served:
+            served.spill(*chain)
+            text = whole_directory(tmp_path / str(expected)) if is_open else b""
+        text = text or whole_directory(tmp_path / str(expected))
+        for block in chain:
+            assert all((secret in text) is expected for secret in secrets_of(block))
+
+
+def test_forged_bytes_are_a_miss_and_counted(directory: Path) -> None:
+    chain = chain_of(VAULT, checkpoint=True)
+    with server_of(directory) as served:
+        served.settle()
+        forge(Path(served.path(chain[1])), flip_at=7)
+        served.storage.load(plan(chain))
+        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
+        stats = served.stats()
+        assert [block.header for block in loaded.blocks] == [chain[0].header]
+        assert loaded.failure is not None and loaded.failure.cause is Damage.AUTH_TAG
+        assert dict(stats.load_failed_totals) == {Damage.AUTH_TAG: 1} and stats.quarantined_count == 1
+        assert_holds(dataclasses.replace(loaded, tensors=()), chain[:1])
+
+
+def test_a_block_in_the_clear_is_not_taken_for_an_encrypted_one(directory: Path, tmp_path: Path) -> None:
+    """Whoever knows a block's tokens and name can write that file; without the key it is not believed."""
+    (block, *_) = chain_of(VAULT, checkpoint=True)
+    with StorageThread(tmp_path / "forger", fingerprint=block.header.fingerprint) as forger:
+        clear = make_block(fingerprint=block.header.fingerprint)
+        forger.spill(clear)
+        planted = Path(forger.path(clear)).read_bytes()
+    with server_of(directory) as served:
+        Path(served.path(block)).write_bytes(planted)
+        served.storage.load(plan([block]))
+        (failed,) = [outcome for outcome in served.take() if isinstance(outcome, LoadFailed)]
+    assert failed.failure.cause is Damage.AUTH_TAG
+
+
+@pytest.mark.parametrize("vault", [None, OTHER_VAULT], ids=["no key", "another key"])
+@pytest.mark.parametrize("loss", ["nothing", "clean mark", "manifest", "rows", "times"])
+def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, vault: Vault | None, loss: str) -> None:
+    """Another key's blocks are weighed, kept whatever was lost beside them, and read again with their key."""
+    chain = chain_of(VAULT, checkpoint=True)
+    paths = server_of(directory).storage._store.paths
+    if loss == "clean mark":
+        os.unlink(paths.clean_mark)
+    elif loss == "manifest":
+        os.unlink(paths.manifest)
+    elif loss == "rows":
+        store = OfflineStore(str(directory), files=SystemFiles(), clock=ManualClock())
+        records = store.rows().records
+        manifest = Manifest.open(paths.manifest)
+        manifest.delete([record.hash for record in records])
+        manifest.close()
+    elif loss == "times":
+        for path in directory.rglob("*.safetensors"):
+            os.utime(path, ns=(1, 1))
+        os.unlink(paths.clean_mark)
+    with server_of(directory, vault) as served:
+        assert served.take_inventory() == ()
+        stats = served.stats()
+        assert (stats.foreign_block_count, stats.quarantined_count) == (3, 0)
+        assert stats.reconcile.unencrypted == 0, "they are taken for blocks in the clear"
+        served.storage.verify()
+        served.settle()
+        assert served.stats().load_failed_totals == ()
+        mine = chain_of(vault, 1)
+        served.spill(*mine)
+        served.storage.load(plan(mine))
+        assert any(isinstance(outcome, Loaded) for outcome in served.take())
+    check_is_clean(directory)
+    with server_of(directory) as served:
+        assert known(served) == [True] * 3
+        served.storage.load(plan(chain))
+        (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
+        assert_holds(loaded, chain)
+
+
+def test_another_keys_blocks_age_out_within_the_same_limit(directory: Path) -> None:
+    newer = chain_of(OTHER_VAULT, 3, seed=5)
+    file_bytes = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
+    with server_of(directory, OTHER_VAULT) as served:
+        used_bytes = served.stats().used_bytes
+    with server_of(directory, OTHER_VAULT, limit_bytes=used_bytes + file_bytes // 3) as served:
+        served.spill(*newer)
+        stats = served.stats()
+    assert stats.evicted_block_total >= 2 and stats.foreign_block_count < 3
+
+
+def test_blocks_from_before_the_key_are_told_and_can_be_wiped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = chain_of(None), chain_of(VAULT)
+    with server_of(tmp_path, None) as served:
+        served.spill(*old)
+    with caplog.at_level(logging.WARNING), server_of(tmp_path) as served:
+        served.spill(*new)
+    (warning,) = [record for record in caplog.records if record.message == "unencrypted_blocks_found"]
+    assert vars(warning)["blocks"] == 3
+    offline = OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock())
+    rows = offline.rows()
+    secrets = [secret for block in old for secret in secrets_of(block)]
+    assert all(secret in whole_directory(tmp_path) for secret in secrets)
+    removed = offline.purge(
+        lambda record: KEY_DETAIL not in rows.fingerprints[record.fingerprint],
+        quarantine_too=True,
+        progress=lambda done, total: None,
+    )
+    assert removed[0] == 3
+    assert not [secret for secret in secrets if secret in whole_directory(tmp_path)]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), server_of(tmp_path) as served:
+        assert known(served) == [True] * 3
+    assert caplog.records == []
+
+
+def test_a_purge_leaves_no_page_of_the_manifest_unwiped(tmp_path: Path) -> None:
+    with server_of(tmp_path, None) as served:
+        served.spill(*chain_of(None, 60))
+    offline = OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock())
+    offline.purge(lambda _: True, quarantine_too=True, progress=lambda done, total: None)
+    connection = sqlite3.connect(tmp_path / "manifest.sqlite3")
+    assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
+    connection.close()

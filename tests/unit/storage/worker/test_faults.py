@@ -1,0 +1,232 @@
+"""Every verb fails once; the disk fills, turns read-only, vanishes. The tier lives and tells the truth."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sqlite3
+
+import pytest
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.loads import Loaded, LoadFailed
+from icehouse_server.storage.messages import Evicted, Health, Inventory, Persisted, SpillDropped, TaskGivenUp
+
+from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.faults import VERBS, FaultyFiles
+from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
+from tests.unit.storage.worker.test_crash import check_is_clean
+
+
+def use_everything(served: StorageThread, blocks) -> None:
+    """Spill, load, touch, verify, evict; give the disk time to recover in between."""
+    for block in blocks:
+        served.spill(block)
+        served.clock.advance(100)
+        served.settle()
+    served.storage.load(plan(blocks))
+    served.storage.touch([block.header.hash for block in blocks])
+    served.clock.advance(100)
+    served.settle()
+    served.storage.verify()
+    served.settle()
+    served.storage.evict([blocks[-1].header.hash])
+    served.settle()
+    served.clock.advance(100)
+    served.settle()
+
+
+@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_failing_once(tmp_path, verb, error_number):
+    chain = make_chain(3)
+    call_number = 0
+    while True:
+        call_number += 1
+        directory = tmp_path / str(call_number)
+        files = FaultyFiles(verb, call_number, error_number)
+        clock = ManualClock()
+        served = StorageThread(directory, files=files, clock=clock)
+        files.is_armed = True
+        with served:
+            clock.advance(100)
+            use_everything(served, chain)
+            outcomes = list(served.outcomes)
+            stats = served.stats()
+            assert stats.writes_enabled, stats.writes_detail
+            assert_every_spill_has_one_outcome(outcomes, chain, stats)
+            for loaded in (o for o in outcomes if isinstance(o, Loaded)):
+                assert_holds(loaded, chain[: len(loaded.blocks)])
+        with StorageThread(directory, clock=clock) as again:
+            again.settle()
+            check_is_clean(directory)
+            known = {record.hash for record in again.take_inventory()}
+            assert known <= {block.header.hash for block in chain}
+        if files.failed_count == 0:
+            break
+        assert call_number < 200
+    assert call_number > 1, f"{verb} was never called"
+
+
+def assert_every_spill_has_one_outcome(outcomes, chain, stats) -> None:
+    persisted = [o.record.hash for o in outcomes if isinstance(o, Persisted)]
+    dropped = [o.hash for o in outcomes if isinstance(o, SpillDropped)]
+    assert sorted(persisted + dropped) == sorted(block.header.hash for block in chain)
+    assert stats.spill_accepted_total == 3
+    assert stats.spill_persisted_total == len(persisted)
+    assert sum(count for _, count in stats.spill_dropped_totals) == len(dropped)
+
+
+def test_a_full_disk_evicts_once_then_stops_until_there_is_space(tmp_path):
+    old = make_block(seed=1)
+    new, later = make_block(seed=2), make_block(seed=3)
+    files = FaultyFiles("write", 1, errno.ENOSPC, times=10_000)
+    with StorageThread(tmp_path, files=files) as served:
+        served.spill(old)
+        served.take()
+        files.is_armed = True
+        served.spill(new, later)
+        outcomes = served.take()
+        assert Evicted((old.header.hash,)) in outcomes
+        drops = [o.cause for o in outcomes if isinstance(o, SpillDropped)]
+        assert drops == [SpillDropCause.DISK_FULL, SpillDropCause.WRITES_OFF]
+        (health,) = (o for o in outcomes if isinstance(o, Health))
+        assert not health.writes_enabled and "full" in health.detail
+        assert files.calls["write"] == 2
+        files.is_armed = False
+        served.clock.advance(5)
+        served.spill(later)
+        assert [type(o) for o in served.take()] == [Health, Persisted]
+
+
+def test_one_enospc_is_cured_by_evicting(tmp_path):
+    files = FaultyFiles("write", 1, errno.ENOSPC)
+    old, new = make_block(seed=1), make_block(seed=2)
+    with StorageThread(tmp_path, files=files) as served:
+        served.spill(old)
+        files.is_armed = True
+        served.take()
+        served.spill(new)
+        assert [type(o) for o in served.take()] == [Evicted, Persisted]
+
+
+def test_the_free_space_floor_is_kept(tmp_path):
+    free_bytes = shutil.disk_usage(tmp_path).free
+    with StorageThread(tmp_path, free_floor_bytes=2 * free_bytes) as served:
+        served.spill(make_block())
+        assert served.take()[-1].cause is SpillDropCause.DISK_FULL
+
+
+def test_a_deleted_directory_is_made_anew(tmp_path):
+    directory = tmp_path / "cache"
+    first, second = make_block(seed=1), make_block(seed=2)
+    served = StorageThread(directory)
+    with served:
+        served.spill(first)
+        served.take()
+        shutil.rmtree(directory)
+        served.storage.load(plan([first]))
+        served.spill(second)
+        outcomes = served.take()
+        assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.MISSING
+        assert next(o for o in outcomes if isinstance(o, SpillDropped)).cause in (
+            SpillDropCause.WRITE_FAILED,
+            SpillDropCause.WRITES_OFF,
+        )
+        assert not next(o for o in outcomes if isinstance(o, Health)).writes_enabled
+        served.clock.advance(100)
+        served.spill(second)
+        outcomes = served.take()
+        assert [type(o) for o in outcomes] == [Inventory, Health, Persisted]
+        assert outcomes[0].records == ()
+        served.storage.load(plan([second]))
+        assert_holds(served.take()[0], [second])
+    check_is_clean(directory)
+
+
+def test_a_read_only_directory_leaves_the_tier_off_but_alive(tmp_path):
+    files = FaultyFiles("create", 1, errno.EROFS, times=10_000)
+    files.is_armed = True
+    with StorageThread(tmp_path, files=files) as served:
+        assert [type(o) for o in served.take()] == [Inventory, Health]
+        served.spill(make_block())
+        assert served.take()[0].cause is SpillDropCause.WRITES_OFF
+        assert "Read-only" in served.stats().writes_detail
+        served.clock.advance(3600)
+        files.is_armed = False
+        served.spill(make_block())
+        assert [type(o) for o in served.take()] == [Inventory, Health, Persisted]
+
+
+def test_orders_to_a_directory_given_up_are_answered_at_once(tmp_path):
+    files = FaultyFiles("create", 1, errno.EIO, times=10_000)
+    with StorageThread(tmp_path, files=files, task_queue_limit_count=3) as served:
+        served.take()
+        files.is_armed = True
+        served.spill(make_block())
+        served.take()
+        ids = [
+            served.storage.verify(),
+            served.storage.evict([make_block().header.hash]),
+            served.storage.purge(),
+        ]
+        outcomes = served.take()
+        assert [o.task_id for o in outcomes if isinstance(o, TaskGivenUp)] == ids
+        assert all("nothing is written until" in o.detail for o in outcomes)
+        assert served.storage.verify() is not None, "their places in the queue were not given back"
+
+
+def test_a_manifest_that_fails_at_run_time_is_opened_anew(tmp_path, monkeypatch):
+    blocks = [make_block(seed=seed) for seed in range(3)]
+    with StorageThread(tmp_path) as served:
+        served.spill(blocks[0])
+        served.take()
+
+        def refuse(*_args, **_kwargs):
+            raise sqlite3.OperationalError("disk I/O error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("icehouse_server.storage.directory.manifest.Manifest.insert", refuse)
+            served.spill(blocks[1])
+        outcomes = served.take()
+        assert [type(o) for o in outcomes] == [SpillDropped, Health]
+        assert not os.path.exists(served.path(blocks[1]))
+        served.clock.advance(100)
+        served.spill(blocks[2])
+        outcomes = served.take()
+        assert [type(o) for o in outcomes] == [Inventory, Health, Persisted]
+        assert [record.hash for record in outcomes[0].records] == [blocks[0].header.hash]
+
+
+def test_a_read_error_is_a_miss(tmp_path):
+    block = make_block()
+    files = FaultyFiles("read_into", 2, errno.EIO)
+    with StorageThread(tmp_path, files=files) as served:
+        served.spill(block)
+        served.take()
+        files.is_armed = True
+        served.storage.load(plan([block]))
+        outcomes = served.take()
+        assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.IO
+        assert Evicted((block.header.hash,)) in outcomes
+
+
+def test_a_directory_that_could_not_be_locked_is_not_touched_until_it_is(tmp_path):
+    """A disk that refuses the lock does not stop the start; another owner does, and later keeps us out."""
+    files = FaultyFiles("lock", 1, errno.EIO, times=2)
+    files.is_armed = True
+    served = StorageThread(tmp_path, files=files)
+    with served:
+        assert [type(o) for o in served.take()] == [Inventory, Health]
+        assert os.listdir(tmp_path) == []
+        with StorageThread(tmp_path) as other:
+            served.clock.advance(100)
+            served.spill(make_block())
+            assert served.take()[-1].cause is SpillDropCause.WRITES_OFF
+            assert "in use by another process" in served.stats().writes_detail
+            other.spill(make_block())
+        served.clock.advance(100)
+        served.settle()
+        assert len(served.take_inventory()) == 1 and served.stats().writes_enabled

@@ -1,0 +1,330 @@
+"""The SSD tier through its door: spill, load, tasks, limits, failures; threads and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+from pathlib import Path
+
+import pytest
+from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
+from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import Loaded, LoadFailed
+from icehouse_server.storage.messages import (
+    Evicted,
+    Flushed,
+    Inventory,
+    Persisted,
+    Purged,
+    SpillDropped,
+    StatsAnswer,
+    StorageClosed,
+    StorageFailed,
+    Verified,
+)
+from icehouse_server.storage.worker.storage import Storage
+
+from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, OTHER_FINGERPRINT, make_block, make_chain
+from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.storage_thread import StorageThread
+
+
+def test_spill_then_load_gives_the_same_bytes(tmp_path):
+    with StorageThread(tmp_path) as served:
+        chain = make_chain(4, checkpoint=True)
+        served.spill(*chain)
+        assert [type(o) for o in served.take()] == [Inventory] + [Persisted] * 4
+        assert served.storage.load(plan(chain))
+        (loaded,) = served.take()
+        assert loaded.failure is None and loaded.end_token_index == 64
+        assert [region.kind for region in loaded.blocks[0].regions] == [
+            RegionKind.WINDOW,
+            RegionKind.CHECKPOINT,
+        ]
+        assert_holds(loaded, chain)
+        assert loaded.read_bytes == sum(block.size_bytes for block in chain)
+
+
+def test_load_after_restart_in_part_and_at_an_offset(tmp_path):
+    chain = make_chain(3)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+    with StorageThread(tmp_path) as served:
+        (inventory,) = served.take()
+        assert {record.hash for record in inventory.records} == {block.header.hash for block in chain}
+        request = plan(
+            chain[1:], last_token_count=5, regions=frozenset({RegionKind.KV}), capacity=40, origin=8
+        )
+        served.storage.load(request)
+        (loaded,) = served.take()
+        assert loaded.end_token_index == 37
+        assert all(not block.regions for block in loaded.blocks)
+        assert_holds(loaded, chain[1:], origin=8, capacity=40)
+
+
+def test_a_tail_is_loaded_behind_full_blocks(tmp_path):
+    chain = make_chain(2)
+    tail = make_block(parent=chain[-1].header.hash, start=32, token_ids=(9, 8, 7))
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain, tail)
+        served.take()
+        served.storage.load(plan([*chain, tail]))
+        (loaded,) = served.take()
+        assert loaded.end_token_index == 35
+        assert_holds(loaded, [*chain, tail])
+
+
+def flip(path: str, position: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def damage_of(served: StorageThread, block: HostBlock) -> Damage:
+    """Load a damaged block and return the cause, having checked that it is gone from the tier."""
+    served.take()
+    served.storage.load(plan([block]))
+    outcomes = served.take()
+    failed = next(o for o in outcomes if isinstance(o, LoadFailed))
+    assert Evicted((block.header.hash,)) in outcomes
+    stats = served.stats()
+    assert stats.block_count == 0 and stats.quarantined_total == stats.quarantined_count == 1
+    assert dict(stats.load_failed_totals) == {failed.failure.cause: 1}
+    return failed.failure.cause
+
+
+@pytest.mark.parametrize(
+    "where", ["length", "magic", "checksum", "metadata", "entry", "kv", "window", "checkpoint", "end"]
+)
+def test_one_flipped_bit_is_seen(tmp_path, where):
+    block = make_block(checkpoint=True)
+    with StorageThread(tmp_path) as served:
+        served.spill(block)
+        path = served.path(block)
+        text = Path(path).read_bytes()
+        data = 8 + int.from_bytes(text[:8], "little")
+        kv, window = block.regions[0].size_bytes, block.regions[1].size_bytes
+        position = {
+            "length": 0,
+            "magic": 12,
+            "checksum": 45,
+            "metadata": text.index(b"token_ids") + 20,
+            "entry": text.index(b"kv.003.k") + 3,
+            "kv": data + kv // 2,
+            "window": data + kv + 3,
+            "checkpoint": data + kv + window,
+            "end": len(text) - 1,
+        }[where]
+        flip(path, position)
+        cause = damage_of(served, block)
+    expected = Damage.CHECKSUM if where in ("kv", "window", "checkpoint", "end") else Damage.HEADER
+    assert cause is expected
+
+
+@pytest.mark.parametrize("left_bytes", [0, 5, 100, -1])
+def test_truncation_is_seen(tmp_path, left_bytes):
+    block = make_block()
+    with StorageThread(tmp_path) as served:
+        served.spill(block)
+        size_bytes = os.path.getsize(served.path(block))
+        os.truncate(served.path(block), left_bytes if left_bytes >= 0 else size_bytes - 1)
+        assert damage_of(served, block) is Damage.TRUNCATED
+
+
+def test_a_swapped_file_is_seen(tmp_path):
+    block, other = make_block(seed=1), make_block(seed=2)
+    with StorageThread(tmp_path) as served:
+        served.spill(block, other)
+        os.replace(served.path(other), served.path(block))
+        served.take()
+        served.storage.load(plan([block]))
+        served.storage.load(plan([other]))
+        causes = [o.failure.cause for o in served.take() if isinstance(o, LoadFailed)]
+        assert causes == [Damage.MISMATCH, Damage.MISSING]
+        assert served.stats().block_count == 0
+
+
+def test_the_verified_beginning_of_a_damaged_chain_is_delivered(tmp_path):
+    chain = make_chain(4)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+        flip(served.path(chain[2]), os.path.getsize(served.path(chain[2])) - 1)
+        served.take()
+        served.storage.load(plan(chain))
+        loaded = next(o for o in served.take() if isinstance(o, Loaded))
+        assert loaded.failure.hash == chain[2].header.hash and loaded.failure.cause is Damage.CHECKSUM
+        assert loaded.end_token_index == 32
+        assert_holds(loaded, chain[:2])
+
+
+def test_layers_that_do_not_fit_together_are_refused(tmp_path):
+    first = make_block(seed=1)
+    second = make_block(seed=2, parent=first.header.hash, start=BLOCK_TOKEN_LIMIT, head_count=4)
+    with StorageThread(tmp_path) as served:
+        served.spill(first, second)
+        served.take()
+        served.storage.load(plan([first, second]))
+        loaded = next(o for o in served.take() if isinstance(o, Loaded))
+        assert loaded.failure.cause is Damage.LAYOUT and len(loaded.blocks) == 1
+
+
+def test_counters_tell_accepted_from_persisted_from_dropped(tmp_path):
+    block, large = make_block(seed=1), make_block(seed=2, head_count=4096)
+    with StorageThread(tmp_path, limit_bytes=5 << 20) as served:
+        served.spill(block, block, large)
+        drops = [(o.hash, o.cause) for o in served.take() if isinstance(o, SpillDropped)]
+        assert drops == [
+            (block.header.hash, SpillDropCause.DUPLICATE),
+            (large.header.hash, SpillDropCause.DISK_FULL),
+        ]
+        stats = served.stats()
+        assert (stats.spill_accepted_total, stats.spill_persisted_total) == (3, 1)
+        assert sum(n for _, n in stats.spill_dropped_totals) == 2
+        assert stats.spill_queue_bytes == 0
+        assert stats.written_bytes_total == os.path.getsize(served.path(block)) == stats.written_today_bytes
+
+
+def test_credit_bounds_what_waits(tmp_path):
+    block = make_block()
+    with StorageThread(tmp_path, spill_queue_limit_bytes=2 * block.size_bytes) as served:
+        first, second = (served.storage.try_reserve(block.size_bytes) for _ in range(2))
+        assert served.storage.try_reserve(1) is None
+        second.cancel()
+        assert served.storage.try_reserve(block.size_bytes) is not None
+        served.storage.spill(block, first)
+        assert served.storage.try_reserve(1) is None
+        assert served.storage.try_reserve(block.size_bytes) is None
+        served.settle()
+        assert served.storage.try_reserve(block.size_bytes) is not None
+
+
+def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):
+    blocks = [make_block(seed=seed) for seed in range(4)]
+    served = StorageThread(tmp_path, daily_write_limit_bytes=8000)
+    with served:
+        served.spill(*blocks[:3])
+        assert [o.cause for o in served.take() if isinstance(o, SpillDropped)] == [
+            SpillDropCause.DAILY_BUDGET
+        ]
+    with StorageThread(tmp_path, clock=served.clock, daily_write_limit_bytes=8000) as again:
+        again.spill(blocks[2])
+        assert [o.cause for o in again.take() if isinstance(o, SpillDropped)] == [SpillDropCause.DAILY_BUDGET]
+        again.clock.advance(86_400)
+        again.spill(blocks[2])
+        assert [type(o) for o in again.take()] == [Persisted]
+
+
+def test_evict_purge_and_verify(tmp_path):
+    chain = make_chain(3)
+    foreign = make_block(seed=9, fingerprint=OTHER_FINGERPRINT)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+        served.storage.evict([chain[2].header.hash])
+        evicted, purged = served.take()[-2:]
+        assert evicted == Evicted((chain[2].header.hash,)) and (purged.block_count, type(purged)) == (
+            1,
+            Purged,
+        )
+        flip(served.path(chain[1]), os.path.getsize(served.path(chain[1])) - 1)
+        served.storage.verify()
+        verified = next(o for o in served.take() if isinstance(o, Verified))
+        assert verified.checked_count == 2
+        assert [failure.cause for failure in verified.damaged] == [Damage.CHECKSUM]
+        served.storage.purge(foreign.header.fingerprint)
+        assert served.take()[-1].block_count == 0
+        served.storage.purge()
+        assert served.take()[-1].block_count == 1
+        assert os.listdir(os.path.dirname(served.path(chain[0]))) == []
+
+
+def test_a_full_queue_of_tasks_refuses(tmp_path):
+    with StorageThread(tmp_path, task_queue_limit_count=2) as served:
+        assert served.storage.touch([]) and served.storage.request_stats() is not None
+        assert not served.storage.touch([])
+        assert served.storage.verify() is None
+        served.settle()
+        assert served.storage.touch([])
+
+
+def test_flush_ends_at_its_deadline(tmp_path):
+    blocks = [make_block(seed=seed) for seed in range(3)]
+    with StorageThread(tmp_path) as served:
+        served.take()
+        for block in blocks:
+            served.storage.spill(block, served.storage.try_reserve(block.size_bytes))
+        served.storage.flush(deadline_time=served.clock.monotonic() + 5)
+        served.storage.step()
+        served.clock.advance(6)
+        outcomes = served.take()
+        assert [type(o) for o in outcomes] == [Persisted, SpillDropped, SpillDropped, Flushed]
+        assert (outcomes[-1].persisted_count, outcomes[-1].dropped_count) == (1, 2)
+        assert outcomes[1].cause is SpillDropCause.SHUTDOWN
+
+
+def test_two_fingerprints_share_a_directory_and_never_meet(tmp_path):
+    mine, theirs = make_block(seed=1), make_block(seed=1, fingerprint=OTHER_FINGERPRINT)
+    assert mine.header.token_ids == theirs.header.token_ids and mine.header.hash != theirs.header.hash
+    with StorageThread(tmp_path) as served:
+        served.spill(mine)
+    with StorageThread(tmp_path, fingerprint=OTHER_FINGERPRINT) as served:
+        served.spill(theirs)
+        assert served.take()[0] == Inventory(())
+        assert (served.stats().block_count, served.stats().foreign_block_count) == (1, 1)
+    with StorageThread(tmp_path) as served:
+        assert [record.hash for record in served.take()[0].records] == [mine.header.hash]
+        assert served.path(mine) != served.path(theirs)
+
+
+def test_real_threads(tmp_path):
+    outcomes: queue.Queue = queue.Queue()
+    served = StorageThread(tmp_path)
+    storage = Storage(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
+    storage.lock()
+    storage.start()
+    chain = make_chain(6)
+    assert isinstance(outcomes.get(timeout=10), Inventory)
+    for block in chain:
+        storage.spill(block, storage.try_reserve(block.size_bytes))
+    for _ in chain:
+        assert isinstance(outcomes.get(timeout=10), Persisted)
+    for _ in range(5):
+        assert storage.load(plan(chain, capacity=96))
+    for _ in range(5):
+        assert_holds(outcomes.get(timeout=10), chain, capacity=96)
+    storage.request_stats()
+    answer = outcomes.get(timeout=10)
+    assert isinstance(answer, StatsAnswer) and answer.stats.block_count == 6
+    storage.close(deadline_time=served.clock.monotonic() + 10)
+    assert outcomes.get(timeout=10) == StorageClosed(was_clean=True)
+    assert storage.join(timeout_s=10)
+
+
+def test_a_broken_invariant_is_told_once(tmp_path):
+    outcomes: queue.Queue = queue.Queue()
+    served = StorageThread(tmp_path)
+    storage = Storage(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
+    storage.lock()
+    storage.start()
+    assert isinstance(outcomes.get(timeout=10), Inventory)
+    block = make_block()
+    lying = HostBlock(dataclasses.replace(block.header, token_ids=(1, 2)), block.regions)
+    storage.spill(lying, storage.try_reserve(lying.size_bytes))
+    failed = outcomes.get(timeout=10)
+    assert isinstance(failed, StorageFailed) and "AssertionError" in failed.error
+    assert storage.join(timeout_s=10) and outcomes.empty()
+
+
+def test_the_clean_start_still_finds_a_file_changed_in_place(tmp_path):
+    chain = make_chain(3)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+    os.truncate(served.path(chain[1]), 100)
+    with StorageThread(tmp_path) as served:
+        outcomes = served.take()
+        assert served.stats().reconcile.was_clean
+        assert Evicted((chain[1].header.hash,)) in outcomes
+        assert served.stats().quarantined_total == 1

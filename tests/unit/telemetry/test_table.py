@@ -1,0 +1,203 @@
+"""The table of metrics: complete, well named, and what the endpoint gives out."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from icehouse_server.domain.call import WireRecord
+from icehouse_server.domain.stats import Snapshot
+from icehouse_server.errors import StartError
+from icehouse_server.telemetry.call_metrics import CALL_METRICS, CallMetrics
+from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fixtures.telemetry.facts import EMPTY, SNAPSHOT, call_record
+
+UNITS = {"s", "By", "By/s", "{token}/s", "1"}
+
+# Numbers of the snapshots that no metric shows, and why.
+NOT_SHOWN = {
+    "prompt_token_total": "the sum of two kinds of icehouse.engine.tokens",
+    "block_token_limit": "a setting",
+    "tail_count": "of interest inside the cache only",
+    "p90_s": "the median is enough for a graph",
+    "p99_s": "the median is enough for a graph",
+    "promoted_token_total": "icehouse.cache.reused.tokens of the ssd tier",
+    "queue_count": "spill: shown in bytes",
+    "queue_limit": "a constant of the reader pool",
+    "restore_tokens_per_s": "weighed inside the cache",
+    "recompute_tokens_per_s": "icehouse.engine.prefill.rate",
+    "verified_block_total": "promoted blocks, once more",
+    "quarantined_bytes": "part of icehouse.cache.disk.used",
+    "manifest_bytes": "part of icehouse.cache.disk.used",
+    "other_model_block_count": "a matter of `icehouse cache ls`",
+}
+
+
+def numbers_in(value: Any) -> Iterator[tuple[str, float]]:
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from numbers_in(inner)
+        elif isinstance(inner, tuple):
+            for item in inner:
+                yield from numbers_in(item)
+        elif isinstance(inner, int | float) and not isinstance(inner, bool):
+            yield field.name, inner
+
+
+def test_every_counter_of_the_engine_and_the_cache_is_a_metric_or_left_out_for_a_reason() -> None:
+    shown = {value for row in OBSERVED_METRICS for _, value in row.read(SNAPSHOT)}
+    missing = [
+        name
+        for part in (SNAPSHOT.engine, SNAPSHOT.cache, *SNAPSHOT.tenants)
+        for name, value in numbers_in(part)
+        if value not in shown and name not in NOT_SHOWN
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
+def test_names_units_and_descriptions_follow_the_conventions(metric: Metric) -> None:
+    assert re.fullmatch(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+", metric.name)
+    assert metric.unit in UNITS or re.fullmatch(r"\{[a-z]+\}", metric.unit)
+    assert (metric.description.endswith(".") and metric.description[0].isupper()) or metric.description[
+        0
+    ] in "1"
+    assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.prometheus_name)
+
+
+def test_names_are_unique_in_both_spellings() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert len({metric.prometheus_name for metric in METRICS}) == len(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "unit", "spelled"),
+    [
+        ("grpc.server.call.duration", Kind.HISTOGRAM, "s", "grpc_server_call_duration_seconds"),
+        ("grpc.server.call.started", Kind.COUNTER, "{call}", "grpc_server_call_started_total"),
+        ("a.evicted", Kind.COUNTER, "By", "a_evicted_bytes_total"),
+        ("a.rate", Kind.GAUGE, "By/s", "a_rate_bytes_per_second"),
+        ("a.rate", Kind.GAUGE, "{token}/s", "a_rate_per_second"),
+        ("a.share", Kind.GAUGE, "1", "a_share_ratio"),
+    ],
+)
+def test_prometheus_names_are_opentelemetrys_translation(
+    name: str, kind: Kind, unit: str, spelled: str
+) -> None:
+    assert Metric(name, kind, unit, "D.").prometheus_name == spelled
+
+
+@pytest.fixture
+def scrape() -> Iterator[Any]:
+    """Give a function that returns what an endpoint with calls and this snapshot answers."""
+    endpoints = []
+
+    def get(snapshot: Snapshot) -> dict[str, Any]:
+        meter = PrometheusMeter()
+        calls = CallMetrics(meter)
+        calls.call_started("a.B/C")
+        calls.wire_ended(WireRecord("a.B/C", "OK", 0.5, 10, 20))
+        calls.call_ended(call_record())
+        calls.call_ended(call_record(code="UNAVAILABLE", reason="DRAINING", usage=None))
+        endpoint = PrometheusEndpoint(meter, host="127.0.0.1", port=0)
+        endpoints.append(endpoint)
+        url = endpoint.start(lambda: snapshot)
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+        return {family.name: family for family in text_string_to_metric_families(text)}
+
+    yield get
+    for endpoint in endpoints:
+        endpoint.stop()
+
+
+def samples(family: Any) -> dict[tuple[str, ...], float]:
+    return {tuple(s.labels.values()): s.value for s in family.samples if not s.name.endswith("_created")}
+
+
+def test_a_scrape_has_the_whole_table(scrape: Any) -> None:
+    found = scrape(SNAPSHOT)
+    wanted = {metric.prometheus_name.removesuffix("_total") for metric in METRICS}
+    assert wanted <= set(found)
+    ours = {name for name in found if not name.startswith("process_") and not name.endswith("_created")}
+    assert ours == wanted
+    assert samples(found["icehouse_engine_requests"]) == {
+        ("waiting",): SNAPSHOT.engine.waiting_count,
+        ("loading",): SNAPSHOT.engine.loading_count,
+        ("prefilling",): SNAPSHOT.engine.prefilling_count,
+        ("decoding",): SNAPSHOT.engine.decoding_count,
+    }
+    assert samples(found["icehouse_cache_size_bytes"])[("ssd",)] == SNAPSHOT.cache.ssd.size_bytes
+    assert samples(found["icehouse_cache_disk_writable"]) == {(): 1}
+    assert samples(found["icehouse_engine_state"])[("ready",)] == 1
+
+
+def test_each_tenant_has_its_own_series(scrape: Any) -> None:
+    found = scrape(SNAPSHOT)
+    search, ads = SNAPSHOT.tenants
+    assert samples(found["icehouse_tenant_requests"])[("running", "ads")] == ads.running_count
+    assert samples(found["icehouse_tenant_tokens"])[("search", "cached")] == search.cached_token_total
+    assert samples(found["icehouse_tenant_refused"]) == {
+        ("search",): search.refused_total,
+        ("ads",): ads.refused_total,
+    }
+    [share] = SNAPSHOT.cache.tenants
+    assert samples(found["icehouse_tenant_stored_bytes"]) == {
+        ("search", "ram"): share.ram_bytes,
+        ("search", "ssd"): share.ssd_bytes,
+    }
+
+
+def test_requests_are_counted_by_stage(scrape: Any) -> None:
+    found = scrape(EMPTY)
+
+    def total(name: str) -> float:
+        return sum(s.value for s in found[name].samples if s.name == f"{name}_sum")
+
+    assert total("gen_ai_server_time_to_first_token_seconds") == 2.0
+    assert total("gen_ai_server_time_per_output_token_seconds") == pytest.approx(0.1)
+    assert total("icehouse_request_queue_duration_seconds") == 0.5
+    assert total("icehouse_request_restore_duration_seconds") == 0.5
+    assert total("grpc_server_call_rcvd_total_compressed_message_size_bytes") == 20
+    assert ("icehouse.v1.InferenceService/Stream", "UNAVAILABLE", "DRAINING") in samples(
+        found["icehouse_call_errors"]
+    )
+
+
+def test_before_the_first_sample_there_are_no_made_up_zeros(scrape: Any) -> None:
+    found = scrape(EMPTY)
+    assert samples(found["icehouse_engine_requests"]) == {}
+    assert samples(found["icehouse_cache_lookups"]) == {}
+    assert samples(found["icehouse_engine_state"])[("loading",)] == 1
+
+
+def test_a_taken_port_is_said_at_the_start() -> None:
+    first = PrometheusEndpoint(PrometheusMeter(), host="127.0.0.1", port=0)
+    port = int(first.start(lambda: EMPTY).split(":")[2].split("/")[0])
+    try:
+        with pytest.raises(StartError, match=f"127.0.0.1:{port}.*--metrics-port"):
+            PrometheusEndpoint(PrometheusMeter(), host="127.0.0.1", port=port).start(lambda: EMPTY)
+    finally:
+        first.stop()
+
+
+def test_no_metric_is_counted_per_token_or_per_request_name() -> None:
+    labels = {label for metric in CALL_METRICS for label in metric.labels}
+    assert labels == {
+        "grpc.method",
+        "grpc.status",
+        "icehouse.reason",
+        "gen_ai.operation.name",
+        "gen_ai.request.model",
+    }
