@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import AdapterName, RequestId, SequenceId
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, RequestId, SequenceId
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import DraftCounts, LogprobsWanted, Pooling, TokenLogprobs, Vector
 from icehouse_server.engine.core.decode_row import DecodeRow
@@ -15,7 +16,7 @@ from icehouse_server.errors import IcehouseError
 
 
 class Drawn(NamedTuple):
-    """One token drawn for one sequence in a decode step."""
+    """One token drawn for one sequence in a pass."""
 
     sequence_id: SequenceId
     token_id: int
@@ -30,6 +31,38 @@ class Drawn(NamedTuple):
     fed_ahead_count: int = 0
     """Tokens from this one on that were fed to the model already: their KV exists. 1 where the device runs
     a step ahead; more inside a run of accepted guesses."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens of one open sequence that run in a pass, on top of what its caches hold."""
+
+    sequence_id: SequenceId
+    token_ids: Sequence[int]
+    adapter: AdapterName = NO_ADAPTER
+    row: DecodeRow | None = None
+    """Set with the prompt's last tokens: the first output token is drawn from them, and the sequence decodes
+    in every pass after this one."""
+    next_token_ids: Sequence[int] = ()
+    """With `wanted`: the token behind each one that has one, which its logits are read for."""
+    wanted: LogprobsWanted | None = None
+    pooling: Pooling | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassResult:
+    """What came of a pass; what was drawn may be of the pass before."""
+
+    drawn: list[Drawn] = dataclasses.field(default_factory=list)
+    """In order for each sequence; several for one that speculates."""
+    measured: Mapping[SequenceId, Sequence[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    """For chunks with `wanted`: what the tokens say of `next_token_ids`."""
+    pooled: Mapping[SequenceId, Vector] = dataclasses.field(default_factory=dict)
+    """For chunks with `pooling`: the sum of the hidden states, or the last token's."""
+    drafted_count: int = 0
+    """Guesses that were fed besides, which makes the pass longer."""
+    elapsed_s: float = 0.0
+    """Of the device: from the dispatch, or the end of the pass before it, to the pass's end."""
 
 
 class MemoryUse(NamedTuple):
@@ -51,42 +84,12 @@ class Runner(Protocol):
         """Make empty caches for a new sequence."""
         ...
 
-    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
-        """Run the next tokens of an open sequence through the model with its adapter, to completion."""
-        ...
+    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+        """Run one forward pass over every decoding row and these chunks, one chunk a sequence.
 
-    def prefill_measured(
-        self,
-        sequence_id: SequenceId,
-        token_ids: Sequence[int],
-        adapter: AdapterName,
-        *,
-        next_token_ids: Sequence[int],
-        wanted: LogprobsWanted,
-    ) -> Sequence[TokenLogprobs]:
-        """Run tokens like `prefill` and return what each says of the one that follows it, and of the others
-        that are wanted."""
-        ...
-
-    def prefill_pooled(
-        self,
-        sequence_id: SequenceId,
-        token_ids: Sequence[int],
-        adapter: AdapterName,
-        *,
-        pooling: Pooling,
-    ) -> Vector:
-        """Run tokens like `prefill` and return the sum of their hidden states, or the last token's."""
-        ...
-
-    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
-        """Move a sequence, prefilled up to the row's last token, into decoding; its next token comes with
-        the next decode."""
-        ...
-
-    def decode(self) -> list[Drawn]:
-        """Run one decode step; one token for every decoding sequence, or more, in order, for one that
-        speculates."""
+        A device that runs ahead (Metal, CUDA) is given the pass and the tokens of the pass before are read
+        and returned. With nothing to feed, what is in flight is returned.
+        """
         ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
