@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassResult:
-    """What came of a pass; what was drawn may be of the pass before."""
+    """What came of a pass."""
 
     drawn: list[Drawn] = dataclasses.field(default_factory=list)
     """In order for each sequence; several for one that speculates."""
@@ -62,7 +62,11 @@ class PassResult:
     drafted_count: int = 0
     """Guesses that were fed besides, which makes the pass longer."""
     elapsed_s: float = 0.0
-    """Of the device: from the dispatch, or the end of the pass before it, to the pass's end."""
+    """Of the device: from the dispatch, or the end of the pass before it, to the pass's end. 0 where no pass
+    was waited for."""
+    is_behind: bool = False
+    """What was drawn, the guesses and the time are of the pass before this one: the device runs ahead.
+    `measured` and `pooled` are of this pass's own chunks always; they are waited for."""
 
 
 class MemoryUse(NamedTuple):
