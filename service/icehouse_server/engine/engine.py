@@ -165,6 +165,7 @@ class Engine:
             limits = dataclasses.replace(
                 self._limits,
                 chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
+                cuts_before_last_token=prefix.cuts_before_last_token,
                 measured_chunk_token_count=measured,
             )
             queue = WaitingQueue(self._waiting)

@@ -1,4 +1,4 @@
-"""The engine's step: drain the mailbox, plan, run, publish (inference thread).
+"""Engine loop: the step that drains the mailbox, plans, runs one forward pass, publishes (inference thread).
 
 Everything here is plain code on one thread: no locks, no waiting but in the mailbox. With a
 fake runner and a fake clock the same loop runs in tests, one `step` at a time.
@@ -6,14 +6,19 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as ReadSequence
+
 from icehouse_server.clock import Clock
 from icehouse_server.domain.events import Failed, PrefillProgress
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import TokenLogprobs, Vector
+from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
-from icehouse_server.engine.core.ports import Listener, Runner
+from icehouse_server.engine.core.ports import Chunk, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.output import Output
@@ -23,14 +28,8 @@ from icehouse_server.engine.requests import LiveRequests, Reception
 from icehouse_server.engine.scheduling.admission import Admission
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.preemption import Preemption
-from icehouse_server.engine.scheduling.scheduler import (
-    DecodeStep,
-    Idle,
-    Join,
-    PrefillChunk,
-    RestoreSlice,
-    Scheduler,
-)
+from icehouse_server.engine.scheduling.pass_cost import PassSize
+from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.engine.stats import engine_stats
 from icehouse_server.errors import IcehouseError
@@ -38,6 +37,19 @@ from icehouse_server.text.detokenizer import Decode
 
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
+_PASS_LIMIT = 16
+"""So many others may be let in before one that is first in rank and has no memory yet."""
+_BLOCKED_LIMIT = 8
+"""So many that have no memory are looked past in a step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    """A pass as it was planned: what its time, which may come a pass later, is to be taken for."""
+
+    size: PassSize
+    rows: PassSize
+    prefilled_token_count: int
 
 
 class EngineLoop:
@@ -87,6 +99,13 @@ class EngineLoop:
             guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
         )
         self._drain_deadline: float | None = None
+        self._dispatched: _Planned | None = None
+        self._is_idle = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last step found nothing to do: nothing is ready until a message comes."""
+        return self._is_idle
 
     @property
     def is_draining(self) -> bool:
@@ -98,25 +117,14 @@ class EngineLoop:
         return self.is_draining and not len(self._live)
 
     def step(self) -> None:
-        """Do one unit of work, or wait a moment for a message when there is none."""
-        wait_s = _IDLE_WAIT_S if self._scheduler.is_blocked else 0.0
-        self._take_in(wait_s)
+        """Run one forward pass over all that is ready, or wait a moment for a message when nothing is."""
+        self._take_in(self._wait_s())
         self._expire()
-        self._admit()
-        work = self._scheduler.next_work()
-        overrun = self._preemption.relieve(work)
-        if isinstance(work, PrefillChunk) and overrun is not None:
-            self._live.fail(work.sequence, overrun)
-        elif isinstance(work, PrefillChunk):
-            self._prefill(work)
-        elif isinstance(work, RestoreSlice):
-            self._restore(work.sequence)
-        elif isinstance(work, Join):
-            self._join(work.sequence)
-        elif isinstance(work, DecodeStep):
-            self._decode_step()
-        else:
-            assert isinstance(work, Idle), work
+        self._live.release_ended()
+        has_begun = self._admit()
+        restore_s = self._restore()
+        has_run = self._run_pass(spent_s=restore_s or 0.0)
+        self._is_idle = not has_begun and restore_s is None and not has_run
         self._output.publish()
 
     def fail_all(self, error: IcehouseError) -> None:
@@ -137,6 +145,14 @@ class EngineLoop:
         """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
         assert self.is_done
         flush(self._prefix.cache, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
+
+    def _wait_s(self) -> float:
+        """Return how long the mailbox may be waited at: what a step found decides, not what there is."""
+        if not self._is_idle:
+            return 0.0
+        deadlines = [d for d in (self._live.nearest_deadline(), self._drain_deadline) if d is not None]
+        left_s = min(deadlines, default=math.inf) - self._clock.monotonic()
+        return min(_IDLE_WAIT_S, max(0.0, left_s))
 
     def _take_in(self, timeout_s: float) -> None:
         for message in self._mailbox.take_all(timeout_s=timeout_s):
@@ -168,20 +184,33 @@ class EngineLoop:
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._live.fail_all(stopped_before_done())
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Let in who may start; True when anybody's state changed."""
+        has_begun = False
         for ready in self._prefix.take_ready():
             self._begin(ready)
-        while (sequence := self._scheduler.candidate(self._clock.monotonic())) is not None:
-            if not self._preemption.may_start(sequence):
-                error = self._preemption.hopeless(sequence)
-                if error is None:
-                    return
+            has_begun = True
+        blocked: list[Sequence] = []
+        for sequence in self._scheduler.candidates(self._clock.monotonic()):
+            if len(blocked) >= _BLOCKED_LIMIT or any(s.passed_count >= _PASS_LIMIT for s in blocked):
+                break
+            if self._preemption.may_start(sequence):
+                for passed in blocked:
+                    passed.passed_count += 1
+                self._start(sequence)
+            elif (error := self._preemption.hopeless(sequence)) is not None:
                 self._live.fail(sequence, error)
+            else:
+                blocked.append(sequence)
                 continue
-            self._scheduler.admit(sequence)
-            if not sequence.park_count:
-                sequence.admitted_time = self._clock.monotonic()
-            self._begin(sequence)
+            has_begun = True
+        return has_begun
+
+    def _start(self, sequence: Sequence) -> None:
+        self._scheduler.admit(sequence)
+        if not sequence.park_count:
+            sequence.admitted_time = self._clock.monotonic()
+        self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
         """Look the prompt up; load its blocks, rebuild its caches, or open empty ones."""
@@ -196,10 +225,27 @@ class EngineLoop:
             self._runner.open(sequence.sequence_id)
             self._start_prefilling(sequence)
 
-    def _restore(self, sequence: Sequence) -> None:
+    def _restore(self) -> float | None:
+        """Go on rebuilding caches, first of those whose blocks are still to be read, then of the oldest;
+        return how long it took, None when there was nothing to do."""
+        restoring = self._scheduler.restoring
+        if not restoring:
+            return None
+        allowed_s = self._scheduler.restore_s(least_s=self._prefix.adopt_budget_s)
         began = self._clock.monotonic()
-        phase = self._prefix.continue_restore(sequence, beside_decode=self._scheduler.is_decoding)
-        self._scheduler.note_restore(self._clock.monotonic() - began)
+        spent_s = 0.0
+        for sequence in sorted(restoring, key=lambda s: not self._prefix.awaits_load(s)):
+            if spent_s >= allowed_s:
+                break
+            self._continue_restore(sequence, budget_s=allowed_s - spent_s)
+            spent_s = self._clock.monotonic() - began
+        self._scheduler.note_restore(spent_s, allowed_s=allowed_s)
+        return spent_s
+
+    def _continue_restore(self, sequence: Sequence, *, budget_s: float) -> None:
+        phase = self._prefix.continue_restore(
+            sequence, beside_decode=self._scheduler.is_decoding, budget_s=budget_s
+        )
         if phase is Phase.LOADING:
             self._scheduler.start_loading(sequence)
         elif phase is Phase.PREFILLING:
@@ -217,70 +263,79 @@ class EngineLoop:
             self._live.tell(sequence, sequence.started())
         self._end_if_nothing_is_asked(sequence)
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
+    def _run_pass(self, *, spent_s: float) -> bool:
+        """Plan and run a pass, in a step that spent some time on restores; False when there is nothing to
+        run."""
+        planned = self._scheduler.plan(spent_s=spent_s)
+        chunks, overrun = self._preemption.make_fit(planned)
+        if overrun is not None:
+            self._live.fail(overrun.sequence, overrun.error)
+        self._live.release_ended()
+        if not chunks and not self._scheduler.is_decoding:
+            return overrun is not None
+        rows, size = self._scheduler.size_of([]), self._scheduler.size_of(chunks)
+        result = self._runner.run([_chunk_of(chunk) for chunk in chunks])
+        self._scheduler.note_overtaking(chunks)
+        self._note_pass(_Planned(size, rows, sum(chunk.kept_count for chunk in chunks)), result)
+        for chunk in chunks:
+            self._advance(chunk, result)
+        self._deliver(result.drawn)
+        self._live.release_ended()
+        return True
+
+    def _note_pass(self, planned: _Planned, result: PassResult) -> None:
+        """Count what ran, and learn from the pass whose time is told."""
+        self.counters.note_pass(
+            prefilled_token_count=planned.prefilled_token_count, output_token_count=len(result.drawn)
+        )
+        timed = self._dispatched if result.is_behind else planned
+        self._dispatched = planned
+        if timed is None:
+            return
+        elapsed_s = result.elapsed_s
+        rows_s, pass_s = self._scheduler.expected_s(timed.rows), self._scheduler.expected_s(timed.size)
+        prefill_s = elapsed_s * (1.0 - rows_s / pass_s) if pass_s else elapsed_s
+        if elapsed_s > 0.0:
+            self._scheduler.note_pass(timed.size.with_guesses(result.drafted_count), elapsed_s)
+        if timed.rows.token_count:
+            self.counters.note_decode_step(elapsed_s)
+        if timed.prefilled_token_count:
+            self.counters.note_prefill_rate(timed.prefilled_token_count, prefill_s)
+            self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
+
+    def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:
+        """Take what a chunk that ran came to: keep its blocks, tell its caller, let its sequence decode."""
         sequence = chunk.sequence
-        tokens = sequence.input_token_ids
-        began = self._clock.monotonic()
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if sequence.measures_prompt:
-            logprobs = self._measure(chunk)
-        elif sequence.request.pooling is not None:
-            sequence.take_pooled(self._pool(chunk))
-        else:
-            self._runner.prefill(
-                sequence.sequence_id, tokens[chunk.start : chunk.stop], sequence.request.adapter
-            )
-        elapsed_s = self._clock.monotonic() - began
-        self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
-        self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
-        sequence.processed_token_count = chunk.stop
-        self._prefix.capture(sequence, is_end=sequence.is_prefilled)
-        self._scheduler.note_chunk(chunk, self._clock.monotonic() - began)
+        if sequence.sequence_id in result.measured:
+            logprobs = sequence.take_prompt_logprobs(chunk.start, result.measured[sequence.sequence_id])
+        if sequence.sequence_id in result.pooled:
+            sequence.take_pooled(result.pooled[sequence.sequence_id])
+        sequence.processed_token_count += chunk.kept_count
+        if chunk.kept_count:
+            self._prefix.capture(sequence, is_end=sequence.is_prefilled)
         # However small the chunks, a caller hears of its progress once a full one.
-        is_told = sequence.is_prefilled or chunk.stop % self._scheduler.limits.prefill_chunk_token_count == 0
-        if logprobs or (is_told and not sequence.park_count):
-            self._live.tell(sequence, PrefillProgress(chunk.stop, len(tokens), logprobs))
+        chunk_token_count = self._scheduler.limits.prefill_chunk_token_count
+        is_full = sequence.is_prefilled or sequence.processed_token_count % chunk_token_count == 0
+        if logprobs or (chunk.kept_count and is_full and not sequence.park_count):
+            total = len(sequence.input_token_ids)
+            self._live.tell(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
+        if chunk.is_last:
+            self._scheduler.start_decoding(sequence)
         self._end_if_nothing_is_asked(sequence)
-
-    def _measure(self, chunk: PrefillChunk) -> tuple[TokenLogprobs, ...]:
-        """Run a chunk for its KV and for what it says of the prompt; return what is new of that."""
-        sequence = chunk.sequence
-        assert sequence.request.logprobs is not None, "measured without being asked"
-        measured = self._runner.prefill_measured(
-            sequence.sequence_id,
-            sequence.input_token_ids[chunk.start : chunk.stop],
-            sequence.request.adapter,
-            next_token_ids=sequence.input_token_ids[chunk.start + 1 : chunk.stop + 1],
-            wanted=sequence.request.logprobs,
-        )
-        return sequence.take_prompt_logprobs(chunk.start, measured)
-
-    def _pool(self, chunk: PrefillChunk) -> Vector:
-        request = chunk.sequence.request
-        assert request.pooling is not None, "pooled without being asked"
-        tokens = chunk.sequence.input_token_ids[chunk.start : chunk.stop]
-        return self._runner.prefill_pooled(
-            chunk.sequence.sequence_id, tokens, request.adapter, pooling=request.pooling
-        )
 
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
         if sequence.is_prefilled and sequence.output_token_limit == 0:
             now = self._clock.monotonic()
             self._live.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
 
-    def _join(self, sequence: Sequence) -> None:
-        self._runner.join(sequence.sequence_id, sequence.decode_row())
-        self._scheduler.start_decoding(sequence)
-
-    def _decode_step(self) -> None:
-        began = self._clock.monotonic()
-        drawn = self._runner.decode()
+    def _deliver(self, drawn: Iterable[Drawn]) -> None:
+        """Take the tokens that were drawn; those that end are released together, by whoever called."""
         now = self._clock.monotonic()
-        self.counters.note_decode(len(drawn), now - began)
         for token in drawn:
             sequence = self._live.find(token.sequence_id)
             if sequence is None:
-                continue  # it ended with an earlier token of the same step
+                continue  # it ended with an earlier token of the same pass
             if token.error is not None:
                 self._live.fail(sequence, token.error)
                 continue
@@ -288,8 +343,6 @@ class EngineLoop:
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
                 self._live.finish(sequence, end)
-        self._preemption.watch_growth()
-        self._scheduler.note_decode(self._clock.monotonic() - began)
 
     def _park(self, sequence: Sequence) -> None:
         """Take a sequence's place: its blocks stay in the tiers, and it goes on from them later."""
@@ -310,3 +363,19 @@ class EngineLoop:
             waiting_limit=self._queue.limits.request_limit,
             uptime_s=self._clock.monotonic() - self._start_time,
         )
+
+
+def _chunk_of(planned: PrefillChunk) -> Chunk:
+    """Return a planned chunk as the runner takes it."""
+    sequence = planned.sequence
+    request, tokens = sequence.request, sequence.input_token_ids
+    is_measured = sequence.measures_prompt
+    return Chunk(
+        sequence.sequence_id,
+        tokens[planned.start : planned.stop],
+        adapter=request.adapter,
+        row=sequence.decode_row() if planned.is_last else None,
+        next_token_ids=tokens[planned.start + 1 : planned.stop + 1] if is_measured else (),
+        wanted=request.logprobs if is_measured else None,
+        pooling=request.pooling,
+    )

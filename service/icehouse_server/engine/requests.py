@@ -49,6 +49,7 @@ class LiveRequests:
         self._clock = clock
         self._by_request: dict[RequestId, Sequence] = {}
         self._by_id: dict[SequenceId, Sequence] = {}
+        self._ended: list[SequenceId] = []
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -108,6 +109,17 @@ class LiveRequests:
         for sequence in list(self._by_request.values()):
             self.fail(sequence, error)
 
+    def release_ended(self) -> None:
+        """Give the caches of all that ended back, at once: what is left of a pass is put in order only once."""
+        if self._ended:
+            self._runner.release(self._ended)
+            self._ended = []
+
+    def nearest_deadline(self) -> float | None:
+        """Return when the next request runs out of time; None when none does."""
+        deadlines = (s.request.deadline_time for s in self._by_request.values())
+        return min((time for time in deadlines if time is not None), default=None)
+
     def abandon(self, error: IcehouseError) -> None:
         """Tell every caller of `error` and touch nothing else: the loop is over, or broken."""
         for request_id in self._by_request:
@@ -126,7 +138,7 @@ class LiveRequests:
     def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
         self._prefix.end(sequence)
         self._scheduler.remove(sequence)
-        self._runner.release([sequence.sequence_id])
+        self._ended.append(sequence.sequence_id)
         del self._by_request[sequence.request.request_id]
         del self._by_id[sequence.sequence_id]
         self.tell(sequence, event)

@@ -31,18 +31,20 @@ class Counters:
         default_factory=lambda: collections.deque(maxlen=_KEPT_STEP_COUNT)
     )
 
-    def note_prefill(self, token_count: int, elapsed_s: float) -> None:
-        """Account for one prefill chunk."""
+    def note_pass(self, *, prefilled_token_count: int, output_token_count: int) -> None:
+        """Account for what a forward pass ran and what came of it."""
         self.step_total += 1
-        self.prefilled_token_total += token_count
+        self.prefilled_token_total += prefilled_token_count
+        self.output_token_total += output_token_count
+
+    def note_prefill_rate(self, token_count: int, elapsed_s: float) -> None:
+        """Account for the part of a pass that its prompt tokens took."""
         rate = token_count / max(elapsed_s, 1e-9)
         old = self.prefill_tokens_per_s
         self.prefill_tokens_per_s = rate if old == 0.0 else old + _SMOOTHING * (rate - old)
 
-    def note_decode(self, token_count: int, elapsed_s: float) -> None:
-        """Account for one decode step."""
-        self.step_total += 1
-        self.output_token_total += token_count
+    def note_decode_step(self, elapsed_s: float) -> None:
+        """Account for a pass in which rows drew their next token."""
         self.decode_steps_s.append(elapsed_s)
 
     def note_finished(self, service_s: float) -> None:

@@ -12,7 +12,7 @@ from icehouse_server.domain.sampling import SamplingParams
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Everything the next token depends on but the KV, which holds all tokens but the last one."""
+    """Everything the next token depends on but the KV; handed over with the last input tokens."""
 
     sampling: SamplingParams
     prompt_token_ids: tuple[int, ...]
@@ -29,5 +29,5 @@ class DecodeRow:
 
     @property
     def last_token_id(self) -> int:
-        """The token whose KV does not exist yet: it runs with the first step."""
+        """The last token before the first one that is drawn."""
         return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]

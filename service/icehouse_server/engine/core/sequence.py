@@ -62,11 +62,15 @@ class Sequence:
     """`Started` was told; a parked sequence does not start twice."""
     park_count: int = 0
     fed_ahead_count: int = 0
-    """Tokens from the last output token on that were fed before they were told, so their KV exists."""
+    """Tokens from the last known one on that were fed already, so their KV exists."""
     drafts: DraftCounts = NO_DRAFTS
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
-    """Prompt tokens whose KV exists, reused ones included."""
+    """Input tokens whose KV exists and may be kept, reused ones included."""
+    overtaken_token_count: int = 0
+    """Input tokens of younger sequences that ran while this one's waited."""
+    passed_count: int = 0
+    """How many others were let in before it, though it was their turn, because they fit and it did not."""
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     undelivered_token_ids: list[int] = dataclasses.field(default_factory=list)
     undelivered_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
@@ -113,8 +117,20 @@ class Sequence:
 
     @property
     def prefill_target(self) -> int:
-        """Input tokens to process before decoding; the last one runs with the first decode step, if any."""
+        """Input tokens whose KV is kept for others: a prompt that is asked again runs its last one anew, since
+        the next token is drawn from it."""
         return len(self.input_token_ids) - (1 if self.request.pooling is None else 0)
+
+    @property
+    def input_end(self) -> int:
+        """Where the last chunk of the input ends: behind the last token, if one is drawn from it."""
+        draws = self.output_token_limit > 0 and self.request.pooling is None
+        return len(self.input_token_ids) if draws else self.prefill_target
+
+    @property
+    def remaining_token_count(self) -> int:
+        """Input tokens that are still to run."""
+        return self.input_end - self.processed_token_count
 
     @property
     def is_prefilled(self) -> bool:
@@ -131,8 +147,6 @@ class Sequence:
         """Tokens in the sequence's caches: of the prompt, of the output, and of guesses not told yet."""
         if self.phase is not Phase.DECODING:
             return self.processed_token_count
-        if not self.output_token_ids:
-            return self.token_count
         return self.token_count - 1 + self.fed_ahead_count
 
     @property

@@ -135,6 +135,17 @@ class PrefixCache:
         self._note_use(plan.entries)
         return plan
 
+    def reusable(self, sequence: Sequence) -> list[BlockHash]:
+        """Return the names of the blocks that a plan for this sequence would use; nothing is counted."""
+        request = sequence.request
+        plan = self.planner.plan(
+            root=self.root(request.scope),
+            token_ids=sequence.input_token_ids,
+            with_ssd=self.storage is not None,
+            shared_root=self.shared_root(request.shared_scope),
+        )
+        return [entry.hash for entry in plan.entries]
+
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count how a lookup ended, once its restore is done or given up."""
         self.counters.note_lookup(len(request.prompt_token_ids), report)

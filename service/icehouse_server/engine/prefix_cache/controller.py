@@ -7,13 +7,13 @@ failed, and in the end in prefilling: damage is a miss, never a caller's error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import count
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, ReuseLimit
-from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.core.sequence import Phase, Sequence, UnkeptBlock
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
@@ -49,7 +49,8 @@ class CacheController:
         self._cache = cache
         self._runner = runner
         self._clock = clock
-        self._adopt_budget_s = adopt_budget_s
+        self.adopt_budget_s = adopt_budget_s
+        """Least time of a step for taking loaded blocks into use."""
         self._restores: dict[SequenceId, Restore] = {}
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = count(1)
@@ -70,6 +71,16 @@ class CacheController:
         cache = self._cache
         needs_one = cache.is_supported and cache.facts.needs_checkpoint
         return cache.settings.block_token_count if needs_one else 0
+
+    @property
+    def cuts_before_last_token(self) -> bool:
+        """Whether prefill must stop before a prompt's last token, since states, and windows that are as short
+        as a block, can be kept only as they are there."""
+        facts, block = self._cache.facts, self._cache.settings.block_token_count
+        if not self._cache.is_supported:
+            return False
+        has_window = facts.window_token_count > 0
+        return facts.needs_checkpoint or (has_window and not facts.holds_window(block, passed_token_count=1))
 
     def begin(self, sequence: Sequence) -> Phase:
         """Plan a prompt. FOLLOWING when another sequence computes what it shares, LOADING when more must be
@@ -131,20 +142,25 @@ class CacheController:
                 return self._abandon_loads()
         return []
 
-    def continue_restore(self, sequence: Sequence, *, beside_decode: bool) -> Phase:
-        """Rebuild caches for a time slice: RESTORING when more is left, LOADING when blocks must come from
+    def awaits_load(self, sequence: Sequence) -> bool:
+        """Whether blocks of a restoring sequence are still to be asked of the SSD tier."""
+        restore = self._restores.get(sequence.sequence_id)
+        return restore is not None and bool(restore.plan.to_load) and restore.loaded is None
+
+    def continue_restore(self, sequence: Sequence, *, beside_decode: bool, budget_s: float) -> Phase:
+        """Rebuild caches for about `budget_s`: RESTORING when more is left, LOADING when blocks must come from
         SSD first, PREFILLING when the caches are open, WAITING when the blocks turned out unusable and
         the prompt is to be planned again."""
         restore = self._restores.get(sequence.sequence_id)
         if restore is None or restore.is_to_plan:
             return Phase.WAITING
         if restore.plan.to_load and restore.loaded is None:
-            return self._load(restore, beside_decode=beside_decode)
+            return self._load(restore, beside_decode=beside_decode, budget_s=budget_s)
         try:
             if not restore.is_begun:
                 restore.is_begun = True
                 self._runner.begin_restore(sequence.sequence_id, restore.make_input(self._runner))
-            if not self._runner.continue_restore(sequence.sequence_id, budget_s=self._adopt_budget_s):
+            if not self._runner.continue_restore(sequence.sequence_id, budget_s=budget_s):
                 return Phase.RESTORING
         except StorageError:
             # The blocks do not make a cache: whichever is wrong, none of this chain is used again.
@@ -183,9 +199,35 @@ class CacheController:
         """What the desk stands before."""
         return self._cache
 
-    def yield_ram(self, size_bytes: int) -> int:
-        """Let go of blocks in RAM so that running requests have memory; return the bytes let go."""
-        return self._cache.eviction.yield_bytes(size_bytes)
+    def yield_ram(
+        self, size_bytes: int, *, spared: Collection[BlockHash] = (), is_urgent: bool = True
+    ) -> int:
+        """Let go of blocks in RAM so that running requests have memory; return the bytes that are free now.
+
+        Urgent, blocks are dropped; else those that the SSD tier takes are free when they are written.
+        """
+        kept = {*spared, *self._restored_from}
+        if is_urgent:
+            return self._cache.eviction.yield_bytes(size_bytes, spared=kept)
+        return self._cache.eviction.yield_by_spilling(size_bytes, spared=kept)
+
+    def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
+        """Return the bytes that `yield_ram` could let go of, and those that are on their way."""
+        return self._cache.eviction.yieldable_bytes(spared={*spared, *self._restored_from})
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of blocks that go from RAM as soon as they are written."""
+        return self._cache.eviction.leaving_bytes
+
+    def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
+        """Return the blocks that a sequence which is yet to begin would start from."""
+        return frozenset(self._cache.reusable(sequence)) if self._cache.may_read(sequence) else frozenset()
+
+    @property
+    def _restored_from(self) -> set[BlockHash]:
+        """Blocks whose arrays live on in a restore: letting go of them would free nothing."""
+        return {entry.hash for restore in self._restores.values() for entry in restore.plan.entries}
 
     def settle(self, sequence: Sequence) -> None:
         """Count a lookup whose restore, if any, is over."""
@@ -250,11 +292,10 @@ class CacheController:
             return False
         return self._in_flight.follow(sequence, cache.root(sequence.request.scope))
 
-    def _load(self, restore: Restore, *, beside_decode: bool) -> Phase:
+    def _load(self, restore: Restore, *, beside_decode: bool, budget_s: float) -> Phase:
         assert self._cache.storage is not None
         if restore.awaits_target:
             assert restore.target is not None
-            budget_s = self._adopt_budget_s
             restore.is_target_made = self._runner.continue_target(restore.target, budget_s=budget_s)
             if not restore.is_target_made:
                 return Phase.RESTORING

@@ -42,7 +42,9 @@ class Admission:
     ) -> IcehouseError | None:
         """Return why a request, or so many alike, may not even wait, or None when it may."""
         token_count = len(request.prompt_token_ids)
-        never = self._guard.never_fits(token_count + min(output_token_limit, request.max_output_tokens))
+        never = self._guard.never_fits(
+            token_count + min(output_token_limit, request.max_output_tokens), request
+        )
         if never is not None:
             return never
         if request_count > self._queue.limits.request_limit:

@@ -1,12 +1,17 @@
-"""service/icehouse_server/engine/scheduling/memory_guard.py."""
+"""Memory guard: what requests and passes will need on the device, against what it may use. Sizes in bytes.
+
+Each sequence is charged for the KV it was let in for and nothing else; the temporary arrays of a pass exist
+once, whoever's tokens it runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from icehouse_server.domain.request import Drafting
+from icehouse_server.domain.request import Drafting, GenerationRequest
 from icehouse_server.engine.core.memory_model import _OUTPUT_ALLOWANCE, MemoryModel
-from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.scheduling.scheduler import PrefillChunk
 from icehouse_server.errors import CannotFit, Overloaded, Reason
 
 
@@ -28,10 +33,14 @@ class MemoryGuard:
         self._weight_bytes = weight_bytes
         self._chunk_token_count = chunk_token_count
 
-    def never_fits(self, token_count: int) -> CannotFit | None:
+    def never_fits(self, token_count: int, request: GenerationRequest | None = None) -> CannotFit | None:
         """Return the refusal of a request that could not run even alone."""
         needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
         needed += self._weight_bytes + self._model.draft.weight_bytes
+        if request is not None:
+            needed += self._draft_bytes(request, token_count)
+            if request.logprobs is not None and request.logprobs.of_prompt:
+                needed += self._model.logits_bytes(self._measured_chunk_token_count)
         if not self.limit_bytes or needed <= self.limit_bytes:
             return None
         return CannotFit(
@@ -45,41 +54,32 @@ class MemoryGuard:
             },
         )
 
-    def start_bytes(self, sequence: Sequence) -> int:
-        """Return what must be free before a sequence may start: its input, a little output, one chunk."""
-        token_count = _let_in_token_count(sequence)
-        needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
-        speculation = sequence.request.speculation
-        if speculation is not None and speculation.drafting is Drafting.DRAFT_MODEL:
-            needed += token_count * self._model.draft.kv_bytes_per_token
-        if sequence.measures_prompt:
-            needed += self._model.logits_bytes(self._measured_chunk_token_count)
-        return needed
+    def start_bytes(self, sequence: Sequence, *, beside: Collection[Sequence] = ()) -> int:
+        """Return what must be free before a sequence may start: the KV that it and those who run are let in
+        for and do not hold yet, and the largest pass that any of their inputs needs."""
+        together = (sequence, *beside)
+        return self.growth_bytes(together) + max(self._input_pass_bytes(s) for s in together)
 
     def growth_bytes(self, sequences: Iterable[Sequence]) -> int:
-        """Return what running sequences were let in for and do not hold yet, each for itself."""
-        return sum(max(0, self.start_bytes(s) - self._model.kv_bytes(s.kv_token_count)) for s in sequences)
+        """Return the KV that sequences were let in for and do not hold yet."""
+        return sum(max(0, self._let_in_bytes(s) - self._held_bytes(s)) for s in sequences)
 
-    def lane_growth_bytes(self, sequences: Collection[Sequence], *, decoding: Collection[Sequence]) -> int:
-        """Return what these sequences will take beyond their own when they decode together: padding that
-        those who decode do not hold yet, and the copy of the lane when the last of them joins."""
-        ends = [_let_in_token_count(s) for s in sequences]
-        held = self._model.padding_bytes([s.kv_token_count for s in decoding])
-        return max(0, self._model.padding_bytes(ends) - held) + self._model.seating_bytes(ends)
-
-    def join_bytes(self, joining: Sequence, *, decoding: Collection[Sequence]) -> int:
-        """Return what a row takes that joins those who decode, beside what they and it hold already."""
-        return self._model.seating_bytes([s.kv_token_count for s in (*decoding, joining)])
+    def pass_bytes(self, chunks: Collection[PrefillChunk], *, decoding: Iterable[Sequence]) -> int:
+        """Return what a pass needs more: the transients of its chunks, their KV, and that of its rows."""
+        needed = sum(
+            self.chunk_bytes(chunk.stop - chunk.start, chunk.stop, is_measured=chunk.sequence.measures_prompt)
+            for chunk in chunks
+        )
+        for sequence in decoding:
+            held = sequence.kv_token_count
+            needed += self._model.kv_bytes(held + 1) - self._model.kv_bytes(held)
+        return needed
 
     def chunk_bytes(
         self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False
     ) -> int:
         """Return the transient of one prefill chunk, its KV included, and its logits if they are wanted."""
-        transient = self._model.chunk_bytes(
-            chunk_token_count=chunk_token_count, context_token_count=context_token_count
-        )
-        if is_measured:
-            transient += self._model.logits_bytes(chunk_token_count)
+        transient = self._transient_bytes(chunk_token_count, context_token_count, is_measured=is_measured)
         return transient + self._model.growth_bytes(
             chunk_token_count=chunk_token_count, context_token_count=context_token_count
         )
@@ -103,6 +103,36 @@ class MemoryGuard:
                 "limit_bytes": self.limit_bytes,
             },
         )
+
+    def _let_in_bytes(self, sequence: Sequence) -> int:
+        token_count = _let_in_token_count(sequence)
+        return self._model.kv_bytes(token_count) + self._draft_bytes(sequence.request, token_count)
+
+    def _held_bytes(self, sequence: Sequence) -> int:
+        held = sequence.kv_token_count
+        return self._model.kv_bytes(held) + self._draft_bytes(sequence.request, held) if held else 0
+
+    def _draft_bytes(self, request: GenerationRequest, token_count: int) -> int:
+        speculation = request.speculation
+        if speculation is None or speculation.drafting is not Drafting.DRAFT_MODEL:
+            return 0
+        return token_count * self._model.draft.kv_bytes_per_token
+
+    def _input_pass_bytes(self, sequence: Sequence) -> int:
+        """Return the transient of the largest pass that a sequence's input may still be part of."""
+        if sequence.phase is Phase.DECODING:
+            return 0
+        token_count = len(sequence.input_token_ids)
+        chunk = min(self._chunk_token_count, token_count)
+        if sequence.measures_prompt and self._measured_chunk_token_count:
+            chunk = min(chunk, self._measured_chunk_token_count)
+        return self._transient_bytes(chunk, token_count, is_measured=sequence.measures_prompt)
+
+    def _transient_bytes(self, chunk_token_count: int, context_token_count: int, *, is_measured: bool) -> int:
+        transient = self._model.chunk_bytes(
+            chunk_token_count=chunk_token_count, context_token_count=context_token_count
+        )
+        return transient + (self._model.logits_bytes(chunk_token_count) if is_measured else 0)
 
 
 def _let_in_token_count(sequence: Sequence) -> int:

@@ -1,18 +1,28 @@
-"""Making room on the device: the RAM tier gives way first, then the youngest sequence is parked.
+"""Preemption: the RAM tier gives way first, then the pass holds less, then the last comer is parked.
 
 Inference thread only. Consulted before a sequence is let in and before every forward pass.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.engine.core.ports import Runner
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.scheduler import Join, PrefillChunk, Scheduler, Work
+from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler
 from icehouse_server.errors import Overloaded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overrun:
+    """A sequence for which there is no memory although nobody else holds any that could be taken."""
+
+    sequence: Sequence
+    error: Overloaded
 
 
 class Preemption:
@@ -34,73 +44,75 @@ class Preemption:
         self._park = park
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether there is memory for a waiting sequence, after the RAM tier gave way."""
+        """Whether there is memory for a waiting sequence now. Where the RAM tier can make it, it is asked to,
+        by way of the SSD while others run, so that it is there in a later step; else nothing is let go."""
+        if not self.guard.limit_bytes:
+            return True
         running = self._scheduler.running
-        needed = self.guard.start_bytes(sequence) + self.guard.growth_bytes(running)
-        needed += self.guard.lane_growth_bytes([*running, sequence], decoding=self._scheduler.decoding)
-        return self._excess_after_yield(needed) == 0
+        excess = self._excess_bytes(self.guard.start_bytes(sequence, beside=running))
+        if not excess:
+            return True
+        spared = self._prefix.planned_blocks(sequence)
+        if not running and self._prefix.yieldable_bytes(spared=spared) < excess:
+            spared = frozenset()
+        if self._prefix.yieldable_bytes(spared=spared) < excess:
+            return False
+        return self._prefix.yield_ram(excess, spared=spared, is_urgent=not running) >= excess
 
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
-        """Return the refusal of a sequence that does not fit although nothing runs that could end."""
-        if self._scheduler.running:
+        """Return the refusal of a sequence that does not fit although nothing runs that could end, and
+        nothing is being written that could go then."""
+        if self._scheduler.running or self._prefix.leaving_bytes:
             return None
         return self.guard.short(
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes
         )
 
-    def relieve(self, work: Work) -> Overloaded | None:
-        """Make room for a unit of work, parking sequences if need be.
-
-        Returns the status of the one request that must go because even so it does not fit.
-        """
+    def make_fit(self, chunks: ReadSequence[PrefillChunk]) -> tuple[list[PrefillChunk], Overrun | None]:
+        """Make room for a pass over the decoding rows and these chunks; return the chunks that it may hold,
+        and who must go because even alone it does not fit."""
+        fitting = list(chunks)
         if not self.guard.limit_bytes:
-            return None
-        if isinstance(work, Join):
-            self._make_a_seat(work.sequence)
-            return None
-        if not isinstance(work, PrefillChunk):
-            return None
-        chunk = work.stop - work.start
-        needed = self.guard.chunk_bytes(chunk, work.stop, is_measured=work.sequence.measures_prompt)
-        while self._excess_after_yield(needed):
-            victim = self._youngest(work.sequence)
-            if victim is None:
-                return self.guard.short(needed_bytes=needed, active_bytes=self._runner.memory().active_bytes)
+            return fitting, None
+        while self._excess_after_yield(needed := self._needed_bytes(fitting)):
+            if len(fitting) > 1:
+                del fitting[-1]
+                continue
+            own = fitting[0].sequence if fitting else None
+            victim = self._victim()
+            if own is None and self._scheduler.decoding_count <= 1:
+                break
+            if victim is None or self._holding == [own]:
+                assert own is not None, "those who decode can be parked"
+                if self._scheduler.loading_count:
+                    return [], None  # they hold memory, and can give it back in a step to come
+                active_bytes = self._runner.memory().active_bytes
+                return [], Overrun(own, self.guard.short(needed_bytes=needed, active_bytes=active_bytes))
             self._park(victim)
-        return None
+            if victim is own:
+                fitting = []
+        return fitting, None
 
-    def _make_a_seat(self, joining: Sequence) -> None:
-        """Make room for the copy of the lane, until nobody else decodes: then there is nothing to copy."""
-        while decoding := self._scheduler.decoding:
-            if not self._excess_after_yield(self.guard.join_bytes(joining, decoding=decoding)):
-                return
-            victim = self._youngest(joining)
-            assert victim is not None, "those who decode can be parked"
-            self._park(victim)
+    def _needed_bytes(self, chunks: list[PrefillChunk]) -> int:
+        return self.guard.pass_bytes(chunks, decoding=self._scheduler.decoding)
 
-    def watch_growth(self) -> None:
-        """Park the youngest while decoding alone has passed the limit and somebody is left to go on."""
-        if not self.guard.limit_bytes:
-            return
-        while self._scheduler.decoding_count > 1 and self._excess_after_yield(0):
-            victim = self._youngest(None)
-            if victim is None:
-                return
-            self._park(victim)
+    def _excess_bytes(self, needed_bytes: int) -> int:
+        active_bytes = self._runner.memory().active_bytes
+        return self.guard.excess_bytes(active_bytes=active_bytes, needed_bytes=needed_bytes)
 
     def _excess_after_yield(self, needed_bytes: int) -> int:
-        active_bytes = self._runner.memory().active_bytes
-        excess = self.guard.excess_bytes(active_bytes=active_bytes, needed_bytes=needed_bytes)
+        excess = self._excess_bytes(needed_bytes)
         if not excess:
             return 0
         # What is let go here is free for new arrays whether or not the allocator returned it yet.
         return max(0, excess - self._prefix.yield_ram(excess))
 
-    def _youngest(self, spared: Sequence | None) -> Sequence | None:
-        """Return the last comer that holds caches and is not `spared`."""
-        holding = [
-            s
-            for s in self._scheduler.running
-            if s is not spared and s.phase in (Phase.PREFILLING, Phase.DECODING)
-        ]
-        return holding[-1] if holding else None
+    @property
+    def _holding(self) -> list[Sequence]:
+        """Who holds caches and can be parked, the oldest first."""
+        return [s for s in self._scheduler.running if s.phase in (Phase.PREFILLING, Phase.DECODING)]
+
+    def _victim(self) -> Sequence | None:
+        """Return the last comer of the least priority."""
+        holding = self._holding
+        return min(holding, key=lambda s: (s.request.priority, -s.sequence_id)) if holding else None

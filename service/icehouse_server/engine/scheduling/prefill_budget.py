@@ -1,260 +1,170 @@
-"""Prefill's turns between decode steps, in seconds: how long one may last, and what fits into it.
+"""Prefill budget: how long a pass may last, in seconds, and how many prompt tokens fit into it.
 
-Inference thread only. A turn lasts a slice: about as long as a decode step, so that running sequences keep
-their inter-token latency and waiting prompts keep moving. A chunk that took longer than that is paid for by
-the turns after it.
-
-How long prefill chunks take, learned while they run, so that a chunk can be cut to a time.
-
-A chunk costs something whatever its size (weights are read, the context is walked) and something for each
-of its tokens, and both grow with the context: one straight line for each octave of context, fitted to the
-latest chunks.
-
-What the oldest prompt is owed while shorter ones overtake it (inference thread).
-
-The shortest prompt runs first, so the oldest could starve. It is owed a share of all prefill time, counted in
-seconds and not in turns: one turn of a long context can take as long as ten of a short one, and a prompt that
-had the device to itself a moment ago has nothing to ask of those who come now.
+Inference thread only. Beside rows that decode, a pass and the restores of its step last at most twice as
+long as the rows would alone, so that running sequences keep their latency between tokens; four times where a
+crowd waits for its first token. While nothing decodes nobody's tokens wait, and a pass is as long as the
+device needs to run at nearly its best rate.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
-_SMOOTHING = 0.2
-_STEP_SHARE = 0.75
-"""A slice's share of a decode step, where nobody set it: the gap between two tokens stays below two steps,
-what joining and leaving rows cost included (bench.load, 2-core x86)."""
-_LEAST_TURN_SHARE = 0.5
-"""A turn that has used this share of its slice is over: what is left would be a chunk too small to pay."""
-_FIXED_SHARE_BESIDE_DECODE = 0.67
-_FIXED_SHARE_ALONE = 0.125
-"""Most of a chunk's time that goes into what does not depend on its tokens (reading the weights above all):
-cutting finer would starve the prompts. Alone, those who wait for prefill come before those who may arrive."""
-_ALONE_LIMIT = 4.0
-"""Most times its budget that a chunk may take for that, while nothing decodes."""
-_PROBE_SHARE = 2.0 / 3.0
-"""Every second chunk is this much of the other while nothing decodes: chunks of one size do not tell what is
-fixed in them."""
+from icehouse_server.engine.scheduling.pass_cost import PassCostLearner, PassSize
+
+_FACTOR_BESIDE_DECODE = 2.0
+_FACTOR_FOR_CROWD = 4.0
+"""Longest pass, in passes of the decoding rows alone."""
 _CROWD = 2.0
-"""So many sequences that wait for their first token, for each one that draws its next, are a crowd."""
-_CROWD_LIMIT = 4.0
-"""Most slices of prefill between two decode steps, however large the crowd is."""
-
-
-class Turns:
-    """Counts the time of prefill against that of decode. `crowd` is how many wait for each that decodes."""
-
-    def __init__(
-        self, *, slice_s: float, chunk_s: float, chunk_token_count: int, grid_token_count: int
-    ) -> None:
-        self._fixed_slice_s = slice_s
-        self._chunk_s = chunk_s
-        self._chunk_token_count = chunk_token_count
-        self._grid_token_count = grid_token_count
-        self._pace = PrefillPace()
-        self._decode_step_s = 0.0
-        self._spent_s = 0.0
-        self._has_joined = False
-        self._has_prefilled = False
-        self._has_restored = False
-        self._probes = False
-
-    def note_chunk(self, *, start: int, token_count: int, elapsed_s: float) -> None:
-        """Learn from a chunk that began at `start`; its time is noted with `note_prefill` besides."""
-        self._probes = not self._probes
-        self._pace.note(token_count=token_count, context_token_count=start, elapsed_s=elapsed_s)
-
-    def note_prefill(self, elapsed_s: float, *, is_decoding: bool) -> None:
-        """Count prefill time against the turn."""
-        if is_decoding:
-            self._spent_s += elapsed_s
-            self._has_prefilled = True
-        else:
-            # No decode step waits for the turn's end; nobody is owed anything.
-            self._spent_s = 0.0
-
-    def note_restore(self) -> None:
-        """Loaded blocks were taken into use for a slice of time."""
-        self._has_restored = True
-
-    def note_join(self) -> None:
-        """A row was added to those who decode."""
-        self._has_joined = True
-
-    def note_decode(self, elapsed_s: float, *, crowd: float) -> None:
-        """End the turn with a decode step; what it took too long is left to be paid."""
-        self._spent_s = max(0.0, self._spent_s - self._slice_s(crowd))
-        old = self._decode_step_s
-        self._decode_step_s = elapsed_s if old == 0.0 else old + _SMOOTHING * (elapsed_s - old)
-        self._has_joined = False
-        self._has_prefilled = False
-        self._has_restored = False
-
-    def may_join(self, *, crowd: float) -> bool:
-        """Whether a row may be added: that lengthens the next step, so not in a gap that had prefill."""
-        return not self._has_prefilled or crowd > _CROWD
-
-    def may_restore(self, *, crowd: float) -> bool:
-        """Whether another slice may go into loaded blocks: one between two decode steps."""
-        return not self._has_restored or crowd > _CROWD
-
-    def is_over(self, *, crowd: float) -> bool:
-        """Whether the next decode step is due."""
-        if self._has_joined and crowd <= _CROWD:
-            return True
-        return self._spent_s > 0.0 and self._spent_s >= _LEAST_TURN_SHARE * self._slice_s(crowd)
-
-    def chunk_stop(self, start: int, *, is_decoding: bool, crowd: float) -> int:
-        """Return the grid point at which a chunk from `start` has taken its time; never `start` itself."""
-        cost = self._pace.cost(start)
-        tokens: float = self._chunk_token_count
-        if cost is not None:
-            tokens = min(tokens, self._beside(cost, crowd) if is_decoding else self._alone(cost))
-        grid = self._grid_token_count
-        return max(start // grid + 1, (start + int(tokens)) // grid) * grid
-
-    def _beside(self, cost: ChunkCost, crowd: float) -> float:
-        """Return the tokens of a chunk between two decode steps."""
-        left_s = self._left_s(crowd)
-        if left_s is None:
-            return self._chunk_token_count
-        least = 0.0 if self._fixed_slice_s else cost.tokens_at_share(_FIXED_SHARE_BESIDE_DECODE)
-        return max(least, cost.tokens_within(left_s))
-
-    def _alone(self, cost: ChunkCost) -> float:
-        """Return the tokens of a chunk while nothing decodes."""
-        if not self._chunk_s:
-            return self._chunk_token_count
-        least = min(
-            cost.tokens_at_share(_FIXED_SHARE_ALONE), cost.tokens_within(_ALONE_LIMIT * self._chunk_s)
-        )
-        return max(least, cost.tokens_within(self._chunk_s)) * (_PROBE_SHARE if self._probes else 1.0)
-
-    def expected_s(self, start: int, token_count: int) -> float:
-        """Return what a chunk from `start` is expected to take; 0 before any was measured."""
-        cost = self._pace.cost(start)
-        return cost.seconds(token_count) if cost else 0.0
-
-    def _left_s(self, crowd: float) -> float | None:
-        """Return what is left of the turn; None before any decode step was measured."""
-        slice_s = self._slice_s(crowd)
-        return max(0.0, slice_s - self._spent_s) if slice_s else None
-
-    def _slice_s(self, crowd: float) -> float:
-        slice_s = self._fixed_slice_s or _STEP_SHARE * self._decode_step_s
-        # Latency between tokens is kept while that leaves the many no worse off; then the many come first.
-        return slice_s * min(_CROWD_LIMIT, max(1.0, crowd / _CROWD))
-
-
-_FADING = 0.9
-_SETTLED_WEIGHT = 4.0
-_OUTLIER_FACTOR = 2.0
-"""A chunk that took longer than so many times what was expected counts as if it had taken just that, so that
-one hiccup does not shrink the chunks after it; what lasts is learned in a few."""
-_LEAST_SLOPE_SHARE = 0.25
-"""Least share of a chunk's time that is taken to grow with its tokens."""
-_LEAST_SPREAD = 0.1
-"""Sizes that vary by less than this share of their mean say nothing about the slope."""
+"""More sequences than this that wait for their first token, for each one that draws its next, are a crowd."""
+_USED_SHARE = 0.9
+"""Of the time that a pass may take beyond that of its rows: what is expected is not always what it takes, and
+publishing and capturing take some too."""
+_RESTORE_SHARE = 0.5
+"""Of the same time, while prompts wait for their share of it."""
+_RATE_SHARE_ALONE = 0.95
+"""While nothing decodes a pass is long enough to run at this share of the best rate known: those who wait
+for prefill come before those who may arrive."""
+_SOON_S = 0.1
+"""A newcomer who waits for no more than this would gain little from passes that are shorter still."""
+_LEAST_LIMIT = 4.0
+"""A limit on a pass alone is at least so many times its fixed part: less would be mostly that."""
+_PIECE_ROUNDING = 0.25
+"""What is left behind the last whole piece makes one more from three quarters of a piece on."""
+_PIECE_EXCESS = 4.0 / 3.0
+"""Most times the limit that a chunk may take so that all are of one length."""
+_FIRST_TOKEN_COUNT = 64
+"""Prompt tokens of the first pass, before any was measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkCost:
-    """Seconds of a chunk: `fixed_s` plus `token_s` for each token."""
+class BudgetLimits:
+    """What the settings say. `slice_s` 0 follows the decoding rows; `chunk_s` 0 bounds no pass alone."""
 
-    fixed_s: float
-    token_s: float
-
-    def seconds(self, token_count: int) -> float:
-        """Return what a chunk of this many tokens is expected to take."""
-        return self.fixed_s + self.token_s * token_count
-
-    def tokens_within(self, budget_s: float) -> float:
-        """Return the tokens of a chunk that takes the budget; infinite where chunks cost nothing."""
-        if self.token_s <= 0.0:
-            return float("inf")
-        return max(0.0, budget_s - self.fixed_s) / self.token_s
-
-    def tokens_at_share(self, fixed_share: float) -> float:
-        """Return the tokens of a chunk of whose time the fixed part is this share."""
-        return self.fixed_s / self.token_s * (1.0 - fixed_share) / fixed_share if self.token_s > 0.0 else 0.0
+    slice_s: float
+    chunk_s: float
+    token_count: int
+    """Most prompt tokens of a pass."""
+    grid_token_count: int
 
 
-@dataclasses.dataclass(slots=True)
-class _Line:
-    """Fading sums for a fit of seconds over tokens."""
+class PrefillBudget:
+    """Learns what passes cost. `crowd` is how many wait for their first token, for each row that decodes."""
 
-    weight: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    tokens_squared: float = 0.0
-    tokens_seconds: float = 0.0
+    def __init__(self, limits: BudgetLimits) -> None:
+        self._limits = limits
+        self._costs = PassCostLearner()
+        self._restore_debt_s = 0.0
 
-    def add(self, token_count: int, elapsed_s: float) -> None:
-        if self.weight >= _SETTLED_WEIGHT:
-            elapsed_s = min(elapsed_s, _OUTLIER_FACTOR * self.cost().seconds(token_count))
-        self.weight = self.weight * _FADING + 1.0
-        self.tokens = self.tokens * _FADING + token_count
-        self.seconds = self.seconds * _FADING + elapsed_s
-        self.tokens_squared = self.tokens_squared * _FADING + token_count**2
-        self.tokens_seconds = self.tokens_seconds * _FADING + token_count * elapsed_s
+    def note_pass(self, size: PassSize, elapsed_s: float) -> None:
+        """Learn from a pass that ran."""
+        self._costs.note(size, elapsed_s)
 
-    def cost(self) -> ChunkCost:
-        mean_tokens, mean_s = self.tokens / self.weight, self.seconds / self.weight
-        steepest = mean_s / mean_tokens
-        variance = self.tokens_squared / self.weight - mean_tokens**2
-        slope = steepest
-        if variance > (_LEAST_SPREAD * mean_tokens) ** 2:
-            covariance = self.tokens_seconds / self.weight - mean_tokens * mean_s
-            slope = min(steepest, max(_LEAST_SLOPE_SHARE * steepest, covariance / variance))
-        return ChunkCost(max(0.0, mean_s - slope * mean_tokens), slope)
+    def seconds(self, size: PassSize) -> float:
+        """Return what a pass of this size is expected to take; 0 before any was measured."""
+        cost = self._costs.cost()
+        return cost.seconds(size) if cost and size.token_count else 0.0
 
+    def restore_s(self, rows: PassSize, *, crowd: float, prompts_wait: bool, least_s: float) -> float:
+        """Return how long blocks may be taken into use in this step; 0 while earlier ones took too long."""
+        if not rows.token_count:
+            self._restore_debt_s = 0.0
+            return max(least_s, _SOON_S)
+        share = _RESTORE_SHARE if prompts_wait else 1.0
+        allowed_s = max(least_s, share * self._extra_s(rows, crowd))
+        left_s = allowed_s - self._restore_debt_s
+        self._restore_debt_s = max(0.0, -left_s)
+        return max(0.0, left_s)
 
-class PrefillPace:
-    """Expects the cost of a chunk from the chunks before it."""
+    def note_restore(self, elapsed_s: float, *, allowed_s: float) -> None:
+        """Account for restores of a step; what they took too long is taken from the steps after it."""
+        self._restore_debt_s += max(0.0, elapsed_s - allowed_s)
 
-    def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}
+    def room(self, rows: PassSize, *, crowd: float, spent_s: float) -> PassRoom:
+        """Return the room of a pass over these rows, in a step that spent some time on restores."""
+        if not rows.token_count:
+            return PassRoom(self._costs, self._limits, rows, limit_s=None)
+        limit_s = self.seconds(rows) + self._extra_s(rows, crowd) - spent_s
+        return PassRoom(self._costs, self._limits, rows, limit_s=limit_s)
 
-    def note(self, *, token_count: int, context_token_count: int, elapsed_s: float) -> None:
-        """Learn from a chunk that ran on top of `context_token_count` tokens."""
-        assert token_count > 0, token_count
-        self._lines.setdefault(_octave(context_token_count), _Line()).add(token_count, elapsed_s)
-
-    def cost(self, context_token_count: int) -> ChunkCost | None:
-        """Return the expected cost at this context, or at the nearest one known; None when none is."""
-        if not self._lines:
-            return None
-        wanted = _octave(context_token_count)
-        # Of two equally near ones the longer context: a chunk too small does less harm than one too long.
-        nearest = min(self._lines, key=lambda octave: (abs(octave - wanted), -octave))
-        return self._lines[nearest].cost()
+    def _extra_s(self, rows: PassSize, crowd: float) -> float:
+        """Return the time beyond that of the rows alone."""
+        factor = _FACTOR_FOR_CROWD if crowd > _CROWD else _FACTOR_BESIDE_DECODE
+        return _USED_SHARE * (factor - 1.0) * (self._limits.slice_s or self.seconds(rows))
 
 
-def _octave(token_count: int) -> int:
-    """Contexts of up to 128 tokens share a line, as do those of each doubling after it."""
-    return max(7, token_count.bit_length())
+class PassRoom:
+    """What is left of one pass while it is planned. `limit_s` None: nothing decodes."""
 
+    def __init__(
+        self, costs: PassCostLearner, limits: BudgetLimits, rows: PassSize, *, limit_s: float | None
+    ) -> None:
+        self._costs = costs
+        self._limits = limits
+        self._rows = rows
+        self._size = rows
+        self._alone = limit_s is None
+        self._limit_s = limit_s
 
-_SHARE = 0.25
-"""Of the time of prefill, while shorter prompts wait."""
-_CREDIT_LIMIT_S = 1.0
-"""Most time of its own that is held against the oldest: shorter ones may go first for three times as long."""
+    def take(self, start: int, end: int, *, share: float = 1.0) -> int:
+        """Give a prompt the tokens from `start` on, up to `end` or to this share of what is left; return
+        where its chunk stops, which is `start` when nothing is left."""
+        left = share * self._tokens_left(start)
+        count = end - start
+        if count > left:
+            count = self._cut(count, left)
+        stop = start + max(0, count)
+        self._size = self._size + PassSize.of_chunk(start, stop - start)
+        return stop
 
+    def _cut(self, count: int, left: float) -> int:
+        """Return the tokens of a chunk that cannot have all `count`."""
+        if self._alone and self._size is self._rows:
+            # Pieces of that length or longer, all alike: a short one at the end would pay the fixed part again.
+            piece_count = max(1, int(count / max(1.0, left) + _PIECE_ROUNDING))
+            if count / piece_count > _PIECE_EXCESS * max(1.0, left):
+                piece_count += 1
+            left = math.ceil(count / piece_count)
+        grid = self._limits.grid_token_count
+        tokens = int(min(left, count))
+        if tokens >= grid:
+            return tokens // grid * grid
+        # A pass always brings the first prompt on, if only by a token.
+        return max(tokens, 1 if self._size is self._rows else 0)
 
-class OldestShare:
-    """A balance of seconds between the oldest prompt and all that overtake it."""
+    def _tokens_left(self, start: int) -> float:
+        taken = self._size.token_count - self._rows.token_count
+        most = float(self._limits.token_count - taken)
+        cost = self._costs.cost()
+        if cost is None:
+            return min(most, _FIRST_TOKEN_COUNT - taken)
+        if self._limit_s is None:
+            self._limit_s = self._limit_alone_s(start)
+        if math.isinf(self._limit_s):
+            return most
+        left = cost.tokens_within(self._limit_s, start, beside=self._size)
+        trusted = self._costs.trusted_tokens(start, budget_s=self._limit_s) - self._size.token_count
+        if not self._alone and not self._costs.is_told_by(self._size.token_count + min(left, trusted)):
+            # A size that tells nothing new would confirm whatever is believed: once, one twice as long.
+            left = trusted
+        return max(0.0, min(most, left, trusted))
 
-    def __init__(self) -> None:
-        self._owed_s = 0.0
-
-    def note(self, elapsed_s: float, *, was_oldest: bool) -> None:
-        """Count a chunk of the oldest prompt, or of one that overtook it."""
-        if was_oldest:
-            self._owed_s = max(-_CREDIT_LIMIT_S, self._owed_s - elapsed_s)
-        else:
-            self._owed_s += elapsed_s * _SHARE / (1.0 - _SHARE)
-
-    def is_due(self, cost_s: float) -> bool:
-        """Whether a chunk of this cost is covered by what is owed."""
-        return self._owed_s > 0.0 and self._owed_s >= cost_s
+    def _limit_alone_s(self, start: int) -> float:
+        """Return how long a pass of prompts alone takes that begins with a chunk from `start`."""
+        cost = self._costs.cost()
+        assert cost is not None, "asked before any pass was measured"
+        chunk_s = self._limits.chunk_s
+        if not chunk_s:
+            return math.inf
+        limit_s = max(chunk_s, _LEAST_LIMIT * cost.fixed_s)
+        trusted = self._costs.trusted_tokens(start, budget_s=chunk_s)
+        most = min(float(self._limits.token_count), cost.tokens_within(limit_s, start), trusted)
+        least = max(
+            cost.tokens_at_rate(_RATE_SHARE_ALONE, start, limit=most),
+            cost.tokens_within(min(_SOON_S, chunk_s), start),
+        )
+        length = max(1.0, min(most, least))
+        if not self._costs.is_told_by(length):
+            length = max(1.0, length / 2.0)
+        return cost.seconds(PassSize.of_chunk(start, math.ceil(length)))

@@ -1,20 +1,20 @@
-"""Which work comes next: the policy, without mlx, threads or clocks of its own.
+"""Scheduler: who waits, who runs, and which prompt tokens run in the next pass (inference thread).
 
-One unit of work at a time, so that a cancel, a deadline or a newcomer is seen between any two
-forward passes. Prefill is cut by time: between two decode steps it gets about as long as a decode
-step takes, in chunks of as many tokens as the measured pace says, so that running sequences keep their
-inter-token latency and waiting prompts keep moving. What a turn took too long, later turns lack.
-
-The units of work that a step may run; the scheduler picks one, the loop runs it (inference thread).
+The policy, without mlx, threads or clocks of its own. Every row that decodes is in every pass; beside them
+the tokens of several prompts share what time the pass may take, so that running sequences keep their latency
+between tokens, waiting prompts keep moving, and the weights are read once for all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.scheduling.prefill_budget import OldestShare, Turns
+from icehouse_server.engine.scheduling.pass_cost import PassSize
+from icehouse_server.engine.scheduling.prefill_budget import BudgetLimits, PassRoom, PrefillBudget
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -22,10 +22,11 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 class SchedulerLimits:
     """Bounds on what runs at once, and for how long.
 
-    Chunks end at multiples of `prefill_chunk_token_count`, counted from the sequence's start, and where time
-    cuts them shorter at multiples of `prefill_grid_token_count`, which divides it.
-    `prefill_slice_s` 0 follows the measured decode step; `prefill_chunk_s` 0 leaves chunks whole while
-    nothing decodes.
+    A pass holds at most `prefill_chunk_token_count` prompt tokens, and chunks end at multiples of it, counted
+    from the sequence's start; where time cuts them shorter their lengths are multiples of
+    `prefill_grid_token_count`, which divides it, or less than that.
+    `prefill_slice_s` 0 follows the decoding rows; `prefill_chunk_s` 0 leaves passes whole while nothing
+    decodes.
     """
 
     running_limit: int
@@ -36,12 +37,15 @@ class SchedulerLimits:
     prefill_chunk_s: float = 0.0
     chunk_ends_at_last_block: int = 0
     """Block size when a chunk must end at the prompt's last full block (checkpoints), else 0."""
+    cuts_before_last_token: bool = False
+    """Whether a chunk must end before the prompt's last token, since what is kept is cut there and only as it
+    passes."""
     measured_chunk_token_count: int = 0
     """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
 
 
 class Scheduler:
-    """Holds the waiting, preparing and decoding sequences and picks the next unit of work."""
+    """Holds the waiting, preparing and decoding sequences and plans what runs."""
 
     def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
         self.limits = limits
@@ -51,13 +55,14 @@ class Scheduler:
         self._restoring: dict[SequenceId, Sequence] = {}
         self._prefilling: dict[SequenceId, Sequence] = {}
         self._decoding: dict[SequenceId, Sequence] = {}
-        self._turns = Turns(
-            slice_s=limits.prefill_slice_s,
-            chunk_s=limits.prefill_chunk_s,
-            chunk_token_count=limits.prefill_chunk_token_count,
-            grid_token_count=limits.prefill_grid_token_count,
+        self._budget = PrefillBudget(
+            BudgetLimits(
+                slice_s=limits.prefill_slice_s,
+                chunk_s=limits.prefill_chunk_s,
+                token_count=limits.prefill_chunk_token_count,
+                grid_token_count=limits.prefill_grid_token_count,
+            )
         )
-        self._oldest_share = OldestShare()
 
     @property
     def waiting_count(self) -> int:
@@ -82,12 +87,7 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self._queue) or self._following or self._preparing_count or self._decoding)
-
-    @property
-    def is_blocked(self) -> bool:
-        """Nothing can run until a message comes: only loads are under way, if anything."""
-        return not (len(self._queue) or self._restoring or self._prefilling or self._decoding)
+        return not (len(self._queue) or self._taken_slot_count)
 
     @property
     def running(self) -> list[Sequence]:
@@ -99,28 +99,45 @@ class Scheduler:
     @property
     def free_slot_count(self) -> int:
         """Sequences that could be let in now, as far as slots go."""
-        taken = len(self._following) + self._preparing_count + len(self._decoding)
-        return max(0, self.limits.running_limit - taken)
+        return max(0, self.limits.running_limit - self._taken_slot_count)
 
     @property
     def prefill_backlog_tokens(self) -> int:
         """Input tokens of running sequences that are still to be computed."""
         preparing = (*self._loading.values(), *self._restoring.values(), *self._prefilling.values())
-        return sum(max(0, s.prefill_target - s.processed_token_count) for s in preparing)
+        return sum(max(0, s.remaining_token_count) for s in preparing)
 
     @property
     def loading_count(self) -> int:
         return len(self._loading) + len(self._restoring)
 
     @property
-    def _preparing_count(self) -> int:
-        return len(self._loading) + len(self._restoring) + len(self._prefilling)
+    def restoring(self) -> list[Sequence]:
+        """Those whose caches are being rebuilt, the oldest first."""
+        return sorted(self._restoring.values(), key=lambda sequence: sequence.sequence_id)
 
-    def candidate(self, now: float) -> Sequence | None:
-        """Return who would be let in next, or None when nobody waits or no slot is free."""
-        if self._preparing_count >= self.limits.prefilling_limit or not self.free_slot_count:
-            return None
-        return self._queue.best(now)
+    @property
+    def _taken_slot_count(self) -> int:
+        places = (self._following, self._loading, self._restoring, self._prefilling, self._decoding)
+        return sum(len(place) for place in places)
+
+    @property
+    def _preparing_count(self) -> int:
+        """Those that there is work for before they draw; a load is not the device's."""
+        return len(self._restoring) + len(self._prefilling)
+
+    def candidates(self, now: float) -> Iterator[Sequence]:
+        """Yield who may be let in next, the best first, while slots are free; each time the queue as it is.
+
+        `prefilling_limit` prompts are in preparation at once, or as many more as one pass could hold.
+        """
+        for sequence in self._queue.ranked(now):
+            is_full = self._preparing_count >= self.limits.prefilling_limit
+            if is_full and self.prefill_backlog_tokens >= self.limits.prefill_chunk_token_count:
+                return
+            if not self.free_slot_count:
+                return
+            yield sequence
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot."""
@@ -152,9 +169,9 @@ class Scheduler:
         self._place(sequence, Phase.PREFILLING)
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Note that a prefilled sequence joined the decode batch."""
+        """Note that a sequence's last chunk ran with its row: it is in every pass from now on."""
         self._place(sequence, Phase.DECODING)
-        self._turns.note_join()
+        sequence.fed_ahead_count = 1
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
@@ -178,108 +195,138 @@ class Scheduler:
         if phase in places:
             places[phase][sequence.sequence_id] = sequence
 
-    def next_work(self) -> Work:
-        """Pick the next unit of work."""
-        is_decoding = self.is_decoding
-        joining = next((s for s in self._prefilling.values() if s.is_prefilled), None)
-        if joining is not None and (not is_decoding or self._turns.may_join(crowd=self._crowd)):
-            return Join(joining)
-        if not is_decoding or not self._turns.is_over(crowd=self._crowd):
-            if self._restoring and (not is_decoding or self._turns.may_restore(crowd=self._crowd)):
-                return RestoreSlice(next(iter(self._restoring.values())))
-            if chunk := self._next_chunk():
-                return chunk
-        return DecodeStep() if self._decoding else Idle()
+    def plan(self, *, spent_s: float = 0.0) -> list[PrefillChunk]:
+        """Plan the prompt tokens of the next pass, in a step that spent some time on restores.
 
-    def note_chunk(self, chunk: PrefillChunk, elapsed_s: float) -> None:
-        """Account for a prefill chunk that just ran."""
-        self._turns.note_chunk(start=chunk.start, token_count=chunk.stop - chunk.start, elapsed_s=elapsed_s)
-        older = (s for s in self._unfinished if s.sequence_id < chunk.sequence.sequence_id)
-        self._oldest_share.note(elapsed_s, was_oldest=next(older, None) is None)
-        self.note_prefill(elapsed_s)
+        By priority, then shortest remaining first; the oldest has a share whatever its length, and one that
+        was overtaken by as much as it is long is overtaken no more.
+        """
+        prompts = sorted(self._prefilling.values(), key=_turn)
+        if not prompts:
+            return []
+        room = self._budget.room(self._rows, crowd=self._crowd, spent_s=spent_s)
+        stops: dict[SequenceId, int] = {}
+        oldest = min(prompts, key=lambda s: s.sequence_id)
+        if oldest is not prompts[0]:
+            self._extend(oldest, stops, room, share=_OLDEST_SHARE)
+        for sequence in prompts:
+            self._extend(sequence, stops, room)
+        return [
+            PrefillChunk(s, s.processed_token_count, stops[s.sequence_id])
+            for s in prompts
+            if stops[s.sequence_id] > s.processed_token_count
+        ]
 
-    def note_prefill(self, elapsed_s: float) -> None:
-        """Account for prefill time that just went by."""
-        self._turns.note_prefill(elapsed_s, is_decoding=self.is_decoding)
+    def size_of(self, chunks: ReadSequence[PrefillChunk]) -> PassSize:
+        """Return the size of a pass over the decoding rows and these chunks."""
+        return sum((chunk.size for chunk in chunks), self._rows)
 
-    def note_restore(self, elapsed_s: float) -> None:
-        """Account for a slice of a restore that just ran."""
-        self._turns.note_restore()
-        self.note_prefill(elapsed_s)
+    def expected_s(self, size: PassSize) -> float:
+        """Return what a pass of this size is expected to take; 0 before any was measured."""
+        return self._budget.seconds(size)
 
-    def note_decode(self, elapsed_s: float) -> None:
-        """Account for a decode step that just ran."""
-        self._turns.note_decode(elapsed_s, crowd=self._crowd)
+    def note_overtaking(self, chunks: ReadSequence[PrefillChunk]) -> None:
+        """Account for prompts that wait while tokens of younger ones run."""
+        for sequence in self._prefilling.values():
+            sequence.overtaken_token_count += sum(
+                chunk.stop - chunk.start
+                for chunk in chunks
+                if chunk.sequence.sequence_id > sequence.sequence_id
+            )
+
+    def note_pass(self, size: PassSize, elapsed_s: float) -> None:
+        """Learn from a pass that ran."""
+        if size.token_count:
+            self._budget.note_pass(size, elapsed_s)
+
+    def restore_s(self, *, least_s: float) -> float:
+        """Return how long this step may take loaded blocks into use; 0 while earlier ones took too long."""
+        return self._budget.restore_s(
+            self._rows, crowd=self._crowd, prompts_wait=bool(self._prefilling), least_s=least_s
+        )
+
+    def note_restore(self, elapsed_s: float, *, allowed_s: float) -> None:
+        """Account for the restores of a step."""
+        self._budget.note_restore(elapsed_s, allowed_s=allowed_s)
+
+    @property
+    def _rows(self) -> PassSize:
+        return PassSize.of_rows(s.kv_token_count for s in self._decoding.values())
 
     @property
     def _crowd(self) -> float:
         """Sequences that wait for their first token, for each one that decodes."""
-        return (len(self._queue) + self._preparing_count) / max(1, len(self._decoding))
+        waiting = len(self._queue) + len(self._following) + len(self._loading) + self._preparing_count
+        return waiting / max(1, len(self._decoding))
 
-    @property
-    def _unfinished(self) -> list[Sequence]:
-        """Those with prompt left to compute."""
-        return [s for s in self._prefilling.values() if not s.is_prefilled]
+    def _extend(
+        self, sequence: Sequence, stops: dict[SequenceId, int], room: PassRoom, *, share: float = 1.0
+    ) -> None:
+        """Let a sequence's chunk go as far as the room lasts and its limits allow."""
+        begin = sequence.processed_token_count
+        start = stops.get(sequence.sequence_id, begin)
+        end = self._chunk_end(sequence, begin)
+        stop = room.take(start, end, share=share) if start < end else start
+        if stop == sequence.prefill_target < end and start < stop:
+            # One token more, instead of a chunk of its own for it.
+            stop = end
+        stops[sequence.sequence_id] = stop
 
-    def _next_chunk(self) -> PrefillChunk | None:
-        unfinished = self._unfinished
-        if not unfinished:
-            return None
-        oldest = min(unfinished, key=lambda s: s.sequence_id)
-        shortest = min(unfinished, key=lambda s: (s.prefill_target - s.processed_token_count, s.sequence_id))
-        if oldest is shortest:
-            return self._chunk_of(oldest)
-        chunk = self._chunk_of(oldest)
-        cost_s = self._turns.expected_s(chunk.start, chunk.stop - chunk.start)
-        return chunk if self._oldest_share.is_due(cost_s) else self._chunk_of(shortest)
-
-    def _chunk_of(self, sequence: Sequence) -> PrefillChunk:
-        start = sequence.processed_token_count
-        chunk = self.limits.prefill_chunk_token_count
-        affordable = self._turns.chunk_stop(start, is_decoding=self.is_decoding, crowd=self._crowd)
-        stop = min((start // chunk + 1) * chunk, sequence.prefill_target, affordable)
-        if self.limits.chunk_ends_at_last_block:
-            block = self.limits.chunk_ends_at_last_block
+    def _chunk_end(self, sequence: Sequence, start: int) -> int:
+        """Return how far a chunk from `start` may go at most."""
+        limits = self.limits
+        end = sequence.input_end
+        if limits.cuts_before_last_token and start < sequence.prefill_target:
+            end = min(end, sequence.prefill_target)
+        chunk = limits.prefill_chunk_token_count
+        boundary = (start // chunk + 1) * chunk
+        if boundary < sequence.prefill_target:
+            end = min(end, boundary)
+        if limits.chunk_ends_at_last_block:
+            block = limits.chunk_ends_at_last_block
             last_block_end = sequence.prefill_target // block * block
-            if start < last_block_end < stop:
-                stop = last_block_end
-        measured = self.limits.measured_chunk_token_count
+            if start < last_block_end < end:
+                end = last_block_end
+        measured = limits.measured_chunk_token_count
         if measured and sequence.measures_prompt:
-            stop = min(stop, (start // measured + 1) * measured)
-        return PrefillChunk(sequence, start, stop)
+            end = min(end, (start // measured + 1) * measured)
+        return end
+
+
+_OLDEST_SHARE = 0.25
+"""Of a pass's prompt tokens, while shorter prompts go first."""
+
+
+def _turn(sequence: Sequence) -> tuple[int, bool, int, int]:
+    """Order prompts: by priority, those that were overtaken long enough, the shortest, the oldest."""
+    remaining = sequence.remaining_token_count
+    is_overdue = sequence.overtaken_token_count >= remaining
+    length = 0 if is_overdue else remaining
+    return (-sequence.request.priority, not is_overdue, length, sequence.sequence_id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Run prompt tokens [start, stop) of one sequence."""
+    """Input tokens [start, stop) of one sequence."""
 
     sequence: Sequence
     start: int
     stop: int
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the first output token is drawn from it."""
+        sequence = self.sequence
+        return self.stop == sequence.input_end > sequence.prefill_target
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RestoreSlice:
-    """Go on rebuilding one sequence's caches from its blocks."""
+    @property
+    def kept_count(self) -> int:
+        """Its tokens but the input's last one, which every start from a cached prefix runs again."""
+        return max(0, min(self.stop, self.sequence.prefill_target) - self.start)
 
-    sequence: Sequence
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Join:
-    """Let a prefilled sequence decode with the others from the next step on."""
-
-    sequence: Sequence
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """Draw one token for every decoding sequence."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Idle:
-    """Nothing to run until a message comes."""
-
-
-Work = PrefillChunk | RestoreSlice | Join | DecodeStep | Idle
+    @property
+    def size(self) -> PassSize:
+        """What it adds to a pass."""
+        count = self.stop - self.start
+        draws = count if self.sequence.measures_prompt else int(self.is_last)
+        return PassSize.of_chunk(self.start, count, draw_count=draws)

@@ -62,13 +62,13 @@ class WaitingQueue:
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             self._token_count -= len(sequence.input_token_ids)
 
-    def best(self, now: float) -> Sequence | None:
-        """Return who is next, without taking it out; None when nobody may run."""
+    def ranked(self, now: float) -> Iterator[Sequence]:
+        """Yield who may run, the first in rank first, taking nobody out; a tenant's share is looked at as each
+        one comes up."""
         limit = self.limits.tenant_running_limit
-        allowed = (
-            s for s in self._sequences.values() if not limit or self._running[s.request.tenant] < limit
-        )
-        return max(allowed, key=lambda s: (self._rank(s, now), -s.sequence_id), default=None)
+        for sequence in sorted(self._sequences.values(), key=lambda s: (-self._rank(s, now), s.sequence_id)):
+            if not limit or self._running[sequence.request.tenant] < limit:
+                yield sequence
 
     def tokens_ahead_of(self, priority: int) -> tuple[int, int]:
         """Return how many requests and tokens a newcomer of this priority would have before it."""

@@ -39,7 +39,7 @@ class RamEviction:
         own = self._shares.ram_victims(owner, size_bytes, leaving=self._leaving, spared=set(spared))
         if own is None:
             return False
-        needed_bytes = size_bytes - self._leaving_bytes() - sum(entry.ram_bytes for entry in own)
+        needed_bytes = size_bytes - self.leaving_bytes - sum(entry.ram_bytes for entry in own)
         kept = {*spared, *self._leaving, *(entry.hash for entry in own)}
         others = self._ram.victims(needed_bytes, spared=kept)
         if others is None:
@@ -48,19 +48,44 @@ class RamEviction:
             self._let_go(victim, spared=spared)
         return True
 
-    def yield_bytes(self, size_bytes: int) -> int:
+    def yield_bytes(self, size_bytes: int, *, spared: Collection[BlockHash] = ()) -> int:
         """Drop least recently used blocks of at least this size from RAM; return the bytes let go.
 
         They are not spilled: host views would hold the memory that is wanted until they are written.
         """
         freed_bytes = 0
-        for entry in list(self._ram):
+        for entry in self._yieldable(spared):
             if freed_bytes >= size_bytes:
                 break
-            if not entry.is_pinned and not entry.is_spilling:
-                freed_bytes += entry.ram_bytes
-                self._drop(entry)
+            freed_bytes += entry.ram_bytes
+            self._drop(entry)
         return freed_bytes
+
+    def yield_by_spilling(self, size_bytes: int, *, spared: Collection[BlockHash] = ()) -> int:
+        """Let least recently used blocks go until at least this size is free or on its way to SSD; return
+        the bytes that are free now."""
+        freed_bytes, wanted_bytes = 0, size_bytes - self.leaving_bytes
+        for entry in self._yieldable(spared):
+            if wanted_bytes <= 0:
+                break
+            if (
+                self._spills.wants(entry)
+                and self._spills.under_way_count
+                and not self._spills.has_credit(entry)
+            ):
+                break  # there is when what is being written is
+            entry_bytes = entry.ram_bytes
+            wanted_bytes -= entry_bytes
+            self._let_go(entry, spared=spared)
+            freed_bytes += entry_bytes - entry.ram_bytes
+        return freed_bytes
+
+    def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
+        """Return the bytes that could be let go of, and those that are on their way to SSD."""
+        return sum(entry.ram_bytes for entry in self._yieldable(spared)) + self.leaving_bytes
+
+    def _yieldable(self, spared: Collection[BlockHash]) -> list[Entry]:
+        return [e for e in self._ram if not e.is_pinned and not e.is_spilling and e.hash not in spared]
 
     def keep(self, entry: Entry) -> bool:
         """Keep a block that was to leave, if others can go in its place; True when it stays."""
@@ -94,6 +119,8 @@ class RamEviction:
         self._ram.drop(entry)
         self._index.discard_if_empty(entry)
 
-    def _leaving_bytes(self) -> int:
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of blocks that leave RAM when they are written."""
         found = (self._index.get(name) for name in self._leaving)
         return sum(entry.ram_bytes for entry in found if entry is not None)
