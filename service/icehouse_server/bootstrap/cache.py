@@ -63,7 +63,7 @@ def build_cache_parts(
     *,
     adapters: Sequence[AdapterSource],
     clock: Clock,
-    post: Callable[[Outcome], None],
+    post: Callable[[Outcome], object],
 ) -> CacheParts:
     """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here.
 

@@ -13,15 +13,14 @@ from icehouse_server.domain.request import TokenLogprobs, Vector
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
-from icehouse_server.engine.core.ports import Listener, Runner
+from icehouse_server.engine.core.ports import Decoder, Listener, Runner
 from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
-from icehouse_server.engine.requests import LiveRequests, Reception
-from icehouse_server.engine.scheduling.admission import Admission
-from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.requests import Requests
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.preemption import Preemption
 from icehouse_server.engine.scheduling.scheduler import (
     DecodeStep,
@@ -29,12 +28,9 @@ from icehouse_server.engine.scheduling.scheduler import (
     Join,
     PrefillChunk,
     RestoreSlice,
-    Scheduler,
 )
-from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.engine.stats import engine_stats
 from icehouse_server.errors import IcehouseError
-from icehouse_server.text.detokenizer import Decode
 
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
@@ -47,44 +43,38 @@ class EngineLoop:
         self,
         *,
         runner: Runner,
-        scheduler: Scheduler,
+        prefix: CacheController,
+        scheduling: SchedulingParts,
+        model: ModelInfo,
+        tokenizer: Decoder,
         mailbox: Mailbox[Message],
         listener: Listener,
         clock: Clock,
-        decode: Decode,
-        decode_with_markers: Decode,
-        model: ModelInfo,
-        prefix: CacheController,
-        guard: MemoryGuard,
-        queue: WaitingQueue,
     ) -> None:
         self._runner = runner
-        self._scheduler = scheduler
+        self._prefix = prefix
+        self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
         self._mailbox = mailbox
         self._clock = clock
-        self._prefix, self._queue = prefix, queue
         self._output = Output(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._start_time = clock.monotonic()
         self.counters = Counters()
-        self._live = LiveRequests(
+        self._requests = Requests(
             runner=runner,
-            scheduler=scheduler,
             prefix=prefix,
+            scheduling=scheduling,
             output=self._output,
             counters=self.counters,
+            tokenizer=tokenizer,
+            context_token_limit=model.context_token_limit,
             clock=clock,
-        )
-        self._reception = Reception(
-            admission=Admission(queue=queue, scheduler=scheduler, counters=self.counters, guard=guard),
-            live=self._live,
-            queue=queue,
-            model=model,
-            clock=clock,
-            decode=decode,
-            decode_with_markers=decode_with_markers,
         )
         self._preemption = Preemption(
-            guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
+            guard=scheduling.guard,
+            runner=runner,
+            scheduler=scheduling.scheduler,
+            prefix=prefix,
+            park=self._park,
         )
         self._drain_deadline: float | None = None
 
@@ -95,7 +85,7 @@ class EngineLoop:
     @property
     def is_done(self) -> bool:
         """Whether nothing runs and nothing new is let in."""
-        return self.is_draining and not len(self._live)
+        return self.is_draining and not len(self._requests)
 
     def step(self) -> None:
         """Do one unit of work, or wait a moment for a message when there is none."""
@@ -106,7 +96,7 @@ class EngineLoop:
         work = self._scheduler.next_work()
         overrun = self._preemption.relieve(work)
         if isinstance(work, PrefillChunk) and overrun is not None:
-            self._live.fail(work.sequence, overrun)
+            self._requests.fail(work.sequence, overrun)
         elif isinstance(work, PrefillChunk):
             self._prefill(work)
         elif isinstance(work, RestoreSlice):
@@ -124,13 +114,13 @@ class EngineLoop:
         for message in self._mailbox.close():
             if isinstance(message, Submit):
                 for request in message.requests:
-                    self._output.tell(request.request_id, Failed(error))
+                    self._output.emit(request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
                 message.reply(self.stats(), self._prefix.stats())
             elif isinstance(message, Command):
                 message.reply(error)
         self._prefix.fail_commands(error)
-        self._live.abandon(error)
+        self._requests.abandon(error)
         self._output.publish()
 
     def flush(self, *, deadline_time: float) -> None:
@@ -145,11 +135,11 @@ class EngineLoop:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit) and self.is_draining:
-            self._reception.refuse(message.requests, shutting_down())
+            self._requests.refuse(message.requests, shutting_down())
         elif isinstance(message, Submit):
-            self._reception.receive(message.requests)
+            self._requests.receive(message.requests)
         elif isinstance(message, Cancel):
-            self._live.cancel(message.request_id, message.error)
+            self._requests.cancel(message.request_id, message.error)
         elif isinstance(message, QueryStats):
             self._prefix.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Command):
@@ -164,9 +154,9 @@ class EngineLoop:
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""
         now = self._clock.monotonic()
-        self._live.expire(now)
+        self._requests.expire(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
-            self._live.fail_all(stopped_before_done())
+            self._requests.fail_all(stopped_before_done())
 
     def _admit(self) -> None:
         for ready in self._prefix.take_ready():
@@ -176,7 +166,7 @@ class EngineLoop:
                 error = self._preemption.hopeless(sequence)
                 if error is None:
                     return
-                self._live.fail(sequence, error)
+                self._requests.fail(sequence, error)
                 continue
             self._scheduler.admit(sequence)
             if not sequence.park_count:
@@ -214,7 +204,7 @@ class EngineLoop:
             sequence.has_started = True
             self._prefix.settle(sequence)
             self.counters.cached_token_total += sequence.cache.cached_token_count
-            self._live.tell(sequence, sequence.started())
+            self._requests.emit(sequence, sequence.started())
         self._end_if_nothing_is_asked(sequence)
 
     def _prefill(self, chunk: PrefillChunk) -> None:
@@ -237,9 +227,11 @@ class EngineLoop:
         self._prefix.capture(sequence, is_end=sequence.is_prefilled)
         self._scheduler.note_chunk(chunk, self._clock.monotonic() - began)
         # However small the chunks, a caller hears of its progress once a full one.
-        is_told = sequence.is_prefilled or chunk.stop % self._scheduler.limits.prefill_chunk_token_count == 0
-        if logprobs or (is_told and not sequence.park_count):
-            self._live.tell(sequence, PrefillProgress(chunk.stop, len(tokens), logprobs))
+        is_reported = (
+            sequence.is_prefilled or chunk.stop % self._scheduler.limits.prefill_chunk_token_count == 0
+        )
+        if logprobs or (is_reported and not sequence.park_count):
+            self._requests.emit(sequence, PrefillProgress(chunk.stop, len(tokens), logprobs))
         self._end_if_nothing_is_asked(sequence)
 
     def _measure(self, chunk: PrefillChunk) -> tuple[TokenLogprobs, ...]:
@@ -266,7 +258,7 @@ class EngineLoop:
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
         if sequence.is_prefilled and sequence.output_token_limit == 0:
             now = self._clock.monotonic()
-            self._live.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
+            self._requests.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
 
     def _join(self, sequence: Sequence) -> None:
         self._runner.join(sequence.sequence_id, sequence.decode_row())
@@ -278,16 +270,16 @@ class EngineLoop:
         now = self._clock.monotonic()
         self.counters.note_decode(len(drawn), now - began)
         for token in drawn:
-            sequence = self._live.find(token.sequence_id)
+            sequence = self._requests.find(token.sequence_id)
             if sequence is None:
                 continue  # it ended with an earlier token of the same step
             if token.error is not None:
-                self._live.fail(sequence, token.error)
+                self._requests.fail(sequence, token.error)
                 continue
             end = self._output.take_token(sequence, token, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
-                self._live.finish(sequence, end)
+                self._requests.finish(sequence, end)
         self._preemption.watch_growth()
         self._scheduler.note_decode(self._clock.monotonic() - began)
 

@@ -15,10 +15,11 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import RequestId
-from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.core.ports import Drawn
-from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
@@ -26,7 +27,7 @@ from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, S
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 
-from tests.fixtures.engine import BOUND_S, FakeRunner, no_prefix
+from tests.fixtures.engine import BOUND_S, FakeDecoder, FakeRunner, no_prefix
 from tests.fixtures.rpc.fake_engine import FakeTokenizer
 
 _STEP_S = 0.001
@@ -108,9 +109,10 @@ class EngineSeam:
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)
 
+    def model_loaded(self, info: ModelInfo) -> None:
+        self._router.model_loaded(ServedModel(info, FakeTokenizer()))
+
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        if state is EngineState.READY:
-            self._router.model_loaded(ServedModel(self.engine.model, FakeTokenizer()))
         self._router.state_changed(state, error)
 
 
@@ -181,13 +183,17 @@ async def live_server(
     seam = EngineSeam(router)
     seam.engine = engine = Engine(
         runner=runner,
-        limits=SchedulerLimits(running_limit=running_limit, prefilling_limit=4, prefill_chunk_token_count=16),
-        waiting=WaitingLimits(request_limit=waiting_limit),
-        mailbox_limit=1000,
+        settings=EngineSettings(
+            limits=SchedulerLimits(
+                running_limit=running_limit, prefilling_limit=4, prefill_chunk_token_count=16
+            ),
+            waiting=WaitingLimits(request_limit=waiting_limit),
+        ),
         memory_limit_bytes=lambda: memory_limit_bytes,
+        tokenizer=FakeDecoder(decode),
+        mailbox=Mailbox(limit=1000),
         listener=seam,
         clock=clock,
-        decode=decode,
         make_prefix=lambda: no_prefix(clock),
     )
     server = RpcServer(

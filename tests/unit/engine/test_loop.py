@@ -11,6 +11,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message,
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, Reason
@@ -18,6 +19,7 @@ from icehouse_server.errors import EngineFailed, Reason
 from tests.fixtures.engine import (
     EOS,
     FakeClock,
+    FakeDecoder,
     FakeRunner,
     Recorder,
     decode_ascii,
@@ -61,16 +63,13 @@ class SteppedLoop:
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            scheduler=self.scheduler,
+            scheduling=SchedulingParts(queue=self.queue, scheduler=self.scheduler, guard=self.guard),
             mailbox=self.mailbox,
             listener=self.recorder,
             clock=self.clock,
-            decode=decode_ascii,
-            decode_with_markers=decode_ascii,
+            tokenizer=FakeDecoder(),
             model=model_info(context_token_limit=context_token_limit),
             prefix=self.prefix,
-            queue=self.queue,
-            guard=self.guard,
         )
 
     def submit(self, request_id: str, *args, **kwargs) -> None:

@@ -69,7 +69,7 @@ class StorageLoop:
         load_meter: Meter,
         task_meter: Meter,
         clock: Clock,
-        post: Callable[[Outcome], None],
+        post: Callable[[Outcome], object],
     ) -> None:
         self.is_closed = False
         self._store = store

@@ -99,7 +99,7 @@ class ReaderPool:
         files: Files,
         paths: StorePaths,
         clock: Clock,
-        post: Callable[[Loaded | LoadFailed | HeadsRead], None],
+        post: Callable[[Loaded | LoadFailed | HeadsRead], object],
         report: Callable[[LoadReport | HeadReport], None],
         fingerprint: Fingerprint,
         vault: Vault | None,

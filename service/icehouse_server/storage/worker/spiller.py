@@ -35,7 +35,7 @@ class Spiller:
         breaker: WriteBreaker,
         counters: StorageCounters,
         clock: Clock,
-        post: Callable[[Outcome], None],
+        post: Callable[[Outcome], object],
     ) -> None:
         self._store = store
         self._breaker = breaker

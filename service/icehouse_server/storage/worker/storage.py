@@ -58,7 +58,7 @@ class Storage:
         *,
         files: Files,
         clock: Clock,
-        post: Callable[[Outcome], None],
+        post: Callable[[Outcome], object],
         vault: Vault | None = None,
     ) -> None:
         """With a `vault` every block is encrypted on its way to the disk."""
