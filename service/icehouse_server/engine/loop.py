@@ -224,8 +224,10 @@ class EngineLoop:
         self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
         self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
         sequence.processed_token_count = chunk.stop
+        self._scheduler.note_chunk(chunk, elapsed_s)
         self._prefix.capture(sequence, is_end=sequence.is_prefilled)
-        self._scheduler.note_chunk(chunk, self._clock.monotonic() - began)
+        # It counts against the turn, and says nothing of what a chunk costs.
+        self._scheduler.note_prefill(self._clock.monotonic() - began - elapsed_s)
         # However small the chunks, a caller hears of its progress once a full one.
         is_reported = (
             sequence.is_prefilled or chunk.stop % self._scheduler.limits.prefill_chunk_token_count == 0

@@ -283,15 +283,20 @@ def totals(served: SteppedLoop) -> tuple[int, int, int]:
 
 def test_progress_is_told_once_a_full_chunk_however_small_the_pieces() -> None:
     served = SteppedLoop(prefill_chunk_s=1e-9)
+    chunks = served.runner.chunks
 
     def take_time() -> None:
-        _, token_count = served.runner.chunks[-1]
+        _, token_count = chunks[-1]
         served.clock.now += 0.01 * token_count
 
     served.runner.on_prefill = take_time
+    for name, token_count in (("one", 2), ("two", 3)):  # after these it is known that nothing is fixed
+        served.submit(name, range(1, 1 + token_count), max_output_tokens=1)
+        served.run()
+    chunks.clear()
     served.submit("a", range(1, 12), max_output_tokens=1)
     served.run()
-    assert [count for _, count in served.runner.chunks] == [4, 1, 1, 1, 1, 1, 1]
+    assert [count for _, count in chunks] == [1] * 10
     progress = [
         e.processed_token_count for e in served.recorder.events["a"] if isinstance(e, PrefillProgress)
     ]

@@ -236,8 +236,8 @@ class Scheduler:
     def _chunk_of(self, sequence: Sequence) -> PrefillChunk:
         start = sequence.processed_token_count
         chunk = self.limits.prefill_chunk_token_count
-        affordable = self._turns.chunk_stop(start, is_decoding=self.is_decoding, crowd=self._crowd)
-        stop = min((start // chunk + 1) * chunk, sequence.prefill_target, affordable)
+        end = min((start // chunk + 1) * chunk, sequence.prefill_target)
+        stop = self._turns.chunk_stop(start, end, is_decoding=self.is_decoding, crowd=self._crowd)
         if self.limits.chunk_ends_at_last_block:
             block = self.limits.chunk_ends_at_last_block
             last_block_end = sequence.prefill_target // block * block

@@ -1,0 +1,202 @@
+"""What a forward pass costs, learned from the passes that ran: fixed + a * tokens + b * tokens * context.
+
+Something is paid whatever the pass holds (the weights are read), something for each token, and something for
+each position that a token is scored against. Knows nothing of prompts, turns or policy: whoever plans a pass
+asks what it would take. No clock of its own; one thread.
+
+The last few passes of each size and context are kept and fitted by least squares of the *relative* error, so
+that a pass of 4 tokens says as much as one of 1,000, a pass that was ten times too slow says next to nothing,
+and a hundred tiny passes do not crowd out what one long pass taught. Old passes fade; when several in a row
+took twice what was expected, or half, the device is another one and all before them is forgotten.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+import numpy as np
+
+_KEPT_OF_A_KIND = 3
+"""Passes kept of each doubling of tokens and of positions."""
+_HALF_LIFE = 128
+_LIFE = 4 * _HALF_LIFE
+"""In passes: after one half-life a pass counts half, after its life it is dropped."""
+_SURPRISE_FACTOR = 2.0
+_SURPRISE_COUNT = 3
+"""So many passes in a row that were off by this factor in one direction are a change, not hiccups."""
+_PRIOR_WEIGHT = 0.03
+"""Of a measured pass. Where the passes do not tell, half of the usual one's time is taken to be fixed and
+half to grow with its tokens: either guess alone would confirm itself, by choosing the sizes that cannot
+refute it."""
+_TOKENS_REACH = 2.0
+_SCORES_REACH = 4.0
+"""A fit is trusted for passes of up to so many times the largest one measured: that is how it probes."""
+_TELLING_SPREAD = 1.5
+"""Sizes that differ by this factor tell what is fixed from what grows, though each is measured roughly."""
+_LIGHT_CONTEXT = 1024
+"""Positions up to which a token's scores cost little beside the rest of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassSize:
+    """What a pass holds. Sizes of what runs in one pass add up."""
+
+    token_count: int
+    score_count: int
+    """Sum over its tokens of the positions each one is scored against, masked ones included."""
+
+    @classmethod
+    def of_chunk(cls, start: int, token_count: int) -> PassSize:
+        """Return the size of a chunk of one sequence on top of `start` tokens."""
+        return cls(token_count, token_count * (start + token_count))
+
+    def __add__(self, other: PassSize) -> PassSize:
+        return PassSize(self.token_count + other.token_count, self.score_count + other.score_count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassCost:
+    """Seconds of a pass: `fixed_s`, `token_s` for each token, `score_s` for each token and position.
+
+    The questions with `start` are about a chunk of one sequence on top of so many tokens; answers may be
+    infinite.
+    """
+
+    fixed_s: float
+    token_s: float
+    score_s: float
+
+    def seconds(self, size: PassSize) -> float:
+        """Return what a pass of this size is expected to take."""
+        return self.fixed_s + self.token_s * size.token_count + self.score_s * size.score_count
+
+    def tokens_within(self, budget_s: float, start: int) -> float:
+        """Return the tokens of a chunk that takes the budget."""
+        # fixed + slope * n + score_s * n * n = budget, in the form that also holds for score_s = 0
+        slope, left_s = self._slope(start), max(0.0, budget_s - self.fixed_s)
+        divisor = slope + math.sqrt(slope**2 + 4.0 * self.score_s * left_s)
+        return 2.0 * left_s / divisor if divisor > 0.0 else math.inf
+
+    def tokens_at_fixed_share(self, share: float, start: int) -> float:
+        """Return the tokens of a chunk of whose time the fixed part is this share."""
+        return self.tokens_within(self.fixed_s / share, start)
+
+    def tokens_at_rate(self, share: float, start: int, *, limit: float) -> float:
+        """Return the least tokens of a chunk with this share of the best rate up to `limit` tokens."""
+        if self.fixed_s <= 0.0:
+            return 1.0
+        best = min(limit, math.sqrt(self.fixed_s / self.score_s) if self.score_s > 0.0 else math.inf)
+        if math.isinf(best):
+            slack_s = self._slope(start) * (1.0 / share - 1.0)
+            return self.fixed_s / slack_s if slack_s > 0.0 else math.inf
+        # seconds(n) / n is to be at most that of the best, over the share: the smaller root
+        allowed_s = (self.fixed_s / best + self._slope(start) + self.score_s * best) / share
+        slack_s = allowed_s - self._slope(start)
+        return 2.0 * self.fixed_s / (slack_s + math.sqrt(slack_s**2 - 4.0 * self.score_s * self.fixed_s))
+
+    def _slope(self, start: int) -> float:
+        return self.token_s + self.score_s * start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Measured:
+    size: PassSize
+    elapsed_s: float
+    number: int
+
+
+class PassCostLearner:
+    """Expects the cost of a pass from the passes before it, and says how far it can be asked."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], collections.deque[_Measured]] = {}
+        self._noted_count = 0
+        self._surprises: list[_Measured] = []
+        self._cost: PassCost | None = None
+        self._was_slower = False
+
+    def note(self, size: PassSize, elapsed_s: float) -> None:
+        """Learn from a pass that ran."""
+        assert size.token_count > 0, size
+        self._noted_count += 1
+        measured = _Measured(size, max(elapsed_s, 1e-9), self._noted_count)
+        if self._is_change(measured):
+            self._kept.clear()
+            for surprise in self._surprises[:-1]:
+                self._keep(surprise)
+            self._surprises.clear()
+        self._keep(measured)
+        self._cost = None
+
+    def cost(self) -> PassCost | None:
+        """Return what passes cost as far as is known; None before the first."""
+        if self._cost is None and self._kept:
+            self._cost = _fit(self._living(), now=self._noted_count)
+        return self._cost
+
+    def trusted_tokens(self, start: int, *, budget_s: float) -> float:
+        """Return the tokens of the largest chunk from `start` that the passes so far speak for; 0 before any.
+
+        Further than that it may go where it would keep the budget even if nothing were fixed.
+        """
+        living = self._living()
+        if not living:
+            return 0.0
+        most = max(living, key=lambda measured: measured.size.token_count)
+        tokens = max(_TOKENS_REACH, budget_s / most.elapsed_s) * most.size.token_count
+        scores = _SCORES_REACH * max(
+            _LIGHT_CONTEXT * most.size.token_count, *(measured.size.score_count for measured in living)
+        )
+        # n * (start + n) = scores
+        return min(tokens, 2.0 * scores / (start + math.sqrt(start**2 + 4.0 * scores)))
+
+    def is_told_by(self, token_count: float) -> bool:
+        """Whether the passes so far tell what is fixed from what grows, or would after one of this size."""
+        counts = [measured.size.token_count for measured in self._living()]
+        return not counts or max(*counts, token_count) >= _TELLING_SPREAD * min(*counts, token_count)
+
+    def _keep(self, measured: _Measured) -> None:
+        kind = (measured.size.token_count.bit_length(), measured.size.score_count.bit_length())
+        self._kept.setdefault(kind, collections.deque(maxlen=_KEPT_OF_A_KIND)).append(measured)
+        oldest = self._noted_count - _LIFE
+        for stale in [kind for kind, found in self._kept.items() if found[-1].number <= oldest]:
+            del self._kept[stale]
+
+    def _living(self) -> list[_Measured]:
+        return [measured for found in self._kept.values() for measured in found]
+
+    def _is_change(self, measured: _Measured) -> bool:
+        cost = self.cost()
+        ratio = measured.elapsed_s / cost.seconds(measured.size) if cost else 1.0
+        if 1.0 / _SURPRISE_FACTOR < ratio < _SURPRISE_FACTOR:
+            self._surprises.clear()
+            return False
+        if self._surprises and (ratio > 1.0) is not self._was_slower:
+            self._surprises.clear()
+        self._was_slower = ratio > 1.0
+        self._surprises.append(measured)
+        return len(self._surprises) >= _SURPRISE_COUNT
+
+
+def _fit(passes: list[_Measured], *, now: int) -> PassCost:
+    """Return the non-negative cost whose relative errors over the passes are least."""
+    sizes = np.array([(1.0, p.size.token_count, p.size.score_count) for p in passes])
+    seconds = np.array([p.elapsed_s for p in passes])
+    weights = np.sqrt(0.5 ** ((now - np.array([p.number for p in passes])) / _HALF_LIFE))
+    # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
+    units = np.median(seconds) / np.median(sizes, axis=0)
+    rows = np.vstack([sizes * units * (weights / seconds)[:, None], _PRIOR_WEIGHT * np.eye(3)])
+    wanted = np.concatenate([weights, _PRIOR_WEIGHT * np.array([0.5, 0.5, 0.0])])
+    products, wanted = rows.T @ rows, rows.T @ wanted
+    shares = np.zeros(3)
+    free = [0, 1, 2]
+    while free:
+        found = np.linalg.solve(products[np.ix_(free, free)], wanted[free])
+        if found.min() >= 0.0:
+            shares[free] = found
+            break
+        free.pop(int(found.argmin()))
+    fixed_s, token_s, score_s = (float(share * unit) for share, unit in zip(shares, units, strict=True))
+    return PassCost(fixed_s, token_s, score_s)

@@ -1,0 +1,159 @@
+"""What passes are expected to cost, from those before them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from icehouse_server.engine.scheduling.pass_cost import PassCost, PassCostLearner, PassSize
+
+
+def taught(*chunks: tuple[int, int, float]) -> PassCostLearner:
+    """Return a learner that saw chunks of (start, tokens, seconds)."""
+    learner = PassCostLearner()
+    for start, token_count, elapsed_s in chunks:
+        learner.note(PassSize.of_chunk(start, token_count), elapsed_s)
+    return learner
+
+
+def teach(
+    learner: PassCostLearner, truth: PassCost, sizes: Sequence[PassSize], *, noise: float = 0.0
+) -> None:
+    dice = random.Random(7)
+    for size in sizes:
+        learner.note(size, truth.seconds(size) * (1.0 + noise * dice.uniform(-1.0, 1.0)))
+
+
+def error(learner: PassCostLearner, truth: PassCost, size: PassSize) -> float:
+    """Return by what share of the truth the expectation is off."""
+    cost = learner.cost()
+    assert cost is not None
+    return abs(cost.seconds(size) / truth.seconds(size) - 1.0)
+
+
+TRUTH = PassCost(fixed_s=0.020, token_s=0.001, score_s=2e-6)
+VARIED = [PassSize.of_chunk(start, n) for start in (0, 300, 1000, 2500) for n in (4, 16, 64, 200)]
+
+
+def test_nothing_is_expected_before_the_first_pass() -> None:
+    learner = PassCostLearner()
+    assert learner.cost() is None and learner.trusted_tokens(0, budget_s=0.0) == 0.0
+
+
+def test_sizes_add_up_to_that_of_one_pass() -> None:
+    assert PassSize.of_chunk(10, 5) == PassSize(5, 75)
+    assert PassSize.of_chunk(10, 5) + PassSize.of_chunk(99, 1) == PassSize(6, 175)
+
+
+def test_passes_of_several_sizes_and_contexts_tell_the_three_parts_apart() -> None:
+    learner = PassCostLearner()
+    teach(learner, TRUTH, VARIED)
+    cost = learner.cost()
+    assert cost is not None
+    assert cost.fixed_s == pytest.approx(TRUTH.fixed_s, rel=0.02)
+    assert cost.token_s == pytest.approx(TRUTH.token_s, rel=0.02)
+    assert cost.score_s == pytest.approx(TRUTH.score_s, rel=0.02)
+
+
+def test_noise_of_a_fifth_leaves_an_expectation_within_a_tenth() -> None:
+    learner = PassCostLearner()
+    teach(learner, TRUTH, VARIED * 3, noise=0.2)
+    for size in VARIED:
+        assert error(learner, TRUTH, size) < 0.1, size
+
+
+def test_passes_of_one_size_leave_it_open_what_is_fixed() -> None:
+    cost = taught(*[(0, 16, 0.016)] * 3).cost()
+    assert cost is not None and cost.seconds(PassSize.of_chunk(0, 16)) == pytest.approx(0.016, rel=0.01)
+    assert 0.2 < cost.fixed_s / 0.016 < 0.8
+
+
+def test_costs_are_never_negative() -> None:
+    # Small passes that cost more than large ones.
+    cost = taught((0, 4, 0.050), (0, 64, 0.020), (500, 64, 0.010)).cost()
+    assert cost is not None and min(dataclasses.astuple(cost)) >= 0.0
+
+
+def test_one_hiccup_changes_little() -> None:
+    learner = PassCostLearner()
+    teach(learner, TRUTH, VARIED)
+    learner.note(VARIED[2], 50 * TRUTH.seconds(VARIED[2]))
+    for size in VARIED:
+        assert error(learner, TRUTH, size) < 0.1, size
+
+
+@pytest.mark.parametrize("factor", [6.0, 1 / 6.0], ids=["slower", "faster"])
+def test_a_device_that_changed_is_learned_in_a_few_passes(factor: float) -> None:
+    learner = PassCostLearner()
+    teach(learner, TRUTH, VARIED * 4)
+    now = PassCost(*(factor * part for part in dataclasses.astuple(TRUTH)))
+    teach(learner, now, VARIED[4:8])
+    for size in VARIED[4:8]:
+        assert error(learner, now, size) < 0.1, size
+
+
+def test_a_slow_drift_is_followed() -> None:
+    learner = PassCostLearner()
+    teach(learner, TRUTH, VARIED)
+    now = PassCost(*(1.5 * part for part in dataclasses.astuple(TRUTH)))
+    teach(learner, now, VARIED * 4)
+    for size in VARIED:
+        assert error(learner, now, size) < 0.05, size
+
+
+def test_tiny_passes_without_end_do_not_crowd_out_what_a_long_one_taught_until_it_is_old() -> None:
+    learner = PassCostLearner()
+    large = PassSize.of_chunk(1000, 256)
+    teach(learner, TRUTH, [large] * 3)
+    teach(learner, TRUTH, [PassSize.of_chunk(0, 4)] * 300)
+    assert error(learner, TRUTH, large) < 0.1
+    assert learner.trusted_tokens(0, budget_s=0.0) >= 256
+    teach(learner, TRUTH, [PassSize.of_chunk(0, 4)] * 300)
+    assert learner.trusted_tokens(0, budget_s=0.0) == 8
+
+
+def test_a_fit_is_trusted_a_little_beyond_what_was_measured() -> None:
+    learner = taught((0, 64, 0.1))
+    assert learner.trusted_tokens(0, budget_s=0.0) == 128
+    assert learner.trusted_tokens(0, budget_s=0.5) == 5 * 64, "so long even if nothing is fixed"
+    at_long_context = learner.trusted_tokens(30_000, budget_s=0.5)
+    assert at_long_context == pytest.approx(4 * 1024 * 64 / 30_000, rel=0.01)
+
+
+def test_two_sizes_well_apart_tell_what_is_fixed() -> None:
+    learner = taught((0, 8, 0.1), (0, 10, 0.1))
+    assert not learner.is_told_by(9) and learner.is_told_by(12) and learner.is_told_by(4)
+    learner.note(PassSize.of_chunk(0, 16), 0.1)
+    assert learner.is_told_by(9)
+
+
+def test_tokens_within_a_budget_take_just_that() -> None:
+    for start in (0, 5000):
+        count = TRUTH.tokens_within(0.5, start)
+        assert TRUTH.fixed_s + count * (TRUTH.token_s + TRUTH.score_s * (start + count)) == pytest.approx(0.5)
+    assert TRUTH.tokens_within(0.01, 0) == 0.0, "the fixed part alone takes longer"
+    assert PassCost(0.0, 0.0, 0.0).tokens_within(0.1, 0) == math.inf
+    assert PassCost(0.01, 0.001, 0.0).tokens_at_fixed_share(0.5, 0) == pytest.approx(10)
+
+
+@pytest.mark.parametrize("start", [0, 3000])
+@pytest.mark.parametrize("score_s", [0.0, 2e-6])
+def test_tokens_at_a_share_of_the_best_rate_are_the_fewest_that_reach_it(start: int, score_s: float) -> None:
+    cost = PassCost(0.020, 0.001, score_s)
+
+    def rate(count: int) -> float:
+        return count / cost.seconds(PassSize.of_chunk(start, count))
+
+    best = max(rate(count) for count in range(1, 1001))
+    fewest = cost.tokens_at_rate(0.95, start, limit=1000)
+    assert rate(math.ceil(fewest)) >= 0.949 * best
+    assert rate(math.floor(fewest) - 1) < 0.95 * best
+
+
+def test_where_all_is_fixed_longer_is_always_better() -> None:
+    assert PassCost(0.1, 0.0, 0.0).tokens_at_rate(0.95, 0, limit=math.inf) == math.inf
+    assert PassCost(0.1, 0.0, 0.0).tokens_at_rate(0.95, 0, limit=100) == pytest.approx(95)
+    assert PassCost(0.0, 0.1, 0.0).tokens_at_rate(0.95, 0, limit=100) == 1
