@@ -1,4 +1,4 @@
-"""The prefix cache's part of the composition: budgets, fingerprint, SSD tier, desk."""
+"""Composition of the prefix cache: budgets, fingerprint, SSD tier, controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The composition: from a configuration to the rooms, wired but not started."""
+"""Composition root: from a configuration to a server, wired but not started."""
 
 from __future__ import annotations
 

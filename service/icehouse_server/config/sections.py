@@ -1,4 +1,4 @@
-"""Every setting of the house, one frozen dataclass per room that reads it. Defaults live here, once."""
+"""Settings of the server, one frozen dataclass per room that reads it. Defaults live here, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine as other rooms see it: submit, cancel, query, drain; and the thread behind it.
+"""Engine as other rooms see it: submit, cancel, query, drain; and the thread behind it.
 
 `start` begins the inference thread, which loads the model, steps until drained, and drops
 everything it made. An exception out of the loop is logged once, fails every request, and

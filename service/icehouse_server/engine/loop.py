@@ -1,4 +1,4 @@
-"""The engine's step: drain the mailbox, plan, run, publish (inference thread).
+"""Engine loop: drain the mailbox, plan, run, publish (inference thread).
 
 Everything here is plain code on one thread: no locks, no waiting but in the mailbox. With a
 fake runner and a fake clock the same loop runs in tests, one `step` at a time.

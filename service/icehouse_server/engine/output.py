@@ -1,4 +1,4 @@
-"""From drawn tokens to events: text, deltas, and the end of a sequence (inference thread)."""
+"""Output processor: from drawn tokens to events, text, deltas, and a sequence's end (inference thread)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC server: wires the services together, opens the door, and shuts it in order."""
+"""gRPC server: wires the services together, begins to listen, and stops in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine needs of others, as the engine sees it."""
+"""Ports of the engine: what it needs of a runner and of a listener."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request while it lives in the engine (inference thread)."""
+"""Sequence: one request while it lives in the engine (inference thread)."""
 
 from __future__ import annotations
 

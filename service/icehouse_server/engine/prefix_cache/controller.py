@@ -1,4 +1,4 @@
-"""The prefix cache's desk in the engine's loop: prompts in, blocks from SSD back, caches rebuilt.
+"""Cache controller in the engine's loop: prompts in, blocks from SSD back, caches rebuilt.
 
 Inference thread only. Every way a restore can fail ends in planning again without the block that
 failed, and in the end in prefilling: damage is a miss, never a caller's error.

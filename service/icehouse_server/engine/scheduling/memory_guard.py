@@ -1,4 +1,4 @@
-"""service/icehouse_server/engine/scheduling/memory_guard.py."""
+"""Memory guard: requests against what the device has left, before they start (inference thread)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduling's parts, which belong together: the waiting queue, the scheduler over it, the memory guard."""
+"""Scheduling parts, which belong together: the waiting queue, the scheduler over it, the memory guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward pass costs, learned from the passes that ran: fixed + a * tokens + b * tokens * context.
+"""Pass cost, learned from the passes that ran: fixed + a * tokens + b * tokens * context.
 
 Something is paid whatever the pass holds (the weights are read), something for each token, and something for
 each position that a token is scored against. Knows nothing of prompts, turns or policy: whoever plans a pass

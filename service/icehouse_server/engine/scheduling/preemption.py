@@ -1,4 +1,4 @@
-"""Making room on the device: the RAM tier gives way first, then the youngest sequence is parked.
+"""Preemption: the RAM tier gives way first, then the youngest sequence is parked.
 
 Inference thread only. Consulted before a sequence is let in and before every forward pass.
 """

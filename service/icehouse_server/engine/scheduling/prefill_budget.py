@@ -1,4 +1,4 @@
-"""Prefill's turns between decode steps, in seconds: how long one may last, and what fits into it.
+"""Prefill budget between decode steps, in seconds: how long a turn may last, and what fits into it.
 
 Inference thread only. A turn lasts a slice: about as long as a decode step, so that running sequences keep
 their inter-token latency and waiting prompts keep moving. A chunk that took longer than that is paid for by

@@ -1,4 +1,4 @@
-"""Which work comes next: the policy, without mlx, threads or clocks of its own.
+"""Scheduler: which work comes next; the policy, without mlx, threads or clocks of its own.
 
 One unit of work at a time, so that a cancel, a deadline or a newcomer is seen between any two
 forward passes. Prefill is cut by time: between two decode steps it gets about as long as a decode

@@ -1,4 +1,4 @@
-"""The waiting room: bounded in requests and tokens, ordered by priority and age (inference thread).
+"""Waiting queue: bounded in requests and tokens, ordered by priority and age (inference thread).
 
 A request's rank is its priority plus one for every `aging_s` it has waited, so that urgent work
 goes first and nothing starves. Requests of a tenant that has its share running are passed over.

@@ -1,4 +1,4 @@
-"""One request from the wire to its last event: read, submit, hand out events, and never leave it running."""
+"""Generation: one request from the wire to its last event; read, submitted, handed out, never left running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spills that wait, and the commit of the first of them. Every accepted one gets one outcome.
+"""Spiller: the spills that wait, and the commit of the first. Every accepted one gets one outcome.
 
 While the disk makes the first one's file durable, the second one's is written: hashing and writing a
 block take about as long as waiting for it.

@@ -1,5 +1,4 @@
-"""The oldest prompt's share: the balance between the oldest prompt and those that overtake it, in seconds.
-"""
+"""The oldest prompt's share: the balance between the oldest prompt and those that overtake it, in seconds."""
 
 from __future__ import annotations
 
