@@ -1,4 +1,4 @@
-"""Generation: one request from the wire to its last event; read, submitted, handed out, never left running."""
+"""Generation: one request from the wire to its last event; read, submitted, told, never left running."""
 
 from __future__ import annotations
 
