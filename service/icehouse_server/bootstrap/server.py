@@ -120,46 +120,21 @@ def build_server(
         clock=clock,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
     )
-    server = build_edge(
-        config,
-        engine,
+    rpc = RpcServer(
+        config=config,
+        engine=engine,
         router=router,
         clock=clock,
         grammars=grammar_compiler(config, source, tokenizer),
-        telemetry=telemetry,
+        telemetry=telemetry.watchers,
     )
     return Server(
         engine=engine,
-        rpc=server,
+        rpc=rpc,
         router=router,
         clock=clock,
         storage=cache.storage,
         telemetry=telemetry,
-    )
-
-
-def build_edge(
-    config: Config,
-    engine: Engine,
-    *,
-    router: Router,
-    clock: Clock,
-    grammars: GrammarCompiler,
-    telemetry: TelemetryParts,
-) -> RpcServer:
-    """Wire the edge around an engine."""
-    return RpcServer(
-        config=config.server,
-        connection=config.connection,
-        security=config.security,
-        tenants=config.tenant,
-        tenant_running_limit=config.engine.tenant_running_limit,
-        engine=engine,
-        router=router,
-        clock=clock,
-        grammars=grammars,
-        heartbeat_timeout_s=config.server.stuck_timeout_s,
-        telemetry=telemetry.watchers,
     )
 
 

@@ -12,7 +12,7 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc, prompt_pb2
 from icehouse_server.clock import SystemClock
-from icehouse_server.config import ServerConfig
+from icehouse_server.config import Config, ServerConfig
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
@@ -197,11 +197,10 @@ async def live_server(
         make_prefix=lambda: no_prefix(clock),
     )
     server = RpcServer(
-        config=ServerConfig(**{"port": 0, **settings}),
+        config=Config(server=ServerConfig(**{"port": 0, "stuck_timeout_s": stuck_timeout_s, **settings})),
         engine=seam,
         router=router,
         clock=clock,
-        heartbeat_timeout_s=stuck_timeout_s,
     )
     live = LiveServer(runner=runner, clock=clock, router=router, seam=seam)
     address = await server.start()
