@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants soak smoke audit clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants soak smoke audit clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,9 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend.
 
 bench: $(STAMP) ## Server against the engine called in process: TTFT and tokens per second, as ratios.
 	@$(BIN)/python -m bench.throughput $(ARGS)
+
+bench-lone: $(STAMP) ## Cold time to first token of a lone prompt, after a tiny first request, against the engine.
+	@$(BIN)/python -m bench.lone $(ARGS)
 
 bench-cache: $(STAMP) ## Prefix cache: cold, RAM, SSD after a restart.
 	@$(BIN)/python -m bench.cache $(ARGS)

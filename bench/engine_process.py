@@ -15,11 +15,14 @@ from bench.server_process import ROOT, child_environment
 
 
 class EngineProcess:
-    """mlx-lm's BatchGenerator in a process of its own; its default batch sizes, the server's dtype."""
+    """mlx-lm's BatchGenerator in a process of its own; its default batch sizes, the server's dtype.
 
-    def __init__(self, *, model_path: Path, dtype: str, log_file: Path) -> None:
+    `prefill_step` 0 leaves the tokens of a prefill step at its default too.
+    """
+
+    def __init__(self, *, model_path: Path, dtype: str, log_file: Path, prefill_step: int = 0) -> None:
         self._command = [sys.executable, "-m", "bench.engine_worker"]
-        self._command += ["--model", str(model_path), "--dtype", dtype]
+        self._command += ["--model", str(model_path), "--dtype", dtype, "--prefill-step", str(prefill_step)]
         self._log_file = log_file
         self._process: subprocess.Popen[str] | None = None
 

@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
+    parser.add_argument("--prefill-step", type=int, default=0)
     arguments = parser.parse_args()
     restart_with_openblas()
     # Whatever libraries print must not end up between the answers.
@@ -34,19 +35,24 @@ def main() -> None:
     config = loaded.config
     eos = config.get("eos_token_id", [])
     eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
+    options = {"prefill_step_size": arguments.prefill_step} if arguments.prefill_step else {}
     _say(answers, {"ready": True})
     for line in sys.stdin:
         order = json.loads(line)
-        replies = _run(loaded.model, order["prompts"], order["max_output_tokens"], eos_token_ids)
+        replies = _run(loaded.model, order["prompts"], order["max_output_tokens"], eos_token_ids, options)
         _say(answers, {"replies": replies})
 
 
 def _run(
-    model: Any, prompts: list[list[int]], max_output_tokens: int, eos_token_ids: list[int]
+    model: Any,
+    prompts: list[list[int]],
+    max_output_tokens: int,
+    eos_token_ids: list[int],
+    options: dict[str, int],
 ) -> list[dict[str, Any]]:
     from mlx_lm.generate import BatchGenerator
 
-    generator = BatchGenerator(model, stop_tokens=[[token_id] for token_id in eos_token_ids])
+    generator = BatchGenerator(model, stop_tokens=[[token_id] for token_id in eos_token_ids], **options)
     start_time_s = time.perf_counter()
     uids = generator.insert(prompts, [max_output_tokens] * len(prompts))
     times: dict[int, list[float]] = {uid: [] for uid in uids}

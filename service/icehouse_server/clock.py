@@ -1,4 +1,4 @@
-"""The one place that reads the time. Everything else is handed a `Clock`."""
+"""Clock: the one place that reads the time. Everything else is handed one."""
 
 from __future__ import annotations
 

@@ -54,3 +54,15 @@ def test_everything_public_says_what_it_is(module: Module) -> None:
         if not node.name.startswith("_") and not ast.get_docstring(node):
             silent.append(f"{module.path}:{node.lineno}: {node.name}")
     assert silent == []
+
+
+RIDDLES = {"a", "an", "the", "of", "from", "everything"}
+RIDDLES |= {"how", "what", "when", "where", "which", "who", "whose", "why"}
+RIDDLES |= {"asks", "compiles", "getting", "making", "puts", "putting", "reading", "refuses", "watches"}
+
+
+@pytest.mark.parametrize("module", [m for m in SERVICE if not m.is_package], ids=lambda m: m.name)
+def test_a_file_says_its_noun_first(module: Module) -> None:
+    """So that a reader who looks for the admission control finds it by its name."""
+    first = (ast.get_docstring(module.tree) or "").split(" ", 1)[0].lower().rstrip(":,.")
+    assert first not in RIDDLES

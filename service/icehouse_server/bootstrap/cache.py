@@ -1,4 +1,4 @@
-"""The prefix cache's part of the composition: budgets, fingerprint, SSD tier, desk."""
+"""Composition of the prefix cache: budgets, fingerprint, SSD tier, controller."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_cache_parts(
     *,
     adapters: Sequence[AdapterSource],
     clock: Clock,
-    post: Callable[[Outcome], None],
+    post: Callable[[Outcome], object],
 ) -> CacheParts:
     """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here.
 

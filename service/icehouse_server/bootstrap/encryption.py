@@ -1,4 +1,4 @@
-"""From the configured key to what encrypts blocks. `cryptography` is needed from here on only.
+"""Cipher of the cache, from the configured key. `cryptography` is needed from here on only.
 
 The key that the cache's data keys are wrapped by: from a file or from a command, never from a flag.
 

@@ -1,4 +1,4 @@
-"""What this machine lets the process use.
+"""Machine limits: memory, device and heap that this process may use.
 
 Of a GPU only MLX knows, and MLX is asked on the inference thread alone: the answers are functions
 that the engine calls there. What the system is asked is asked at once, since that may read files.

@@ -1,4 +1,4 @@
-"""From what `--model` says to a folder on this disk and the name that callers use."""
+"""Model source: from what `--model` says to a folder on this disk and the name that callers use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The composition: from a configuration to the rooms, wired but not started."""
+"""Composition root: from a configuration to a server, wired but not started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.named_paths import NamedPath
-from icehouse_server.domain.cache_commands import CacheCommand
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import AdapterName, RequestId
-from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.engine.engine import Engine
+from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.engine.core.mailbox import Mailbox, Message
+from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.runner.fingerprint import adapter_digest
 from icehouse_server.engine.runner.model_loader import (
     AdapterSource,
@@ -33,10 +32,9 @@ from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, StatsReply
+from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
-from icehouse_server.storage.messages import Outcome
 from icehouse_server.storage.worker.storage import Storage
 from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.text.tokenizer import Tokenizer
@@ -53,10 +51,10 @@ class DeviceDefaults:
 
 
 # Measured with mlx 0.32.4 on 2 x86 cores: 64 clients get as much in all as 16 do when 24 rows decode at
-# once (more rows cost more at every join and leave than they gain), and prefill runs at its full rate
-# from chunks of 32 tokens on.
+# once (more rows cost more at every join and leave than they gain). Prefill of small models runs at its
+# full rate from chunks of 32 tokens on; larger ones read their weights for longer.
 CPU_DEFAULTS = DeviceDefaults(
-    decode_batch_limit=24, lane_row_limit=24, prefill_chunk_token_count=64, prefill_grid_token_count=4
+    decode_batch_limit=24, lane_row_limit=24, prefill_chunk_token_count=256, prefill_grid_token_count=4
 )
 GPU_DEFAULTS = DeviceDefaults(
     decode_batch_limit=128, lane_row_limit=128, prefill_chunk_token_count=1024, prefill_grid_token_count=16
@@ -84,7 +82,7 @@ def build_server(
     tokenizer = load_tokenizer(source)
     fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
     limits, lane_row_limit = engine_limits(config)
-    listener = EngineListener(router, tokenizer)
+    mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
     runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
@@ -106,62 +104,37 @@ def build_server(
         fingerprint,
         adapters=source.adapters,
         clock=clock,
-        post=telemetry.watching(listener.pass_on),
+        post=telemetry.watching(mailbox.post),
     )
     engine = Engine(
+        settings=EngineSettings(
+            limits=limits,
+            waiting=waiting_limits(config.engine),
+            flush_timeout_s=config.cache.flush_timeout_s,
+        ),
         runner=runner,
         make_prefix=lambda: cache.open_controller(runner, clock),
-        flush_timeout_s=config.cache.flush_timeout_s,
-        limits=limits,
-        waiting=waiting_limits(config.engine),
-        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
-        mailbox_limit=config.engine.mailbox_limit,
-        listener=listener,
+        tokenizer=tokenizer,
+        mailbox=mailbox,
+        listener=EngineListener(router, tokenizer),
         clock=clock,
-        decode=tokenizer.decode,
-        decode_with_markers=tokenizer.decode_with_markers,
+        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
     )
-    listener.engine = engine
-    server = build_edge(
-        config,
-        engine,
+    rpc = RpcServer(
+        config=config,
+        engine=engine,
         router=router,
         clock=clock,
         grammars=grammar_compiler(config, source, tokenizer),
-        telemetry=telemetry,
+        telemetry=telemetry.watchers,
     )
     return Server(
         engine=engine,
-        rpc=server,
+        rpc=rpc,
         router=router,
         clock=clock,
         storage=cache.storage,
         telemetry=telemetry,
-    )
-
-
-def build_edge(
-    config: Config,
-    engine: Engine,
-    *,
-    router: Router,
-    clock: Clock,
-    grammars: GrammarCompiler,
-    telemetry: TelemetryParts,
-) -> RpcServer:
-    """Wire the edge around an engine."""
-    return RpcServer(
-        config=config.server,
-        connection=config.connection,
-        security=config.security,
-        tenants=config.tenant,
-        tenant_running_limit=config.engine.tenant_running_limit,
-        engine=_EngineDoor(engine),
-        router=router,
-        clock=clock,
-        grammars=grammars,
-        heartbeat_timeout_s=config.server.stuck_timeout_s,
-        telemetry=telemetry.watchers,
     )
 
 
@@ -242,50 +215,17 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 
 
 class EngineListener:
-    """The engine's listener: the router, told of the model just before it is told READY."""
+    """The engine's listener: the router, which hears of the model and its tokenizer together."""
 
     def __init__(self, router: Router, tokenizer: Tokenizer) -> None:
         self._router = router
         self._tokenizer = tokenizer
-        self.engine: Engine | None = None
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)
 
-    def pass_on(self, outcome: Outcome) -> None:
-        """Carry what the storage and reader threads tell into the engine's mailbox."""
-        assert self.engine is not None, "the storage thread started before the house was wired"
-        self.engine.take_outcome(outcome)
+    def model_loaded(self, info: ModelInfo) -> None:
+        self._router.model_loaded(ServedModel(info, self._tokenizer))
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        if state is EngineState.READY:
-            assert self.engine is not None, "the engine started before the house was wired"
-            self._router.model_loaded(ServedModel(self.engine.model, self._tokenizer))
         self._router.state_changed(state, error)
-
-
-class _EngineDoor:
-    """The engine as the edge wants it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def heartbeat_time(self) -> float:
-        return self._engine.heartbeat_time
-
-    @property
-    def step_allowance_s(self) -> float:
-        return self._engine.step_allowance_s
-
-    def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
-        self._engine.submit(request, siblings)
-
-    def cancel(self, request_id: RequestId) -> None:
-        self._engine.cancel(request_id)
-
-    def request_stats(self, reply: StatsReply) -> None:
-        self._engine.request_stats(reply)
-
-    def submit_command(self, order: CacheCommand, reply: CommandReply) -> None:
-        self._engine.submit_command(order, reply)

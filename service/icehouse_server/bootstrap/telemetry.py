@@ -45,7 +45,7 @@ class TelemetryParts:
             sample_interval_s=settings.sample_interval_s if wants_samples else None,
         )
 
-    def watching(self, post: Callable[[Outcome], None]) -> Callable[[Outcome], None]:
+    def watching(self, post: Callable[[Outcome], object]) -> Callable[[Outcome], object]:
         """Return `post`, with the spills that pass it traced. It is called on the storage thread."""
         tracer = self._spans
         if tracer is None:

@@ -1,4 +1,4 @@
-"""The command line: `icehouse serve`, `generate`, `cache`, `key`, `doctor` and what else `--help` lists."""
+"""Command line: `icehouse serve`, `generate`, `cache`, `key`, `doctor` and what else `--help` lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`icehouse serve`: start the house, tell how it goes, drain it when told to stop.
+"""`icehouse serve`: start the server, say how it goes, drain it on a signal.
 
 Start: model folder, tokenizer, address, engine. The address is bound before the model is loaded, so
 that a taken port is known at once; health stays NOT_SERVING until the model is warm.

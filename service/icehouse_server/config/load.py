@@ -1,4 +1,4 @@
-"""From flags, environment and file to one validated `Config`, remembering where each value came from.
+"""Configuration loader: flags, environment and file to one validated `Config`, each value with its origin.
 
 Precedence: flag, then environment variable, then file, then default. This module and `paths` are the
 only readers of the environment.

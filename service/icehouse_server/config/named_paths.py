@@ -1,4 +1,4 @@
-"""A setting that names folders: a table in the config file, "name=folder,name=folder" elsewhere."""
+"""Named paths: a setting that names folders, as a table in the file, "name=folder,name=folder" elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this user's files go."""
+"""Paths of this user's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting of the house, one frozen dataclass per room that reads it. Defaults live here, once."""
+"""Settings of the server, one frozen dataclass per room that reads it. Defaults live here, once."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ class EngineConfig:
         minimum=0,
     )
     prefill_chunk_ms: float = setting(
-        100.0,
+        1000.0,
         Kind.MILLISECONDS,
-        "Longest prefill chunk while nothing decodes, so that newcomers are seen soon (up to four times that "
-        "where reading the weights would be most of it); 0 is unlimited.",
+        "About the longest prefill chunk while nothing decodes (four times the reading of the weights if "
+        "that is more); shorter ones run where the device is as fast with them. 0 is unlimited.",
         minimum=0,
     )
     memory_limit_bytes: int = setting(

@@ -1,4 +1,4 @@
-"""One setting: its kind, default, unit, range and help, declared once beside the field it fills.
+"""Setting: its kind, default, unit, range and help, declared once beside the field it fills.
 
 Flags, environment variables, TOML keys, `icehouse config` and the README's table are all
 derived from these declarations.

@@ -1,4 +1,4 @@
-"""The settings of what operators look at: metrics, traces, load reports."""
+"""Settings of what operators look at: metrics, traces, load reports."""
 
 from __future__ import annotations
 

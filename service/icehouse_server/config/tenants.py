@@ -1,4 +1,4 @@
-"""Settings of what one tenant may take of the house."""
+"""Settings of what one tenant may take of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the demo model's folder: assemble, check, decode, write, rename. All or nothing.
+"""Demo model's folder: assembled, checked, decoded, written, renamed. All or nothing.
 
 The folder appears under its final name by one rename, so a crash leaves only a `.partial-` folder,
 which the next run removes. A lock file keeps two builders apart.

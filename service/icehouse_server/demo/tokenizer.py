@@ -1,4 +1,4 @@
-"""A Gemma tokenizer from the vocabulary that a GGUF file carries.
+"""Gemma tokenizer from the vocabulary that a GGUF file carries.
 
 GGUF lists pieces and their kinds but no merges. Gemma's pieces stand in the order in which they were
 merged, so every way to cut a piece into two known pieces is a merge with that piece's rank

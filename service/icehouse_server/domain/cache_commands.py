@@ -1,4 +1,4 @@
-"""Questions and orders to the prefix cache from outside a running request, and their answers.
+"""Commands to the prefix cache from outside a running request, and their answers.
 
 An order is given once and answered once, by its answer or by an `IcehouseError`:
 `CACHE_UNSUPPORTED` where there is no cache or not the tier it is about, `BLOCK_NOT_FOUND`

@@ -1,4 +1,4 @@
-"""One ended call, as whoever watches calls is told of it. Never prompt or output text."""
+"""Ended call, as those who watch calls hear of it. Never prompt or output text."""
 
 from __future__ import annotations
 

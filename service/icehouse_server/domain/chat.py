@@ -1,4 +1,4 @@
-"""A conversation as it is asked for: its turns, the tools on offer, and how the prompt is to end.
+"""Conversation as it is asked for: its turns, the tools on offer, and how the prompt is to end.
 
 What a chat's output is made of. The pieces of one output come in the order in which it was written.
 """

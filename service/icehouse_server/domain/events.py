@@ -1,4 +1,4 @@
-"""What the engine tells one caller: `Started` once, then progress and deltas, then one end.
+"""Events of one request: `Started` once, then progress and deltas, then one end.
 
 The end is `Finished` or `Failed`. A request refused before it started gets `Failed` alone.
 """

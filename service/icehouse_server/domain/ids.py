@@ -1,4 +1,4 @@
-"""Names for the identities that travel through the house.
+"""Identities that travel through the server.
 
 Within which requests KV is shared.
 

@@ -1,4 +1,4 @@
-"""Facts about the served model and the state of the engine that serves it.
+"""Model facts, and the state of the engine that serves it.
 
 A LoRA adapter that is served beside the model it was trained on.
 """

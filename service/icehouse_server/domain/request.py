@@ -1,4 +1,4 @@
-"""What one caller asks of the engine, after validation and tokenization.
+"""Generation request: what one caller asks of the engine, after validation and tokenization.
 
 Vectors of texts: how hidden states are pooled, and what becomes of the vector.
 

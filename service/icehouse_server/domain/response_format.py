@@ -1,4 +1,4 @@
-"""The form an output must have, as the caller asked for it. Hashable: a compiled form is looked up by it.
+"""Response format: the form an output must have. Hashable: a compiled form is looked up by it.
 
 What keeps an output inside a form: a compiled grammar, and its use by one sequence.
 """

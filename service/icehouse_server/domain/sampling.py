@@ -1,4 +1,4 @@
-"""How one request's tokens are drawn."""
+"""Sampling parameters: how one request's tokens are drawn."""
 
 from __future__ import annotations
 

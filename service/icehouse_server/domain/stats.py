@@ -1,6 +1,6 @@
 """Counters as the engine publishes them: frozen snapshots, taken between steps.
 
-What is known of the whole house at one moment.
+What is known of the whole server at one moment.
 
 What one tenant runs and has used, as the edge counts it.
 """

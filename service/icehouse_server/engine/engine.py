@@ -1,4 +1,4 @@
-"""The engine as other rooms see it: submit, cancel, query, drain; and the thread behind it.
+"""Engine as other rooms see it: submit, cancel, query, drain; and the thread behind it.
 
 `start` begins the inference thread, which loads the model, steps until drained, and drops
 everything it made. An exception out of the loop is logged once, fails every request, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
@@ -20,15 +20,15 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
-from icehouse_server.engine.core.ports import Listener, Runner
+from icehouse_server.engine.core.ports import Decoder, Listener, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
-from icehouse_server.storage.messages import Outcome
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -38,44 +38,47 @@ _MEASURED_BYTES = 256 << 20
 """Logits held at once for the log probabilities of a prompt: 32 tokens of a vocabulary of 262,144."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is bounded by. After a drain RAM is written to SSD for at most `flush_timeout_s`."""
+
+    limits: SchedulerLimits
+    waiting: WaitingLimits
+    flush_timeout_s: float = 0.0
+
+
 class Engine:
     """Owns the inference thread. Its public methods may be called from any thread and never block.
 
     `runner`, `make_prefix` and `memory_limit_bytes` are called on the inference thread alone; the last
-    is asked once, after the model was loaded, and 0 is no limit.
+    is asked once, after the model was loaded, and 0 is no limit. `mailbox` is its only ear: the SSD tier
+    posts its outcomes there.
     """
 
     def __init__(
         self,
         *,
+        settings: EngineSettings,
         runner: Runner,
-        limits: SchedulerLimits,
-        waiting: WaitingLimits,
-        mailbox_limit: int,
+        make_prefix: Callable[[], CacheController],
+        tokenizer: Decoder,
+        mailbox: Mailbox[Message],
         listener: Listener,
         clock: Clock,
-        decode: Callable[[Sequence[int]], str],
-        decode_with_markers: Callable[[Sequence[int]], str] | None = None,
-        make_prefix: Callable[[], CacheController],
         memory_limit_bytes: Callable[[], int] = lambda: 0,
-        flush_timeout_s: float = 0.0,
     ) -> None:
-        self._waiting = waiting
-        self._memory_limit_bytes = memory_limit_bytes
+        self._settings = settings
         self._runner = runner
         self._make_prefix = make_prefix
-        self._flush_timeout_s = flush_timeout_s
-        self._limits = limits
-        self._mailbox: Mailbox[Message] = Mailbox(limit=mailbox_limit)
+        self._tokenizer = tokenizer
+        self._mailbox = mailbox
         self._listener = listener
         self._clock = clock
-        self._decode = decode
-        self._decode_with_markers = decode_with_markers or decode
+        self._memory_limit_bytes = memory_limit_bytes
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._state = EngineState.LOADING
         self._heartbeat_time = clock.monotonic()
         self._step_allowance_s = 0.0
-        self._model: ModelInfo | None = None
         self._error: IcehouseError | None = None
 
     @property
@@ -91,12 +94,6 @@ class Engine:
     def step_allowance_s(self) -> float:
         """How long a step may take before it looks stuck: a few times the longest of late."""
         return self._step_allowance_s
-
-    @property
-    def model(self) -> ModelInfo:
-        """The served model; only after READY."""
-        assert self._model is not None, "the model is not loaded yet"
-        return self._model
 
     @property
     def error(self) -> IcehouseError | None:
@@ -140,10 +137,6 @@ class Engine:
         if not self._mailbox.post(Command(order, reply)):
             reply(self._not_ready())
 
-    def take_outcome(self, outcome: Outcome) -> None:
-        """Take what the SSD tier tells; what comes after the end is nobody's any more."""
-        self._mailbox.post(outcome)
-
     def drain(self, *, grace_s: float) -> None:
         """Refuse new work, finish what runs within `grace_s`, then stop the thread."""
         self._mailbox.post(Drain(self._clock.monotonic() + grace_s))
@@ -156,39 +149,19 @@ class Engine:
     def _run(self) -> None:
         loop: EngineLoop | None = None
         try:
-            self._model = self._runner.load()
+            model = self._runner.load()
             prefix = self._make_prefix()
-            memory_model = self._runner.memory_model()
-            measured = memory_model.measured_token_count(
-                budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
-            )
-            limits = dataclasses.replace(
-                self._limits,
-                chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
-                cuts_before_last_token=prefix.cuts_before_last_token,
-                measured_chunk_token_count=measured,
-            )
-            queue = WaitingQueue(self._waiting)
-            guard = MemoryGuard(
-                memory_model,
-                limit_bytes=self._memory_limit_bytes(),
-                weight_bytes=self._model.resident_bytes,
-                chunk_token_count=limits.prefill_chunk_token_count,
-                measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
-            )
             loop = EngineLoop(
                 runner=self._runner,
-                scheduler=Scheduler(limits, queue),
-                guard=guard,
-                queue=queue,
+                prefix=prefix,
+                scheduling=self._scheduling(model, prefix),
+                model=model,
+                tokenizer=self._tokenizer,
                 mailbox=self._mailbox,
                 listener=self._listener,
                 clock=self._clock,
-                decode=self._decode,
-                decode_with_markers=self._decode_with_markers,
-                model=self._model,
-                prefix=prefix,
             )
+            self._listener.model_loaded(model)
             self._change_state(EngineState.READY)
             while not loop.is_done:
                 self._heartbeat_time = self._clock.monotonic()
@@ -196,12 +169,34 @@ class Engine:
                 self._note_step(self._clock.monotonic() - self._heartbeat_time)
                 if loop.is_draining and self._state is EngineState.READY:
                     self._change_state(EngineState.DRAINING)
-            loop.flush(deadline_time=self._clock.monotonic() + self._flush_timeout_s)
+            loop.flush(deadline_time=self._clock.monotonic() + self._settings.flush_timeout_s)
             loop.fail_all(shutting_down())
             self._runner.close()
             self._change_state(EngineState.STOPPED)
         except Exception as error:  # the thread's top: nothing above would see it
             self._fail(error, loop)
+
+    def _scheduling(self, model: ModelInfo, prefix: CacheController) -> SchedulingParts:
+        """Return what decides who runs, with the bounds that only the loaded model tells."""
+        memory_model = self._runner.memory_model()
+        measured = memory_model.measured_token_count(
+            budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
+        )
+        limits = dataclasses.replace(
+            self._settings.limits,
+            chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
+            cuts_before_last_token=prefix.cuts_before_last_token,
+            measured_chunk_token_count=measured,
+        )
+        guard = MemoryGuard(
+            memory_model,
+            limit_bytes=self._memory_limit_bytes(),
+            weight_bytes=model.resident_bytes,
+            chunk_token_count=limits.prefill_chunk_token_count,
+            measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
+        )
+        queue = WaitingQueue(self._settings.waiting)
+        return SchedulingParts(queue=queue, scheduler=Scheduler(limits, queue), guard=guard)
 
     def _note_step(self, elapsed_s: float) -> None:
         # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.

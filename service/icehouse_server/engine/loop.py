@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.events import Failed, PrefillProgress
@@ -18,22 +17,19 @@ from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
-from icehouse_server.engine.core.ports import Chunk, Drawn, Listener, PassResult, Runner
+from icehouse_server.engine.core.ports import Chunk, Decoder, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
-from icehouse_server.engine.requests import LiveRequests, Reception
-from icehouse_server.engine.scheduling.admission import Admission
-from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.preemption import Preemption
+from icehouse_server.engine.requests import Requests
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.pass_cost import PassSize
-from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler
-from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
+from icehouse_server.engine.scheduling.preemption import Preemption
+from icehouse_server.engine.scheduling.scheduler import PrefillChunk
 from icehouse_server.engine.stats import engine_stats
 from icehouse_server.errors import IcehouseError
-from icehouse_server.text.detokenizer import Decode
 
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
@@ -59,44 +55,38 @@ class EngineLoop:
         self,
         *,
         runner: Runner,
-        scheduler: Scheduler,
+        prefix: CacheController,
+        scheduling: SchedulingParts,
+        model: ModelInfo,
+        tokenizer: Decoder,
         mailbox: Mailbox[Message],
         listener: Listener,
         clock: Clock,
-        decode: Decode,
-        decode_with_markers: Decode,
-        model: ModelInfo,
-        prefix: CacheController,
-        guard: MemoryGuard,
-        queue: WaitingQueue,
     ) -> None:
         self._runner = runner
-        self._scheduler = scheduler
+        self._prefix = prefix
+        self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
         self._mailbox = mailbox
         self._clock = clock
-        self._prefix, self._queue = prefix, queue
         self._output = Output(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._start_time = clock.monotonic()
         self.counters = Counters()
-        self._live = LiveRequests(
+        self._requests = Requests(
             runner=runner,
-            scheduler=scheduler,
             prefix=prefix,
+            scheduling=scheduling,
             output=self._output,
             counters=self.counters,
+            tokenizer=tokenizer,
+            context_token_limit=model.context_token_limit,
             clock=clock,
-        )
-        self._reception = Reception(
-            admission=Admission(queue=queue, scheduler=scheduler, counters=self.counters, guard=guard),
-            live=self._live,
-            queue=queue,
-            model=model,
-            clock=clock,
-            decode=decode,
-            decode_with_markers=decode_with_markers,
         )
         self._preemption = Preemption(
-            guard=guard, runner=runner, scheduler=scheduler, prefix=prefix, park=self._park
+            guard=scheduling.guard,
+            runner=runner,
+            scheduler=scheduling.scheduler,
+            prefix=prefix,
+            park=self._park,
         )
         self._drain_deadline: float | None = None
         self._dispatched: _Planned | None = None
@@ -114,13 +104,13 @@ class EngineLoop:
     @property
     def is_done(self) -> bool:
         """Whether nothing runs and nothing new is let in."""
-        return self.is_draining and not len(self._live)
+        return self.is_draining and not len(self._requests)
 
     def step(self) -> None:
         """Run one forward pass over all that is ready, or wait a moment for a message when nothing is."""
         self._take_in(self._wait_s())
         self._expire()
-        self._live.release_ended()
+        self._requests.release_ended()
         has_begun = self._admit()
         restore_s = self._restore()
         has_run = self._run_pass(spent_s=restore_s or 0.0)
@@ -132,13 +122,13 @@ class EngineLoop:
         for message in self._mailbox.close():
             if isinstance(message, Submit):
                 for request in message.requests:
-                    self._output.tell(request.request_id, Failed(error))
+                    self._output.emit(request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
                 message.reply(self.stats(), self._prefix.stats())
             elif isinstance(message, Command):
                 message.reply(error)
         self._prefix.fail_commands(error)
-        self._live.abandon(error)
+        self._requests.abandon(error)
         self._output.publish()
 
     def flush(self, *, deadline_time: float) -> None:
@@ -150,7 +140,7 @@ class EngineLoop:
         """Return how long the mailbox may be waited at: what a step found decides, not what there is."""
         if not self._is_idle:
             return 0.0
-        deadlines = [d for d in (self._live.nearest_deadline(), self._drain_deadline) if d is not None]
+        deadlines = [d for d in (self._requests.nearest_deadline(), self._drain_deadline) if d is not None]
         left_s = min(deadlines, default=math.inf) - self._clock.monotonic()
         return min(_IDLE_WAIT_S, max(0.0, left_s))
 
@@ -161,11 +151,11 @@ class EngineLoop:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit) and self.is_draining:
-            self._reception.refuse(message.requests, shutting_down())
+            self._requests.refuse(message.requests, shutting_down())
         elif isinstance(message, Submit):
-            self._reception.receive(message.requests)
+            self._requests.receive(message.requests)
         elif isinstance(message, Cancel):
-            self._live.cancel(message.request_id, message.error)
+            self._requests.cancel(message.request_id, message.error)
         elif isinstance(message, QueryStats):
             self._prefix.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Command):
@@ -180,9 +170,9 @@ class EngineLoop:
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""
         now = self._clock.monotonic()
-        self._live.expire(now)
+        self._requests.expire(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
-            self._live.fail_all(stopped_before_done())
+            self._requests.fail_all(stopped_before_done())
 
     def _admit(self) -> bool:
         """Let in who may start; True when anybody's state changed."""
@@ -199,7 +189,7 @@ class EngineLoop:
                     passed.passed_count += 1
                 self._start(sequence)
             elif (error := self._preemption.hopeless(sequence)) is not None:
-                self._live.fail(sequence, error)
+                self._requests.fail(sequence, error)
             else:
                 blocked.append(sequence)
                 continue
@@ -260,7 +250,7 @@ class EngineLoop:
             sequence.has_started = True
             self._prefix.settle(sequence)
             self.counters.cached_token_total += sequence.cache.cached_token_count
-            self._live.tell(sequence, sequence.started())
+            self._requests.emit(sequence, sequence.started())
         self._end_if_nothing_is_asked(sequence)
 
     def _run_pass(self, *, spent_s: float) -> bool:
@@ -269,8 +259,8 @@ class EngineLoop:
         planned = self._scheduler.plan(spent_s=spent_s)
         chunks, overrun = self._preemption.make_fit(planned)
         if overrun is not None:
-            self._live.fail(overrun.sequence, overrun.error)
-        self._live.release_ended()
+            self._requests.fail(overrun.sequence, overrun.error)
+        self._requests.release_ended()
         if not chunks and not self._scheduler.is_decoding:
             return overrun is not None
         rows, size = self._scheduler.size_of([]), self._scheduler.size_of(chunks)
@@ -280,7 +270,7 @@ class EngineLoop:
         for chunk in chunks:
             self._advance(chunk, result)
         self._deliver(result.drawn)
-        self._live.release_ended()
+        self._requests.release_ended()
         return True
 
     def _note_pass(self, planned: _Planned, result: PassResult) -> None:
@@ -319,7 +309,7 @@ class EngineLoop:
         is_full = sequence.is_prefilled or sequence.processed_token_count % chunk_token_count == 0
         if logprobs or (chunk.kept_count and is_full and not sequence.park_count):
             total = len(sequence.input_token_ids)
-            self._live.tell(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
+            self._requests.emit(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
         if chunk.is_last:
             self._scheduler.start_decoding(sequence)
         self._end_if_nothing_is_asked(sequence)
@@ -327,22 +317,22 @@ class EngineLoop:
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
         if sequence.is_prefilled and sequence.output_token_limit == 0:
             now = self._clock.monotonic()
-            self._live.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
+            self._requests.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
 
     def _deliver(self, drawn: Iterable[Drawn]) -> None:
         """Take the tokens that were drawn; those that end are released together, by whoever called."""
         now = self._clock.monotonic()
         for token in drawn:
-            sequence = self._live.find(token.sequence_id)
+            sequence = self._requests.find(token.sequence_id)
             if sequence is None:
                 continue  # it ended with an earlier token of the same pass
             if token.error is not None:
-                self._live.fail(sequence, token.error)
+                self._requests.fail(sequence, token.error)
                 continue
             end = self._output.take_token(sequence, token, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
-                self._live.finish(sequence, end)
+                self._requests.finish(sequence, end)
 
     def _park(self, sequence: Sequence) -> None:
         """Take a sequence's place: its blocks stay in the tiers, and it goes on from them later."""
@@ -378,4 +368,5 @@ def _chunk_of(planned: PrefillChunk) -> Chunk:
         next_token_ids=tokens[planned.start + 1 : planned.stop + 1] if is_measured else (),
         wanted=request.logprobs if is_measured else None,
         pooling=request.pooling,
+        speculation=request.speculation,
     )

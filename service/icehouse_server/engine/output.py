@@ -1,4 +1,4 @@
-"""From drawn tokens to events: text, deltas, and the end of a sequence (inference thread)."""
+"""Output processor: from drawn tokens to events, text, deltas, and a sequence's end (inference thread)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Output:
         self._eos = eos_token_ids
         self._events: list[tuple[RequestId, Event]] = []
 
-    def tell(self, request_id: RequestId, event: Event) -> None:
+    def emit(self, request_id: RequestId, event: Event) -> None:
         """Add an event to the step's."""
         self._events.append((request_id, event))
 
     def take_token(self, sequence: Sequence, drawn: Drawn, now: float) -> Finished | None:
-        """Account for one drawn token, tell its text, and return the end when it was the last."""
+        """Account for one drawn token, emit its text, and return the end when it was the last."""
         token_id = drawn.token_id
         if sequence.first_token_time is None:
             sequence.first_token_time = now
@@ -50,7 +50,7 @@ class Output:
         return None
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Finished:
-        """Tell the text that was held back and return the end."""
+        """Emit the text that was held back and return the end."""
         last = sequence.text.finish()
         if last.stop_string is not None:
             reason = FinishReason.STOP_STRING
@@ -66,6 +66,6 @@ class Output:
     def _deliver(self, sequence: Sequence, text: str, *, always: bool = False) -> None:
         if text or (always and sequence.undelivered_token_ids):
             token_ids, logprobs = sequence.undelivered_token_ids, sequence.undelivered_logprobs
-            self.tell(sequence.request.request_id, Delta(text, tuple(token_ids), tuple(logprobs)))
+            self.emit(sequence.request.request_id, Delta(text, tuple(token_ids), tuple(logprobs)))
             token_ids.clear()
             logprobs.clear()

@@ -1,9 +1,8 @@
-"""The requests that were accepted and have not ended, and each way one of them ends (inference thread).
+"""Requests from their arrival to their end, whichever that is (inference thread).
 
-Whatever ends a request passes through here, so that its place, its caches and its promises are given
-back together, it is counted once, and its caller is told once.
-
-Newcomers: requests become sequences that wait, or their callers are told why not (inference thread).
+A newcomer becomes a sequence that waits, or its caller is answered why not. Whatever ends a request
+passes through here, so that its place, its caches and its hold on others' blocks are given back
+together, it is counted once, and its caller hears of it once.
 """
 
 from __future__ import annotations
@@ -13,39 +12,43 @@ from collections.abc import Sequence as ReadSequence
 from icehouse_server.clock import Clock
 from icehouse_server.domain.events import Event, Failed, Finished
 from icehouse_server.domain.ids import RequestId, SequenceId
-from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.counters import Counters
-from icehouse_server.engine.core.ports import Runner
+from icehouse_server.engine.core.ports import Decoder, Runner
 from icehouse_server.engine.core.refusals import past_deadline
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.admission import Admission
-from icehouse_server.engine.scheduling.scheduler import Scheduler
-from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.errors import Cancelled, DeadlineExceeded, IcehouseError
-from icehouse_server.text.detokenizer import Decode
 
 
-class LiveRequests:
-    """Finds a sequence by its request or its own id, and ends it."""
+class Requests:
+    """Takes requests in, finds a sequence by its request or its own id, and ends it."""
 
     def __init__(
         self,
         *,
         runner: Runner,
-        scheduler: Scheduler,
         prefix: CacheController,
+        scheduling: SchedulingParts,
         output: Output,
         counters: Counters,
+        tokenizer: Decoder,
+        context_token_limit: int,
         clock: Clock,
     ) -> None:
         self._runner = runner
-        self._scheduler = scheduler
         self._prefix = prefix
+        self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
+        self._admission = Admission(
+            queue=scheduling.queue, scheduler=scheduling.scheduler, counters=counters, guard=scheduling.guard
+        )
         self._output = output
         self._counters = counters
+        self._tokenizer = tokenizer
+        self._context_token_limit = context_token_limit
         self._clock = clock
         self._by_request: dict[RequestId, Sequence] = {}
         self._by_id: dict[SequenceId, Sequence] = {}
@@ -55,30 +58,35 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def next_id(self) -> SequenceId:
-        """Return the id of the next sequence; ids are never used twice."""
-        self._next_id += 1
-        return SequenceId(self._next_id - 1)
+    def receive(self, requests: ReadSequence[GenerationRequest]) -> None:
+        """Take in requests for the same prompt, all of them, or refuse them all."""
+        sequences = [self._sequence_of(request) for request in requests]
+        refusal = self._admission.refusal(
+            requests[0],
+            output_token_limit=sequences[0].output_token_limit,
+            now=self._clock.monotonic(),
+            request_count=len(requests),
+        )
+        if refusal is not None:
+            self.refuse(requests, refusal)
+            return
+        for sequence in sequences:
+            self._queue.add(sequence)
+            self._accept(sequence)
 
-    def accept(self, sequence: Sequence) -> None:
-        """Take a sequence in."""
-        self._counters.accepted_total += 1
-        self._counters.prompt_token_total += len(sequence.request.prompt_token_ids)
-        self._by_request[sequence.request.request_id] = sequence
-        self._by_id[sequence.sequence_id] = sequence
-
-    def refuse(self, request: GenerationRequest, error: IcehouseError) -> None:
-        """Tell the caller of a request that was never taken in."""
-        self._counters.rejected_total += 1
-        self._output.tell(request.request_id, Failed(error))
+    def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
+        """Answer the callers that nothing was taken in."""
+        for request in requests:
+            self._counters.rejected_total += 1
+            self._output.emit(request.request_id, Failed(error))
 
     def find(self, sequence_id: SequenceId) -> Sequence | None:
         """Return a sequence that the runner names, None once it has ended."""
         return self._by_id.get(sequence_id)
 
-    def tell(self, sequence: Sequence, event: Event) -> None:
+    def emit(self, sequence: Sequence, event: Event) -> None:
         """Add an event to what the step publishes."""
-        self._output.tell(sequence.request.request_id, event)
+        self._output.emit(sequence.request.request_id, event)
 
     def cancel(self, request_id: RequestId, error: IcehouseError) -> None:
         """End a request that nobody waits for; it may have ended already."""
@@ -110,7 +118,7 @@ class LiveRequests:
             self.fail(sequence, error)
 
     def release_ended(self) -> None:
-        """Give the caches of all that ended back, at once: what is left of a pass is put in order only once."""
+        """Give the caches of all that ended back, in one go: each release may put the others in order."""
         if self._ended:
             self._runner.release(self._ended)
             self._ended = []
@@ -121,12 +129,28 @@ class LiveRequests:
         return min((time for time in deadlines if time is not None), default=None)
 
     def abandon(self, error: IcehouseError) -> None:
-        """Tell every caller of `error` and touch nothing else: the loop is over, or broken."""
+        """End every call with `error` and touch nothing else: the loop is over, or broken."""
         for request_id in self._by_request:
             self._count(error)
-            self._output.tell(request_id, Failed(error))
+            self._output.emit(request_id, Failed(error))
         self._by_request.clear()
         self._by_id.clear()
+
+    def _sequence_of(self, request: GenerationRequest) -> Sequence:
+        self._next_id += 1  # ids are never used twice
+        tokenizer = self._tokenizer
+        return Sequence.of(
+            request,
+            sequence_id=SequenceId(self._next_id - 1),
+            decode=tokenizer.decode_with_markers if request.shows_markers else tokenizer.decode,
+            context_token_limit=self._context_token_limit,
+        )
+
+    def _accept(self, sequence: Sequence) -> None:
+        self._counters.accepted_total += 1
+        self._counters.prompt_token_total += len(sequence.request.prompt_token_ids)
+        self._by_request[sequence.request.request_id] = sequence
+        self._by_id[sequence.sequence_id] = sequence
 
     def _count(self, error: IcehouseError) -> None:
         """What callers wanted, themselves or by a deadline, is a cancel; what the server did is a failure."""
@@ -141,55 +165,4 @@ class LiveRequests:
         self._ended.append(sequence.sequence_id)
         del self._by_request[sequence.request.request_id]
         del self._by_id[sequence.sequence_id]
-        self.tell(sequence, event)
-
-
-class Reception:
-    """Takes requests in; those that were handed in together, all or none."""
-
-    def __init__(
-        self,
-        *,
-        admission: Admission,
-        live: LiveRequests,
-        queue: WaitingQueue,
-        model: ModelInfo,
-        clock: Clock,
-        decode: Decode,
-        decode_with_markers: Decode,
-    ) -> None:
-        self._admission = admission
-        self._live = live
-        self._queue = queue
-        self._model = model
-        self._clock = clock
-        self._decode, self._decode_with_markers = decode, decode_with_markers
-
-    def receive(self, requests: ReadSequence[GenerationRequest]) -> None:
-        """Take in requests for the same prompt, or refuse them all."""
-        sequences = [self._sequence_of(request) for request in requests]
-        refusal = self._admission.refusal(
-            requests[0],
-            output_token_limit=sequences[0].output_token_limit,
-            now=self._clock.monotonic(),
-            request_count=len(requests),
-        )
-        if refusal is not None:
-            self.refuse(requests, refusal)
-            return
-        for sequence in sequences:
-            self._queue.add(sequence)
-            self._live.accept(sequence)
-
-    def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
-        """Tell the callers that nothing was taken in."""
-        for request in requests:
-            self._live.refuse(request, error)
-
-    def _sequence_of(self, request: GenerationRequest) -> Sequence:
-        return Sequence.of(
-            request,
-            sequence_id=self._live.next_id(),
-            decode=self._decode_with_markers if request.shows_markers else self._decode,
-            context_token_limit=self._model.context_token_limit,
-        )
+        self.emit(sequence, event)

@@ -1,4 +1,4 @@
-"""The engine's snapshot, put together from what each part counts."""
+"""Engine stats: the snapshot, put together from what each part counts."""
 
 from __future__ import annotations
 

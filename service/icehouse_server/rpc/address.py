@@ -1,4 +1,4 @@
-"""Where the server listens, and a clear error when it cannot.
+"""Addresses the server listens on, and a clear error when it cannot.
 
 gRPC's channel arguments from the settings, each with its reason.
 """

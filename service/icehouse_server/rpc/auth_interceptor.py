@@ -1,4 +1,4 @@
-"""The door before every method: who calls, may they, and does their message come.
+"""Authentication interceptor before every method: who calls, may they, and does their message come.
 
 A method of one request is served as if it took a stream of them. Nobody on the wire can tell, and the
 house gains three things: a caller is known before any of its message is read; a message that trickles

@@ -1,4 +1,4 @@
-"""grpc.health.v1 after the engine's state and heartbeat."""
+"""Health: grpc.health.v1 after the engine's state and heartbeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses a request that sets two fields of one oneof.
+"""Oneof interceptor: refuses a request that sets two fields of one oneof.
 
 A protobuf parser keeps the last of them without a word, so a prompt could vanish unseen. Most senders
 cannot do it: their own message keeps one. What does arrive twice is found in the bytes.

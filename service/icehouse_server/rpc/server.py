@@ -1,4 +1,4 @@
-"""The gRPC server: wires the services together, opens the door, and shuts it in order."""
+"""gRPC server: wires the services together, begins to listen, and stops in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from icehouse.v1 import (
 )
 
 from icehouse_server.clock import Clock
-from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
+from icehouse_server.config import Config
 from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.address import bind, remove_uds, server_options
@@ -39,6 +39,7 @@ from icehouse_server.rpc.services.generation import Generation
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.inference import InferenceService
 from icehouse_server.rpc.services.model import ModelService
+from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank import RerankService
 
@@ -52,9 +53,6 @@ SERVICE_NAMES = (
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
-HEARTBEAT_TIMEOUT_S = 1.5
-"""A prefill chunk on a slow CPU takes tens of seconds; an inference loop silent for longer is stuck."""
-
 _FLUSH_S = 0.5
 """Time for the last statuses to leave after their calls have ended."""
 
@@ -65,59 +63,55 @@ def draw_seed() -> int:
 
 
 class RpcServer:
-    """The edge of the house. Constructed, started and stopped on the event loop."""
+    """The edge of the server. Constructed, started and stopped on the event loop."""
 
     def __init__(
         self,
         *,
-        config: ServerConfig,
+        config: Config,
         engine: EnginePort,
         router: Router,
         clock: Clock,
         grammars: GrammarPort | None = None,
-        connection: ConnectionConfig | None = None,
-        security: SecurityConfig | None = None,
-        tenants: TenantConfig | None = None,
-        tenant_running_limit: int = 0,
-        draw_seed: Callable[[], int] = draw_seed,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         telemetry: Telemetry | None = None,
+        draw_seed: Callable[[], int] = draw_seed,
     ) -> None:
-        connection = connection or ConnectionConfig()
-        self._config = config
-        self._security_config = security or SecurityConfig()
-        self._tenants = Tenants(tenants or TenantConfig(), running_limit=tenant_running_limit, clock=clock)
+        self._config = config.server
+        self._security_config = config.security
+        self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
         self._observation = Observation(
             telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
         )
-        self._security = Security(self._security_config, clock=clock)
-        self._prompts = PromptReader(thread_count=config.tokenizer_thread_count)
+        self.security = Security(config.security, clock=clock)
+        """Certificates and tokens, looked at again every while."""
+        self._prompts = PromptReader(thread_count=config.server.tokenizer_thread_count)
         self._grammars = GrammarCompilers(
-            grammars, byte_limit=config.max_grammar_bytes, timeout_s=config.grammar_timeout_s
+            grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
         self._calls = Calls(
             clock=clock,
-            concurrent_call_limit=config.max_concurrent_calls,
+            concurrent_call_limit=config.server.max_concurrent_calls,
             watchers=self._observation.watchers,
         )
-        self._health = Health(
+        self.health = Health(
             engine=engine,
             router=router,
             clock=clock,
             service_names=SERVICE_NAMES,
-            heartbeat_timeout_s=heartbeat_timeout_s,
+            heartbeat_timeout_s=config.server.stuck_timeout_s,
         )
+        """The health service, after the engine's state and heartbeat."""
         auth_interceptor = AuthInterceptor(
-            authenticator=self._security.authenticator,
+            authenticator=self.security.authenticator,
             calls=self._calls,
-            health_is_open=self._security_config.health_open,
-            message_timeout_s=connection.message_timeout_s,
-            unread_call_limit=config.max_concurrent_calls,
+            health_is_open=config.security.health_open,
+            message_timeout_s=config.connection.message_timeout_s,
+            unread_call_limit=config.server.max_concurrent_calls,
         )
-        # The first is the outermost: what watches sees refusals too, and whoever calls passes the door
+        # The first is the outermost: what watches sees refusals too, and whoever calls is authenticated
         # before anything else is looked at.
         self._server = grpc.aio.server(
-            options=server_options(config, connection),
+            options=server_options(config.server, config.connection),
             interceptors=(self._observation.interceptor, auth_interceptor, OneofInterceptor(self._calls)),
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,16 +121,16 @@ class RpcServer:
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
-        self._security.load()
+        self.security.load()
         self.address = bind(
-            self._server, self._config, self._security_config, credentials=self._security.credentials
+            self._server, self._config, self._security_config, credentials=self.security.credentials
         )
-        await self._health.refresh()
+        await self.health.refresh()
         await self._server.start()
         self._grammars.start()
         self._tasks = [
-            asyncio.create_task(self._health.run(), name="health"),
-            asyncio.create_task(self._security.run(), name="security"),
+            asyncio.create_task(self.health.run(), name="health"),
+            asyncio.create_task(self.security.run(), name="security"),
         ]
         self._observation.start()
         return self.address
@@ -146,17 +140,9 @@ class RpcServer:
         """What is known of the engine without asking it."""
         return self._observation.poller
 
-    async def refresh_health(self) -> None:
-        """Look at state and heartbeat now."""
-        await self._health.refresh()
-
-    async def refresh_security(self) -> None:
-        """Look at certificates and tokens now."""
-        await self._security.refresh()
-
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
-        await self._health.stop_serving()
+        await self.health.stop_serving()
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -180,41 +166,35 @@ class RpcServer:
     def _add_services(
         self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
     ) -> None:
-        calls = self._calls
-        stats = self._observation.stats
-        generation = Generation(
+        parts = ServiceParts(
             config=self._config,
-            engine=engine,
+            calls=self._calls,
             router=router,
             prompts=self._prompts,
-            grammars=self._grammars,
-            tenants=self._tenants,
+            generation=Generation(
+                config=self._config,
+                engine=engine,
+                router=router,
+                prompts=self._prompts,
+                grammars=self._grammars,
+                tenants=self._tenants,
+                clock=clock,
+            ),
             draw_seed=draw_seed,
-            clock=clock,
         )
-        inference = InferenceService(
-            config=self._config,
-            calls=calls,
-            generation=generation,
-            router=router,
-            prompts=self._prompts,
-            stats=stats,
+        server, stats = self._server, self._observation.stats
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceService(parts, stats=stats), server
         )
-        cache = CacheService(calls=calls, engine=engine, generation=generation, router=router, stats=stats)
-        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._server)
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server)
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
+            CacheService(parts, engine=engine, stats=stats), server
+        )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(calls=calls, router=router), self._server
+            ModelService(calls=self._calls, router=router), server
         )
-        embedding = EmbeddingService(
-            config=self._config, calls=calls, generation=generation, router=router, prompts=self._prompts
-        )
-        rerank = RerankService(
-            config=self._config, calls=calls, generation=generation, router=router, prompts=self._prompts
-        )
-        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, self._server)
-        rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(rerank, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingService(parts), server)
+        rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(RerankService(parts), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         if self._config.reflection_enabled:
             channelz_names = (CHANNELZ_NAME,) if self._config.channelz_enabled else ()
             add_reflection(self._server, (*SERVICE_NAMES, health.SERVICE_NAME, *channelz_names))

@@ -1,4 +1,4 @@
-"""What one block file says: whose block it is, and where its regions and tensors lie."""
+"""Block facts: whose block a file is, and where its regions and tensors lie."""
 
 from __future__ import annotations
 

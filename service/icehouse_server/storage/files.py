@@ -1,4 +1,4 @@
-"""The seam to the file system: the few verbs the SSD tier uses, and the real ones.
+"""Files: the seam to the file system, the few verbs the SSD tier uses, and the real ones.
 
 Every file the cache writes goes through a `Files`, so that a test can make each verb fail
 once, or stop the world after it. SQLite does its own I/O and is not behind this seam.

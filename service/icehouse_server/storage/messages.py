@@ -1,4 +1,4 @@
-"""What the SSD tier tells the engine: frozen data only, never an mx.array.
+"""Messages of the SSD tier to the engine: frozen data only, never an mx.array.
 
 Requests go in through `Storage`'s methods; every outcome is posted to the engine's mailbox.
 """

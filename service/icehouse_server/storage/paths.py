@@ -1,4 +1,4 @@
-"""Where everything lies in the cache directory. The only place that makes or reads such a name."""
+"""Paths in the cache directory. The only place that makes or reads such a name."""
 
 from __future__ import annotations
 

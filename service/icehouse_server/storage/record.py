@@ -1,4 +1,4 @@
-"""What is known of a block on SSD without opening its file: the manifest's row in memory."""
+"""Record of a block on SSD, known without opening its file: the manifest's row in memory."""
 
 from __future__ import annotations
 

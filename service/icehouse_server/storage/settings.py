@@ -1,4 +1,4 @@
-"""What the SSD tier is allowed."""
+"""Settings of the SSD tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the forms that callers ask for. Kept off the inference thread and the event loop.
+"""Grammar compiler of the forms that callers ask for. Off the inference thread and the event loop.
 
 Everything here but reading the vocabulary releases Python's global lock. llguidance descends
 recursively and cannot be interrupted: the caller bounds the size of a form (`STACK_BYTES_PER_BYTE`

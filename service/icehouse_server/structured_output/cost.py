@@ -1,4 +1,4 @@
-"""What is short to write and costly to compile: `multipleOf` builds an automaton of that many states.
+"""Cost of a form: what is short to write and long to compile; `multipleOf` builds that many states.
 
 A divisor of 1,000,003 took 5 s and 290 MB, one of 10,000,019 more than a minute (llguidance 1.9.1,
 x86-64), and nothing can stop it; so divisors are added up before anything is compiled.

@@ -1,4 +1,4 @@
-"""Where in a form a mistake is, from llguidance's message about it. Pure functions, any thread.
+"""Error location: where in a form a mistake is, from llguidance's message. Pure functions, any thread.
 
 llguidance names line and column of a Lark grammar, but of a JSON schema only what is wrong; the
 place is found by asking about ever smaller parts of it.

@@ -1,4 +1,4 @@
-"""Outputs kept inside a grammar by llguidance: which tokens may follow, and when the output is complete.
+"""Matcher: outputs kept inside a grammar by llguidance, which tokens may follow, when one is complete.
 
 A compiled grammar is made on another thread and never changes. What is started from it belongs to
 one sequence and is used on the inference thread alone; no mlx here.

@@ -1,4 +1,4 @@
-"""From the form a caller asked for to the text that llguidance compiles. Pure functions, any thread."""
+"""Grammar source: from the form a caller asked for to llguidance's text. Pure functions, any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix cache's metrics: the table that names each counter of `CacheStats`."""
+"""Cache metrics: the table that names each counter of `CacheStats`."""
 
 from __future__ import annotations
 

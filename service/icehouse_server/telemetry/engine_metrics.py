@@ -1,4 +1,4 @@
-"""The engine's metrics: the table that names each counter of `EngineStats`."""
+"""Engine metrics: the table that names each counter of `EngineStats`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One metric: its OpenTelemetry name, unit and meaning, and the Prometheus name that follows from them."""
+"""Metric: its OpenTelemetry name, unit and meaning, and the Prometheus name that follows from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of metrics as Prometheus reads it, on a port of its own.
+"""Prometheus endpoint: the table of metrics, on a port of its own.
 
 The scrapes are answered by threads of this endpoint. They read the counters of calls under
 prometheus_client's own locks and the latest snapshot, a frozen value; they never ask the engine.

@@ -1,4 +1,4 @@
-"""Where a call's time went, stage by stage, from what was told of it when it ended."""
+"""Stages of a call: where its time went, from what its end said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric the server has. The endpoint, the documentation and the checks all read this table."""
+"""Metrics table: every metric the server has. The endpoint, the documentation and the checks read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each tenant's metrics: what it runs, what it used, what it keeps in the tiers.
+"""Tenant metrics: what each runs, what it used, what it keeps in the tiers.
 
 The edge keeps a bounded number of accounts, so there are never more tenants here than that.
 """

@@ -1,4 +1,4 @@
-"""From a conversation to the tokens of its prompt, and how the reply begins in them.
+"""Chat renderer: from a conversation to the tokens of its prompt, and how the reply begins in them.
 
 Runs in the rpc room's small executor, one caller at a time.
 

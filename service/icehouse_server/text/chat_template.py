@@ -1,4 +1,4 @@
-"""A model's chat template: turns and tools to text, and what it takes, found by trying it.
+"""Chat template of a model: turns and tools to text, and what it takes, found by trying it.
 
 Runs in the rpc room's small executor, one caller at a time.
 

@@ -1,4 +1,4 @@
-"""From tokens to text that may be sent: whole characters only, stop strings held back.
+"""Detokenizer: from tokens to text that may be sent, whole characters only, stop strings held back.
 
 Runs on the inference thread between steps, while the device computes the next one, so that
 a stop string takes effect in the step that completed it.

@@ -1,4 +1,4 @@
-"""mlx-lm's text state machine and parsers of tool calls, behind a format of ours.
+"""Parsers of mlx-lm: its text state machine and tool parsers, behind a format of ours.
 
 As in `upstream`: `tests/unit/text/test_mlx_lm_parsers.py` fails when what is relied on moves.
 """

@@ -1,4 +1,4 @@
-"""How a model marks its reasoning and its tool calls in the text it writes."""
+"""Reply format: how a model marks its reasoning and its tool calls in the text it writes."""
 
 from __future__ import annotations
 

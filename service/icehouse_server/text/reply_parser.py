@@ -1,4 +1,4 @@
-"""A chat's output to what the model says, thinks and calls. Runs on the rpc thread, one for each output.
+"""Reply parser: what the model says, thinks and calls, apart. On the rpc thread, one for each output.
 
 The pieces do not depend on how the text was cut: neighbours of one kind, joined, are always the same.
 

@@ -1,4 +1,4 @@
-"""The tokenizer, without mlx: text and chats to token ids, token ids to text.
+"""Tokenizer, without mlx: text and chats to token ids, token ids to text.
 
 Used by the rpc room's small executor (encode, render) and by the inference thread (decode).
 Both go straight to the immutable Rust tokenizer where there is one, which any number of

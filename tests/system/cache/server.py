@@ -16,7 +16,8 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import CacheUse, GenerationRequest, LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.core.mailbox import Mailbox, Message
+from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
@@ -108,6 +109,7 @@ class CacheServer:
             draft_source=None if draft is None else model_loader.ModelSource(path=draft, model_id="draft"),
         )
         self.recorder = WatchingRecorder()
+        self.mailbox: Mailbox[Message] = Mailbox(limit=100)
         self.storage: Storage | None = None
         if directory is not None:
             storage_settings = StorageSettings(
@@ -151,21 +153,22 @@ class CacheServer:
 
         self.engine = Engine(
             runner=runner,
-            limits=SchedulerLimits(
-                running_limit=20,
-                prefilling_limit=4,
-                prefill_chunk_token_count=chunk,
-                prefill_grid_token_count=grid,
-                prefill_chunk_s=chunk_s,
+            settings=EngineSettings(
+                limits=SchedulerLimits(
+                    running_limit=20,
+                    prefilling_limit=4,
+                    prefill_chunk_token_count=chunk,
+                    prefill_grid_token_count=grid,
+                    prefill_chunk_s=chunk_s,
+                ),
+                waiting=WaitingLimits(request_limit=100),
+                flush_timeout_s=BOUND_S,
             ),
-            waiting=WaitingLimits(request_limit=100),
-            mailbox_limit=100,
+            make_prefix=make_prefix,
+            tokenizer=tokenizer,
+            mailbox=self.mailbox,
             listener=self.recorder,
             clock=clock,
-            decode=tokenizer.decode,
-            decode_with_markers=tokenizer.decode_with_markers,
-            make_prefix=make_prefix,
-            flush_timeout_s=BOUND_S,
         )
 
     def __enter__(self) -> CacheServer:
@@ -266,6 +269,6 @@ class CacheServer:
         return answer
 
     def _take(self, outcome: Outcome) -> None:
-        self.engine.take_outcome(outcome)
+        self.mailbox.post(outcome)
         if isinstance(outcome, Inventory):
             self._has_inventory.set()

@@ -36,6 +36,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
@@ -44,7 +45,7 @@ from icehouse_server.storage.messages import StorageClosed
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
 
-from tests.fixtures.engine import FakeClock, Recorder, memory_model, model_info
+from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner
 
 BLOCK = 4
@@ -145,21 +146,23 @@ class SteppedServer:
                 prefilling_limit=4,
                 prefill_chunk_token_count=chunk,
                 chunk_ends_at_last_block=self.desk.checkpoint_block_token_count,
+                cuts_before_last_token=self.desk.cuts_before_last_token,
             ),
             self.room,
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            scheduler=self.scheduler,
+            prefix=self.desk,
+            scheduling=SchedulingParts(
+                queue=self.room,
+                scheduler=self.scheduler,
+                guard=MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
+            ),
+            model=model_info(),
+            tokenizer=FakeDecoder(lambda ids: "".join(chr(i % 26 + 97) for i in ids)),
             mailbox=self.mailbox,
             listener=self.recorder,
             clock=self.clock,
-            decode=lambda ids: "".join(chr(i % 26 + 97) for i in ids),
-            decode_with_markers=lambda ids: "".join(chr(i % 26 + 97) for i in ids),
-            model=model_info(),
-            prefix=self.desk,
-            queue=self.room,
-            guard=MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
         )
 
     def __enter__(self) -> SteppedServer:
@@ -202,7 +205,7 @@ class SteppedServer:
         for _ in range(10_000):
             if not self.holds_storage:
                 self.settle_storage()
-            if self.scheduler.is_blocked and len(self.mailbox) == 0:
+            if self.loop.is_idle and len(self.mailbox) == 0:
                 return
             self.loop.step()
         raise AssertionError("the house never comes to rest")

@@ -70,7 +70,7 @@ def direct(model_dir: Path, pooling: Pooling, adapter: Path | None = None) -> li
 def test_vectors_are_those_of_a_direct_computation(tmp_path: Path, architecture: str) -> None:
     model_dir = tiny_model_dir(tmp_path, architecture)
     with CacheServer(model_dir, None) as served:
-        assert served.engine.model.embedding_size == 64
+        assert served.recorder.model.embedding_size == 64
         told = {pooling: vectors_of(served, pooling) for pooling in Pooling}
     for pooling in Pooling:
         for mine, theirs in zip(told[pooling], direct(model_dir, pooling), strict=True):

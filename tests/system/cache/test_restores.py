@@ -85,7 +85,7 @@ def test_cancelled_at_every_step_of_a_restore(tmp_path: Path, steps: int) -> Non
         for _ in range(steps):
             if not served.holds_storage:
                 served.settle_storage()
-            if not (served.scheduler.is_blocked and len(served.mailbox) == 0):
+            if not (served.loop.is_idle and len(served.mailbox) == 0):
                 served.loop.step()
         assert isinstance(served.cancel("gone"), Failed)
         served.holds_storage = False

@@ -46,8 +46,6 @@ class TokenRunner(FakeRunner):
         self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
     ) -> dict[RegionKind, TokenRegion]:
         history = self.history[sequence_id]
-        # As on a real device: a joined sequence has no row to cut from before its first decode step.
-        assert sequence_id not in self.decoding or self._has_decoded(sequence_id), "cut before it was seated"
         assert stop <= len(history), f"tokens up to {stop} of {len(history)}"
         self.cut_count += 1
         made: dict[RegionKind, TokenRegion] = {}
@@ -61,14 +59,6 @@ class TokenRunner(FakeRunner):
             else:
                 made[kind] = TokenRegion(kind, tuple(history[low:stop]))
         return made
-
-    def join(self, sequence_id, row) -> None:
-        super().join(sequence_id, row)
-        self._unseated.add(sequence_id)
-
-    def decode(self):
-        self._unseated.clear()
-        return super().decode()
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         super().release(sequence_ids)
@@ -114,13 +104,6 @@ class TokenRunner(FakeRunner):
         data = next(t.data for t in region.tensors if t.name == "tokens")
         padding = sum(t.data.nbytes for t in region.tensors if t.name == "z_padding")
         return TokenRegion(region.kind, unpack_tokens(bytes(data)), padding)
-
-    def _has_decoded(self, sequence_id: SequenceId) -> bool:
-        return sequence_id not in self._unseated
-
-    @property
-    def _unseated(self) -> set[SequenceId]:
-        return self.__dict__.setdefault("_unseated_ids", set())
 
     def _rebuild(self, restore: RestoreInput) -> list[int]:
         """Return the tokens a cache made of this input holds; what the facts ask for must be there."""

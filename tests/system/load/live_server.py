@@ -12,13 +12,14 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc, prompt_pb2
 from icehouse_server.clock import SystemClock
-from icehouse_server.config import ServerConfig
+from icehouse_server.config import Config, ServerConfig
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import RequestId
-from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.engine.core.ports import Drawn
-from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.core.mailbox import Mailbox
+from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
+from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
@@ -26,7 +27,7 @@ from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, S
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 
-from tests.fixtures.engine import BOUND_S, FakeRunner, no_prefix
+from tests.fixtures.engine import BOUND_S, FakeDecoder, FakeRunner, no_prefix
 from tests.fixtures.rpc.fake_engine import FakeTokenizer
 
 _STEP_S = 0.001
@@ -59,13 +60,16 @@ class HeldRunner(FakeRunner):
         self._never = threading.Event()
         self.next_token = lambda history: 97
 
-    def decode(self) -> list[Drawn]:
+    def run(self, chunks: Sequence[Chunk]) -> PassResult:
         if not self._free.is_set():
             self.stuck.set()
             assert self._free.wait(BOUND_S), "nobody freed the step"
         # A device's step takes time too, in which the event loop has the interpreter to itself.
         self._never.wait(_STEP_S)
-        return [] if self.is_paused else super().decode()
+        return super().run(chunks)
+
+    def draw(self) -> list[Drawn]:
+        return [] if self.is_paused else super().draw()
 
     def get_stuck(self) -> None:
         """The next step does not return until `come_free`."""
@@ -108,9 +112,10 @@ class EngineSeam:
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)
 
+    def model_loaded(self, info: ModelInfo) -> None:
+        self._router.model_loaded(ServedModel(info, FakeTokenizer()))
+
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        if state is EngineState.READY:
-            self._router.model_loaded(ServedModel(self.engine.model, FakeTokenizer()))
         self._router.state_changed(state, error)
 
 
@@ -181,21 +186,24 @@ async def live_server(
     seam = EngineSeam(router)
     seam.engine = engine = Engine(
         runner=runner,
-        limits=SchedulerLimits(running_limit=running_limit, prefilling_limit=4, prefill_chunk_token_count=16),
-        waiting=WaitingLimits(request_limit=waiting_limit),
-        mailbox_limit=1000,
+        settings=EngineSettings(
+            limits=SchedulerLimits(
+                running_limit=running_limit, prefilling_limit=4, prefill_chunk_token_count=16
+            ),
+            waiting=WaitingLimits(request_limit=waiting_limit),
+        ),
         memory_limit_bytes=lambda: memory_limit_bytes,
+        tokenizer=FakeDecoder(decode),
+        mailbox=Mailbox(limit=1000),
         listener=seam,
         clock=clock,
-        decode=decode,
         make_prefix=lambda: no_prefix(clock),
     )
     server = RpcServer(
-        config=ServerConfig(**{"port": 0, **settings}),
+        config=Config(server=ServerConfig(**{"port": 0, "stuck_timeout_s": stuck_timeout_s, **settings})),
         engine=seam,
         router=router,
         clock=clock,
-        heartbeat_timeout_s=stuck_timeout_s,
     )
     live = LiveServer(runner=runner, clock=clock, router=router, seam=seam)
     address = await server.start()

@@ -8,12 +8,10 @@ import struct
 from collections.abc import Collection, Sequence
 
 from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
-from icehouse_server.domain.ids import AdapterName, SequenceId
+from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import LogprobsWanted, Pooling, TokenLogprobs, Vector
-from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import MemoryModel
-from icehouse_server.engine.core.ports import Drawn, MemoryUse
+from icehouse_server.engine.core.ports import Chunk, Drawn, MemoryUse, PassResult
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
 
@@ -27,6 +25,9 @@ _NAMES = {
 }
 _SECOND = 0x5555555555555555
 """The second kv tensor holds each row with these bits turned over."""
+_FIXED_S = 0.001
+_TOKEN_S = 0.0005
+"""What a pass takes, and each token in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class SimRunner:
         self._has_targets = spec.weights % 3 > 0
         self.open_caches: dict[SequenceId, Caches] = {}
         self.restoring: dict[SequenceId, RestoreInput] = {}
-        self.joining: dict[SequenceId, tuple[Caches, int, int]] = {}
         self.decoding: dict[SequenceId, _Row] = {}
+        self._elapsed_s = 0.0
 
     def facts(self) -> CacheFacts:
         """Say what these caches allow, in the layout's words."""
@@ -91,7 +92,7 @@ class SimRunner:
     @property
     def is_empty(self) -> bool:
         """Whether no sequence is left on the device."""
-        return not (self.open_caches or self.restoring or self.joining or self.decoding)
+        return not (self.open_caches or self.restoring or self.decoding)
 
     def load(self) -> ModelInfo:
         return model_info(context_token_limit=CONTEXT_TOKEN_LIMIT)
@@ -100,63 +101,43 @@ class SimRunner:
         assert sequence_id not in self.open_caches, sequence_id
         self.open_caches[sequence_id] = Caches(self.spec)
 
-    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
-        assert token_ids, "a prefill of nothing"
-        caches = self.open_caches[sequence_id]
-        caches.spec = self.spec.with_adapter(adapter)
-        caches.prefill(token_ids)
-
-    def prefill_measured(
-        self,
-        sequence_id: SequenceId,
-        token_ids: Sequence[int],
-        adapter: AdapterName,
-        *,
-        next_token_ids: Sequence[int],
-        wanted: LogprobsWanted,
-    ) -> list[TokenLogprobs]:
-        raise AssertionError("no story asks for log probabilities")
-
-    def prefill_pooled(
-        self,
-        sequence_id: SequenceId,
-        token_ids: Sequence[int],
-        adapter: AdapterName,
-        *,
-        pooling: Pooling,
-    ) -> Vector:
-        raise AssertionError("no story asks for embeddings")
-
-    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
-        caches = self.open_caches.pop(sequence_id)
-        caches.spec = self.spec.with_adapter(row.adapter)
-        self.joining[sequence_id] = (caches, row.last_token_id, row.sampling.seed)
-
-    def decode(self) -> list[Drawn]:
-        if self.is_pipelined:
-            self._seat()
-            told = [
-                Drawn(sequence_id, row.drawn, fed_ahead_count=1) for sequence_id, row in self.decoding.items()
-            ]
-            self._advance()
-            return told
-        self._advance()
-        self._seat()
-        return [Drawn(sequence_id, row.drawn) for sequence_id, row in self.decoding.items()]
-
-    def _seat(self) -> None:
-        for sequence_id, (caches, last_token_id, seed) in self.joining.items():
-            caches.run(last_token_id)
-            self.decoding[sequence_id] = _Row(caches, seed, caches.draw(seed))
-        self.joining.clear()
-
-    def _advance(self) -> None:
+    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+        """Run a pass over every row and these chunks; pipelined, tell what the pass before drew."""
+        told = self._drawn()
+        fed_count = len(self.decoding) + sum(len(chunk.token_ids) for chunk in chunks)
+        assert fed_count, "a pass over nothing"
         for row in self.decoding.values():
             row.caches.run(row.drawn)
             row.drawn = row.caches.draw(row.seed)
+        for chunk in chunks:
+            self._feed(chunk)
+        elapsed_s, self._elapsed_s = self._elapsed_s, _FIXED_S + _TOKEN_S * fed_count
+        if self.is_pipelined:
+            return PassResult(told, elapsed_s=elapsed_s, is_behind=True)
+        return PassResult(self._drawn(), elapsed_s=self._elapsed_s)
+
+    def _drawn(self) -> list[Drawn]:
+        ahead = int(self.is_pipelined)
+        return [Drawn(i, row.drawn, fed_ahead_count=ahead) for i, row in self.decoding.items()]
+
+    def _feed(self, chunk: Chunk) -> None:
+        assert chunk.token_ids, "a chunk of nothing"
+        assert chunk.wanted is None and chunk.pooling is None, "no story asks for them"
+        caches = self.open_caches[chunk.sequence_id]
+        caches.spec = self.spec.with_adapter(chunk.adapter)
+        if len(chunk.token_ids) > 1:
+            caches.prefill(chunk.token_ids)
+        else:
+            caches.run(chunk.token_ids[0])
+        if chunk.row is not None:
+            tokens = (*chunk.row.prompt_token_ids, *chunk.row.output_token_ids)
+            assert caches.position == len(tokens), "a row joins with all its input"
+            seed = chunk.row.sampling.seed
+            del self.open_caches[chunk.sequence_id]
+            self.decoding[chunk.sequence_id] = _Row(caches, seed, caches.draw(seed))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        for place in (self.open_caches, self.restoring, self.joining, self.decoding):
+        for place in (self.open_caches, self.restoring, self.decoding):
             for sequence_id in sequence_ids:
                 place.pop(sequence_id, None)
 
@@ -165,8 +146,7 @@ class SimRunner:
 
     def memory(self) -> MemoryUse:
         """Ten bytes for each token of each live sequence, as the model of `memory_model` says."""
-        live = [*self.open_caches.values(), *(caches for caches, _, _ in self.joining.values())]
-        live += [row.caches for row in self.decoding.values()]
+        live = [*self.open_caches.values(), *(row.caches for row in self.decoding.values())]
         return MemoryUse(10 * sum(caches.position for caches in live), 2, 3)
 
     def close(self) -> None:

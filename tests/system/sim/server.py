@@ -16,13 +16,14 @@ from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.storage.messages import Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.worker.storage import Storage
 
-from tests.fixtures.engine import Recorder, decode_ascii, model_info
+from tests.fixtures.engine import FakeDecoder, Recorder, model_info
 from tests.system.sim.disk import SimDisk
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
@@ -124,22 +125,21 @@ class SimServer:
         self.room = WaitingQueue(setup.waiting)
         self.scheduler = Scheduler(
             dataclasses.replace(
-                setup.limits, chunk_ends_at_last_block=self.desk.checkpoint_block_token_count
+                setup.limits,
+                chunk_ends_at_last_block=self.desk.checkpoint_block_token_count,
+                cuts_before_last_token=self.desk.cuts_before_last_token,
             ),
             self.room,
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            scheduler=self.scheduler,
+            prefix=self.desk,
+            scheduling=SchedulingParts(queue=self.room, scheduler=self.scheduler, guard=self.guard),
+            model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
+            tokenizer=FakeDecoder(),
             mailbox=self.mailbox,
             listener=self.recorder,
             clock=clock,
-            decode=decode_ascii,
-            decode_with_markers=decode_ascii,
-            model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
-            prefix=self.desk,
-            queue=self.room,
-            guard=self.guard,
         )
 
     @property

@@ -210,13 +210,13 @@ def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_twice(patch: pytest.MonkeyPatch) -> None:
-    real = requests.LiveRequests._end
+    real = requests.Requests._end
 
     def end(self, sequence, event):
         real(self, sequence, event)
-        self.tell(sequence, event)
+        self.emit(sequence, event)
 
-    patch.setattr(requests.LiveRequests, "_end", end)
+    patch.setattr(requests.Requests, "_end", end)
 
 
 def forget_the_tokens_of_a_stop(patch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.events import Failed, Finished
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
-from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.core.mailbox import Mailbox
+from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
 
-from tests.fixtures.engine import BOUND_S, FakeRunner, Recorder, decode_ascii, no_prefix, request
+from tests.fixtures.engine import BOUND_S, FakeDecoder, FakeRunner, Recorder, no_prefix, request
 
 LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
 
@@ -22,13 +23,12 @@ LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_toke
 def make(runner: FakeRunner, *, mailbox_limit: int = 100) -> tuple[Engine, Recorder]:
     recorder = Recorder()
     engine = Engine(
+        settings=EngineSettings(limits=LIMITS, waiting=WaitingLimits(request_limit=100)),
         runner=runner,
-        limits=LIMITS,
-        waiting=WaitingLimits(request_limit=100),
-        mailbox_limit=mailbox_limit,
+        tokenizer=FakeDecoder(),
+        mailbox=Mailbox(limit=mailbox_limit),
         listener=recorder,
         clock=SystemClock(),
-        decode=decode_ascii,
         make_prefix=lambda: no_prefix(SystemClock()),
     )
     return engine, recorder

@@ -11,6 +11,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message,
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, Reason
@@ -18,6 +19,7 @@ from icehouse_server.errors import EngineFailed, Reason
 from tests.fixtures.engine import (
     EOS,
     FakeClock,
+    FakeDecoder,
     FakeRunner,
     Recorder,
     decode_ascii,
@@ -43,6 +45,7 @@ class SteppedLoop:
     ) -> None:
         self.clock = FakeClock()
         self.runner = FakeRunner()
+        self.runner.clock = self.clock
         self.recorder = Recorder()
         self.mailbox: Mailbox[Message] = Mailbox(limit=100)
         self.queue = WaitingQueue(waiting or WaitingLimits(request_limit=waiting_limit))
@@ -61,16 +64,13 @@ class SteppedLoop:
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            scheduler=self.scheduler,
+            scheduling=SchedulingParts(queue=self.queue, scheduler=self.scheduler, guard=self.guard),
             mailbox=self.mailbox,
             listener=self.recorder,
             clock=self.clock,
-            decode=decode_ascii,
-            decode_with_markers=decode_ascii,
+            tokenizer=FakeDecoder(),
             model=model_info(context_token_limit=context_token_limit),
             prefix=self.prefix,
-            queue=self.queue,
-            guard=self.guard,
         )
 
     def submit(self, request_id: str, *args, **kwargs) -> None:
@@ -284,15 +284,20 @@ def totals(served: SteppedLoop) -> tuple[int, int, int]:
 
 def test_progress_is_told_once_a_full_chunk_however_small_the_pieces() -> None:
     served = SteppedLoop(prefill_chunk_s=1e-9)
+    chunks = served.runner.chunks
 
     def take_time() -> None:
-        _, token_count = served.runner.chunks[-1]
+        _, token_count = chunks[-1]
         served.clock.now += 0.01 * token_count
 
     served.runner.on_prefill = take_time
+    for name, token_count in (("one", 2), ("two", 3)):  # after these it is known that nothing is fixed
+        served.submit(name, range(1, 1 + token_count), max_output_tokens=1)
+        served.run()
+    chunks.clear()
     served.submit("a", range(1, 12), max_output_tokens=1)
     served.run()
-    assert [count for _, count in served.runner.chunks] == [4, 1, 1, 1, 1, 1, 1]
+    assert [count for _, count in chunks] == [1] * 10
     progress = [
         e.processed_token_count for e in served.recorder.events["a"] if isinstance(e, PrefillProgress)
     ]

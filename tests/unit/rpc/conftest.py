@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
+from icehouse_server.config import Config, ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import ServedModel
@@ -100,17 +100,18 @@ async def running(
     if grammars is _ITS_OWN:
         grammars = FakeGrammars()
     server = RpcServer(
-        config=ServerConfig(**{"port": 0, **settings}),
+        config=Config(
+            server=ServerConfig(**{"port": 0, "stuck_timeout_s": 30.0, **settings}),
+            connection=connection or ConnectionConfig(),
+            security=security or SecurityConfig(),
+            tenant=tenants or TenantConfig(),
+        ),
         engine=engine,
         router=router,
         clock=clock,
-        connection=connection,
-        security=security,
-        tenants=tenants,
         grammars=grammars,
-        draw_seed=lambda: SEED,
-        heartbeat_timeout_s=30.0,
         telemetry=telemetry,
+        draw_seed=lambda: SEED,
     )
     try:
         address = await server.start()

@@ -1,4 +1,4 @@
-"""What the cache commands say about a block: for programs and for people."""
+"""Block facts as the cache commands print them: for programs and for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's questions about the SSD tier: is there room, how is its directory, is it encrypted?"""
+"""Checks of the SSD tier: is there space, how is its directory, is it encrypted?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One answered question of `icehouse doctor`."""
+"""Check: one answered question of `icehouse doctor`."""
 
 from __future__ import annotations
 

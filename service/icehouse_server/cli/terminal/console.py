@@ -1,4 +1,4 @@
-"""What the commands print: results on standard output, everything else on standard error."""
+"""Console of every command: results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line per event on standard error: for people, or as JSON for machines.
+"""Logs: one line per event on standard error, for people, or as JSON for machines.
 
 Fields go in `extra=`; both formats show them, after the message.
 """

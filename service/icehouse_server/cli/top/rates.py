@@ -1,4 +1,4 @@
-"""What happened per second between two looks at a server."""
+"""Rates: what happened per second between two looks at a server."""
 
 from __future__ import annotations
 

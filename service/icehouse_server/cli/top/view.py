@@ -1,4 +1,4 @@
-"""One screen of `icehouse top`: what the server does now, where its tokens come from, what took long."""
+"""Screen of `icehouse top`: what the server does now, where its tokens come from, what took long."""
 
 from __future__ import annotations
 

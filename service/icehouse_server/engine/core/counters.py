@@ -1,4 +1,4 @@
-"""The engine's counters, kept by its loop and shown as a frozen snapshot."""
+"""Counters of the engine, kept by its loop and shown as a frozen snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sequence brings along when it joins decoding."""
+"""Decode row: what a sequence brings along when it begins to decode."""
 
 from __future__ import annotations
 

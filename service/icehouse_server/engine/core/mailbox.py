@@ -1,4 +1,4 @@
-"""The one door into the inference thread.
+"""Mailbox: the one way into the inference thread, and what may come through it.
 
 Any thread puts messages in; the inference thread alone takes them out, and waits here and
 nowhere else. New work is bounded by count; control messages (cancel, a query, a storage

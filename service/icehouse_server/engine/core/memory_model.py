@@ -1,4 +1,4 @@
-"""Estimates of what a request needs on the device, against what it may use.
+"""Memory model: what a request needs on the device, estimated, against what it may use.
 
 Pure arithmetic over the model's facts; the runner measures, this predicts. Sizes in bytes.
 """

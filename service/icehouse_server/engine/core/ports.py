@@ -1,4 +1,4 @@
-"""What the engine needs of others, as the engine sees it."""
+"""Ports of the engine: what it needs of a runner and of a listener."""
 
 from __future__ import annotations
 
@@ -113,11 +113,27 @@ class Runner(Protocol):
         ...
 
 
+class Decoder(Protocol):
+    """The tokenizer, as the inference thread needs it: from tokens back to text."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text without special tokens."""
+        ...
+
+    def decode_with_markers(self, token_ids: Sequence[int]) -> str:
+        """Return the text with the special tokens that set off a reply's parts."""
+        ...
+
+
 class Listener(Protocol):
     """Who hears of the engine. Called on the inference thread; must not block."""
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         """Take the events of one step, in order."""
+        ...
+
+    def model_loaded(self, info: ModelInfo) -> None:
+        """Hear what was loaded, once, just before READY."""
         ...
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:

@@ -1,4 +1,4 @@
-"""What callers are told when their request ends otherwise than by its own output."""
+"""Refusals: what callers hear when their request ends otherwise than by its own output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request while it lives in the engine (inference thread)."""
+"""Sequence: one request while it lives in the engine (inference thread)."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class Sequence:
 
     @property
     def prefill_target(self) -> int:
-        """Input tokens whose KV is kept for others: a prompt that is asked again runs its last one anew, since
-        the next token is drawn from it."""
+        """Input tokens whose KV is kept for others: a prompt that is asked again runs its last one anew,
+        since the next token is drawn from it."""
         return len(self.input_token_ids) - (1 if self.request.pooling is None else 0)
 
     @property

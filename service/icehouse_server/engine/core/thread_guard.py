@@ -1,4 +1,4 @@
-"""The thread that may touch MLX: claimed once, checked at every door of the runner."""
+"""Thread guard: the thread that may touch MLX is claimed once and checked at every call of the runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""service/icehouse_server/engine/kv_cache/batching.py."""
+"""Batch forms of mlx-lm's caches: made, merged, extended, extracted (inference thread)."""
 
 from __future__ import annotations
 

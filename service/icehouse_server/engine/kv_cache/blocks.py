@@ -1,4 +1,4 @@
-"""The regions of blocks, cut out of the caches on the device and put back (inference thread)."""
+"""Blocks of live caches: their regions cut out on the device and put back (inference thread)."""
 
 from __future__ import annotations
 

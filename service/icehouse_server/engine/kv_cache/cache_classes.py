@@ -1,4 +1,4 @@
-"""What one live cache holds: which tokens lie where in its K/V arrays, for one row of it.
+"""Cache classes: which tokens lie where in a live cache's K/V arrays, for one row of it.
 
 Knows the storage order of mlx-lm 0.32's cache classes and of their batch forms
 (`mlx_lm/models/cache.py`): linear, in place with spare room, or as a ring. Inference thread only.

@@ -1,4 +1,4 @@
-"""How one model's caches are cut into the regions of blocks and put back, exact class by exact class.
+"""Cache layout: how one model's caches are cut into regions of blocks and put back, class by class.
 
 Each layer's cache, or each part of a CacheList, is one of three things: K/V of unlimited context,
 cut at any token (kv); K/V of a sliding window, cut at any token still inside it (window); or a

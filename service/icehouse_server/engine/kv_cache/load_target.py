@@ -1,4 +1,4 @@
-"""K/V arrays of full length that readers fill: what is read from SSD is the cache, without a copy.
+"""Load target: K/V arrays of full length that readers fill, so that what is read is the cache.
 
 An evaluated mx.array is host memory too, and writing through a view of it is writing the array
 (MLX's manual, "Conversion to NumPy and Other Frameworks"). So the inference thread makes the

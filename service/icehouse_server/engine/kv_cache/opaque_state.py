@@ -1,4 +1,4 @@
-"""Caches that cannot be cut by tokens, kept whole: ArraysCache, and unknown classes by their state.
+"""Opaque state: caches that cannot be cut by tokens, kept whole (ArraysCache, and unknown classes).
 
 An unknown class is trusted only as far as it can be proved: its state must hold arrays and plain
 scalars, a copy made by `from_state` must equal the live cache in every attribute, and it must not

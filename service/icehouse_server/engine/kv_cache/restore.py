@@ -1,4 +1,4 @@
-"""Putting caches back together from regions, one part per step, in the exact class the model made.
+"""Restore: caches put back together from regions, a part a step, in the class the model made.
 
 The result continues as an uninterrupted cache would, bit for bit: K/V layers get one array with
 room for what comes, windows get their last tokens in temporal order (which is what a prefill

@@ -1,4 +1,4 @@
-"""service/icehouse_server/engine/kv_cache/rewind.py."""
+"""Rewind: tokens taken back out of caches, full sliding windows included (inference thread)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix cache as the engine's loop uses it: plan a prompt, keep what is computed, spill, follow the SSD.
+"""Prefix cache as the engine's loop uses it: plan a prompt, keep what is computed, spill, follow the SSD.
 
 Inference thread only. A block is captured when its last token has been computed, in prefill and
 in decode alike, so that a cancelled request leaves its blocks behind and no step pays for many.

@@ -1,4 +1,4 @@
-"""Questions and orders to the prefix cache from outside a request: explain, pin, evict, verify, count.
+"""Commands of the prefix cache: explain, pin, evict, verify, count; from outside a request.
 
 Inference thread only. What needs the storage thread is answered when its outcome comes.
 """

@@ -1,4 +1,4 @@
-"""The prefix cache's desk in the engine's loop: prompts in, blocks from SSD back, caches rebuilt.
+"""Cache controller in the engine's loop: prompts in, blocks from SSD back, caches rebuilt.
 
 Inference thread only. Every way a restore can fail ends in planning again without the block that
 failed, and in the end in prefilling: damage is a miss, never a caller's error.
@@ -148,8 +148,8 @@ class CacheController:
         return restore is not None and bool(restore.plan.to_load) and restore.loaded is None
 
     def continue_restore(self, sequence: Sequence, *, beside_decode: bool, budget_s: float) -> Phase:
-        """Rebuild caches for about `budget_s`: RESTORING when more is left, LOADING when blocks must come from
-        SSD first, PREFILLING when the caches are open, WAITING when the blocks turned out unusable and
+        """Rebuild caches for about `budget_s`: RESTORING when more is left, LOADING when blocks must come
+        from SSD first, PREFILLING when the caches are open, WAITING when the blocks turned out unusable and
         the prompt is to be planned again."""
         restore = self._restores.get(sequence.sequence_id)
         if restore is None or restore.is_to_plan:

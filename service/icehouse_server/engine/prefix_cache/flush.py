@@ -1,4 +1,4 @@
-"""The last thing a drained engine does: bring what RAM holds to SSD, under a deadline (inference thread)."""
+"""Flush: the last thing a drained engine does, RAM's blocks to SSD under a deadline (inference thread)."""
 
 from __future__ import annotations
 

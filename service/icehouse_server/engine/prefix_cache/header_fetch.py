@@ -1,4 +1,4 @@
-"""Getting to know blocks that only the SSD knows whole, so that a prompt may match inside one.
+"""Header fetches: token ids of blocks that only the SSD knows whole, so that a prompt may match inside one.
 
 After a restart the index has every block's name but not its tokens. Before a prompt is planned, the
 headers of the few blocks that may begin like its rest are read, each once per process. Inference

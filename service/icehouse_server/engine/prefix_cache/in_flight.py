@@ -1,4 +1,4 @@
-"""Blocks that a running prefill will complete, so that others wait for them instead of computing them too.
+"""In-flight prefixes: blocks that a running prefill will complete, so that others wait instead of computing.
 
 Inference thread only. A prefill promises every full block of its input that is still to come, and the
 tail at its end. A request whose own prompt goes through such a block follows: it waits until the last

@@ -1,4 +1,4 @@
-"""From a match to a plan: which regions come from RAM, what is loaded from SSD, and is it worth it.
+"""Planner: from a match to a plan, which regions come from RAM, what is loaded from SSD, is it worth it.
 
 Pure functions over the index, for the inference thread and for `Explain`.
 """

@@ -1,4 +1,4 @@
-"""One prompt's way from plan to caches: what it is made from, and how often it was tried.
+"""Restore of one prompt, from plan to caches: what it is made from, and how often it was tried.
 
 Blocks that came from SSD on their way back into RAM, where the next request will look first.
 

@@ -1,4 +1,4 @@
-"""Draft tokens from a small model of the same vocabulary (inference thread).
+"""Draft model: draft tokens from a small model of the same vocabulary (inference thread).
 
 Speculative decoding (Leviathan 2022; Chen 2023) with the draft model's likeliest tokens. A sequence's draft
 caches are behind it at first: they catch up by one bounded chunk a step, beside its plain decoding.

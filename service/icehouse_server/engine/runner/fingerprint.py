@@ -1,4 +1,4 @@
-"""The fingerprint of a served model: SHA-256 over everything its KV depends on, cheap at every start.
+"""Fingerprint of a served model: SHA-256 over everything its KV depends on, cheap at every start.
 
 Weights are sampled, not read: per shard its size, its safetensors header, every small tensor whole
 and a piece out of the middle of every other. Requantizing, fine-tuning or fusing an adapter in

@@ -1,4 +1,4 @@
-"""The lanes in which sequences decode (inference thread).
+"""Lanes in which sequences decode (inference thread).
 
 Sequences of one adapter whose cache classes batch share lanes of at most `row_limit` rows; each of the
 others, and each that speculates, decodes in a lane of its own beside them. A sequence whose guesses come

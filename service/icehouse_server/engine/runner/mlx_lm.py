@@ -1,4 +1,4 @@
-"""Everything taken from mlx-lm's non-public corners, in one place, with a contract test.
+"""Adapter to mlx-lm: everything taken from its non-public corners, with a contract test.
 
 mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
 `tests/unit/engine/kv_cache/test_batching.py` fails when that moves.

@@ -1,4 +1,4 @@
-"""From a model folder to a loaded model and the facts about it (inference thread).
+"""Model loader: from a folder to a loaded model and the facts about it (inference thread).
 
 Every way a folder can be wrong ends in one ModelError that says what to do.
 """

@@ -1,4 +1,4 @@
-"""Draft tokens by looking up what followed the last tokens before (inference thread).
+"""Prompt lookup: draft tokens by what followed the last tokens before (inference thread).
 
 Prompt lookup decoding (A. Saxena, 2023): texts that quote their prompt, such as edits, extracts and
 code, repeat long runs of it. A look is a few passes over an array of token ids: 30,000 tokens take

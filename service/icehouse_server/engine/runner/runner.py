@@ -1,4 +1,4 @@
-"""The model on the device: caches of open sequences, prefill, decoding (inference thread)."""
+"""Model runner: caches of open sequences, prefill, decoding on the device (inference thread)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lane of one row that guesses ahead and verifies its guesses in one pass (inference thread).
+"""Speculative lane: a row that guesses ahead and verifies its guesses in one pass (inference thread).
 
 Each step feeds the last token and the drafts behind it, and draws every position exactly as plain
 decoding would: from its own logits, with the key of its own place. Drafts count while they equal

@@ -1,4 +1,4 @@
-"""Tokens that one row may not draw next: ends that come too early, last tokens of banned sequences."""
+"""Bad words: tokens that one row may not draw next, ends that come too early among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sequence's sampling state while it decodes (inference thread)."""
+"""Sampling row: one sequence's sampling state while it decodes (inference thread)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing the next token of every row of a batch at once (inference thread).
+"""Sampler: the next token of every row at once (inference thread).
 
 Each row has its own parameters and its own random key, derived from (seed, number of tokens
 drawn so far) and from nothing else: a seed gives the same draws at any batch size and place.

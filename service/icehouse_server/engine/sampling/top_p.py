@@ -1,4 +1,4 @@
-"""The lowest logit that top_p and top_k keep, found without ranking the whole vocabulary where that can be
+"""Top-p and top-k: the lowest logit they keep, found without ranking the whole vocabulary where that can be
 helped (inference thread).
 
 What is kept is the beginning of the falling ranking, and hardly ever more than the first few thousand tokens

@@ -1,4 +1,4 @@
-"""Who may wait, who may start, and who is told no, early and in numbers (inference thread)."""
+"""Admission control: who may wait, who may start, who is refused, early and in numbers (inference thread)."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class PassRoom:
     def _cut(self, count: int, left: float) -> int:
         """Return the tokens of a chunk that cannot have all `count`."""
         if self._alone and self._size is self._rows:
-            # Pieces of that length or longer, all alike: a short one at the end would pay the fixed part again.
+            # Pieces of that length or longer, all alike: a short last one would pay the fixed part again.
             piece_count = max(1, int(count / max(1.0, left) + _PIECE_ROUNDING))
             if count / piece_count > _PIECE_EXCESS * max(1.0, left):
                 piece_count += 1

@@ -1,4 +1,4 @@
-"""The waiting room: bounded in requests and tokens, ordered by priority and age (inference thread).
+"""Waiting queue: bounded in requests and tokens, ordered by priority and age (inference thread).
 
 A request's rank is its priority plus one for every `aging_s` it has waited, so that urgent work
 goes first and nothing starves. Requests of a tenant that has its share running are passed over.
@@ -63,8 +63,8 @@ class WaitingQueue:
             self._token_count -= len(sequence.input_token_ids)
 
     def ranked(self, now: float) -> Iterator[Sequence]:
-        """Yield who may run, the first in rank first, taking nobody out; a tenant's share is looked at as each
-        one comes up."""
+        """Yield who may run, the first in rank first, taking nobody out; a tenant's share is looked at as
+        each one comes up."""
         limit = self.limits.tenant_running_limit
         for sequence in sorted(self._sequences.values(), key=lambda s: (-self._rank(s, now), s.sequence_id)):
             if not limit or self._running[sequence.request.tenant] < limit:

@@ -1,4 +1,4 @@
-"""From a call's credentials to its caller.
+"""Authentication: from a call's credentials to its caller.
 
 Where there is a token file every call needs a token, and the token alone says who calls: a client
 certificate may then belong to a proxy. Without one the client certificate says it: its first URI name

@@ -1,4 +1,4 @@
-"""Who calls: proved by a certificate or a token, never by what the request says.
+"""Caller: proved by a certificate or a token, never by what the request says.
 
 How a caller reached the server, from gRPC's name for the other end.
 """

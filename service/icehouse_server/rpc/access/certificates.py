@@ -1,4 +1,4 @@
-"""The server's certificate, read again when its files change, without a restart.
+"""Certificates of the server, read again when their files change, without a restart.
 
 gRPC asks for the certificate before each handshake. Running connections keep the one they began with,
 so no call notices a change. A new pair is checked before it is used: files are often replaced one by

@@ -1,4 +1,4 @@
-"""Certificates and tokens together: read at start, looked at again at an interval, used by the door."""
+"""Credentials: certificates and tokens, read at start, looked at again at an interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each tenant's account: what it runs, what it used, and when it has had its share.
+"""Tenant accounts: what each runs, what it used, and when it has had its share.
 
 Counted at the edge, where every request begins and ends, so that the inference thread keeps nothing
 but the running share. Bounded: names that callers make up push out the ones that are idle longest.

@@ -1,4 +1,4 @@
-"""One line per ended call: who asked what, how it ended, where the time went. Never prompt or output."""
+"""Access log: one line per ended call, who, how it ended, where the time went. Never prompt or output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every call shares: admission by number, the deadline, errors to statuses, and being seen out."""
+"""Calls: what each shares with all, admission by number, the deadline, errors to statuses, draining."""
 
 from __future__ import annotations
 

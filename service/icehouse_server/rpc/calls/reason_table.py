@@ -1,4 +1,4 @@
-"""Every reason with its status code and what a client does about it: the source of docs/errors.md."""
+"""Reason table: every reason with its status code and what a client does about it; makes docs/errors.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slowest of the last requests, for `icehouse top`: their names and where their time went."""
+"""Slow requests: the slowest of the last ones, for `icehouse top`, and where their time went."""
 
 from __future__ import annotations
 

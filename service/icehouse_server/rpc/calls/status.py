@@ -1,4 +1,4 @@
-"""IcehouseError to gRPC status with google.rpc details: the one place where codes are chosen."""
+"""Status: IcehouseError to gRPC status with google.rpc details; the one place where codes are chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who watches calls: the seams that metrics, traces and balancers fill. Event loop only; none may block.
+"""Watchers of calls: the seams that metrics, traces and balancers fill. Event loop only; none may block.
 
 What the edge needs of telemetry, given to it by whoever composes the house.
 """

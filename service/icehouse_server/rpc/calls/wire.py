@@ -1,4 +1,4 @@
-"""Watches every call of every service from the outside: method, status, duration, bytes.
+"""Wire watcher of every call from the outside: method, status, duration, bytes.
 
 The outermost interceptor, so that what others refuse is seen too, as are health and reflection. A name
 that no service has is told as "other", so that nobody can fill the metrics with names of their own.

@@ -1,4 +1,4 @@
-"""The command line's own client: wait for a server, stream one continuation. Blocking.
+"""Client of the command line: wait for a server, stream one continuation. Blocking.
 
 Programs use the package in clients/python; this one exists so that `icehouse generate` and
 `icehouse demo` need nothing beside the server's own distribution.

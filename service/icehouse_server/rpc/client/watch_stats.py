@@ -1,4 +1,4 @@
-"""The command line's own look at a server's counters, over CacheService.WatchStats. Blocking."""
+"""Stats client of the command line, over CacheService.WatchStats. Blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of one request between the engine and its reader. Owned by the event loop.
+"""Outbox: events of one request between the engine and its reader. Owned by the event loop.
 
 Bounded twice: above `event_limit` waiting events deltas are merged, so that what waits is
 hardly more than the output's own text; above `byte_limit` the reader counts as stalled, what

@@ -1,4 +1,4 @@
-"""What this room needs from the rooms below it."""
+"""Ports of the event loop: what it needs from the rooms below it."""
 
 from __future__ import annotations
 

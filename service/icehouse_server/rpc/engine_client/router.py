@@ -1,4 +1,4 @@
-"""The door from the inference thread to the event loop, and what the loop knows of the engine.
+"""Router: from the inference thread to the event loop, and what the loop knows of the engine.
 
 `publish`, `state_changed` and `model_loaded` are for the other threads; each costs one
 wake-up of the loop whatever it carries. Everything else belongs to the event loop.

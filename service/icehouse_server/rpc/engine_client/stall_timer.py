@@ -1,4 +1,4 @@
-"""The clock on a reader: how long the connection may refuse to take a message."""
+"""Stall timer of a reader: how long the connection may refuse to take a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs on their way to the wire: the engine's events as messages, their text told apart.
+"""Reply messages: the engine's events on their way to the wire, text apart from reasoning and tool calls.
 
 Names for the tool calls of an output that its model's format does not name.
 """

@@ -1,4 +1,4 @@
-"""The response format of a request to domain data. Pure functions; `GrammarCompilers` compiles it."""
+"""Response format, from message to domain data. Pure functions; `GrammarCompilers` compiles it."""
 
 from __future__ import annotations
 

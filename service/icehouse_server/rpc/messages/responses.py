@@ -1,4 +1,4 @@
-"""Domain data to response messages of generation and models. Pure functions."""
+"""Responses: domain data to response messages of generation and models. Pure functions."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def sampling_of(
     )
 
 
-def check_bad_words(words: Sequence[str]) -> None:
-    """Refuse too many words, and empty or long ones."""
+def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words that the output must not have; refuses too many, and empty or long ones."""
     if len(words) > BAD_WORD_COUNT_LIMIT:
         refuse_value("sampling.bad_words", f"{len(words)} texts", f"at most {BAD_WORD_COUNT_LIMIT} texts")
     for index, word in enumerate(words):
@@ -69,6 +69,7 @@ def check_bad_words(words: Sequence[str]) -> None:
                 f"{size_bytes} bytes",
                 f"1 to {BAD_WORD_BYTE_LIMIT} bytes long in UTF-8",
             )
+    return tuple(words)
 
 
 def spellings(words: Sequence[str], tokenizer: TokenizerPort) -> tuple[tuple[int, ...], ...]:

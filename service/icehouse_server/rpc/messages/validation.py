@@ -1,4 +1,4 @@
-"""Request messages to domain data. Every refusal is an InvalidRequest that names its field.
+"""Validation: request messages to domain data. Every refusal is an InvalidRequest that names its field.
 
 Pure functions; tokenization and the checks that need its result are in `prompts`.
 

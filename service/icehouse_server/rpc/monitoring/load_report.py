@@ -1,4 +1,4 @@
-"""The ORCA load report: how busy this server is, in a trailer that balancers read (gRPC proposal A51)."""
+"""Load report (ORCA): how busy this server is, in a trailer that balancers read (gRPC proposal A51)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts together who watches the calls of one server, and runs the sampler while it serves."""
+"""Observation: who watches the calls of one server, and the stats poller while it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks the engine for its counters at an interval, so that metrics and load reports never ask themselves."""
+"""Stats poller: asks the engine at an interval, so that metrics and load reports never ask themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters from the inference thread, for CacheStats and WatchStats."""
+"""Stats reader: counters from the inference thread, for CacheStats and WatchStats."""
 
 from __future__ import annotations
 

@@ -25,16 +25,16 @@ from icehouse_server.domain.cache_commands import (
 )
 from icehouse_server.domain.events import Finished
 from icehouse_server.domain.ids import AdapterName, CacheScope
-from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.domain.request import CacheUse
 from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
-from icehouse_server.rpc.calls.calls import Call, Calls, Context
+from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import EnginePort
-from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
 from icehouse_server.rpc.messages.stats import evict_response, explain_response, verify_response
 from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
-from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.services.parts import ServiceParts
+from icehouse_server.rpc.services.prompts import Unread, prompt_of
 
 Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport)
 
@@ -54,19 +54,11 @@ def scope_of(request: _Scoped, call: Call) -> CacheScope:
 class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     """Turns calls into the cache's orders and their answers into responses."""
 
-    def __init__(
-        self,
-        *,
-        calls: Calls,
-        engine: EnginePort,
-        generation: Generation,
-        router: Router,
-        stats: StatsReader,
-    ) -> None:
-        self._calls = calls
+    def __init__(self, parts: ServiceParts, *, engine: EnginePort, stats: StatsReader) -> None:
+        self._calls = parts.calls
+        self._generation = parts.generation
+        self._router = parts.router
         self._engine = engine
-        self._generation = generation
-        self._router = router
         self._stats = stats
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
@@ -75,26 +67,19 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             scope = scope_of(request, call)
             shared = self._generation.shared_tenant_of(request.cache, call)
             shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
-            _, prompt = await self._generation.read_prompt(
-                request,
-                request.WhichOneof("prompt"),
-                model_id=request.model,
-                adapter=request.adapter,
-                call=call,
-            )
-            explanation = await self._order(Explain(prompt.token_ids, scope, shared_scope), Explanation)
-            return explain_response(explanation, prompt_token_count=len(prompt.token_ids))
+            token_ids = await self._generation.read_prompt(request, request.WhichOneof("prompt"), call=call)
+            explanation = await self._order(Explain(token_ids, scope, shared_scope), Explanation)
+            return explain_response(explanation, prompt_token_count=len(token_ids))
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
         """Run the prompt without output."""
         async with self._calls.call("Warm", context) as call:
-            prepared = await self._generation.prepare(
-                request,
-                request.WhichOneof("prompt"),
-                call=call,
-                max_output_tokens=0,
-                sampling=SamplingParams(),
-            )
+            model = self._router.require_model()
+            whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
+            if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
+                refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
+            prompt = prompt_of(request, request.WhichOneof("prompt"), model.info)
+            prepared = await self._generation.prepare(Unread(model, whole, prompt), call=call)
             async with self._generation.run(prepared.requests, call=call) as events:
                 async for _, event in events:
                     if isinstance(event, Finished):
@@ -128,14 +113,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         call: Call,
     ) -> PinReport:
         scope = scope_of(request, call)
-        _, prompt = await self._generation.read_prompt(
-            request,
-            request.WhichOneof("prompt"),
-            model_id=request.model,
-            adapter=request.adapter,
-            call=call,
-        )
-        return await self._order(order(prompt.token_ids, scope), PinReport)
+        token_ids = await self._generation.read_prompt(request, request.WhichOneof("prompt"), call=call)
+        return await self._order(order(token_ids, scope), PinReport)
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""
@@ -154,10 +133,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 call.caller.require_operator("evicting everything")
                 check_model(request.model, self._router.require_model().info)
                 return evict_response(await self._order(Evict(None), EvictReport))
-            _, prompt = await self._generation.read_prompt(
-                request, kind, model_id=request.model, adapter=request.adapter, call=call
-            )
-            return evict_response(await self._order(Evict(prompt.token_ids, scope), EvictReport))
+            token_ids = await self._generation.read_prompt(request, kind, call=call)
+            return evict_response(await self._order(Evict(token_ids, scope), EvictReport))
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from icehouse.v1 import cache_policy_pb2, embedding_service_pb2_grpc
 from icehouse.v1 import embedding_service_pb2 as messages
 
-from icehouse_server.config import ServerConfig
 from icehouse_server.domain.events import Finished
-from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import CacheUse, GenerationRequest, Pooling, Vector, finished
-from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.errors import CannotFit, InvalidRequest, Reason
-from icehouse_server.rpc.calls.calls import Call, Calls, Context
+from icehouse_server.domain.request import Pooling, Vector, finished
+from icehouse_server.errors import CannotFit, Reason
+from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import ServedModel
-from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.responses import duration_proto
-from icehouse_server.rpc.messages.validation import (
-    check_adapter,
-    check_model,
-    priority_of,
-    refuse_value,
-    request_id_of,
-    tenant_of,
-)
-from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.messages.validation import refuse_value
+from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import PromptReader, input_of
+from icehouse_server.rpc.services.prompts import input_of, names_item
 
 _POOLINGS = {
     messages.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
@@ -35,30 +26,27 @@ _POOLINGS = {
 }
 
 
+_NO_CACHE = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
+"""A vector needs every token's hidden state, or comes of a text that nobody continues."""
+
+
 class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
     """Each input runs through the engine like a prompt that wants no output."""
 
-    def __init__(
-        self,
-        *,
-        config: ServerConfig,
-        calls: Calls,
-        generation: Generation,
-        router: Router,
-        prompts: PromptReader,
-    ) -> None:
-        self._config = config
-        self._calls = calls
-        self._generation = generation
-        self._router = router
-        self._prompts = prompts
+    def __init__(self, parts: ServiceParts) -> None:
+        self._config = parts.config
+        self._calls = parts.calls
+        self._generation = parts.generation
+        self._router = parts.router
+        self._prompts = parts.prompts
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         """Answer with a vector for each input."""
         async with self._calls.call("Embed", context) as call:
             model = self._router.require_model()
+            whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
             dimension_count = self._check(request, model.info)
-            whole = self._whole_request(request, call)
+            whole = dataclasses.replace(whole, pooling=_POOLINGS[request.pooling])
             inputs = await self._read(request, model, call)
             order, requests = requests_together(whole, inputs)
             vectors: dict[int, Vector] = {}
@@ -89,8 +77,6 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
 
     def _check(self, request: messages.EmbedRequest, info: ModelInfo) -> int:
         """Refuse what needs no tokenizer to be refused; return the dimensions to keep."""
-        check_model(request.model, info)
-        check_adapter(request.adapter, info)
         if not info.embedding_size:
             raise CannotFit(
                 Reason.EMBEDDING_UNSUPPORTED,
@@ -106,42 +92,14 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
             refuse_value("dimensions", request.dimensions, f"1 to {info.embedding_size}, or absent")
         return request.dimensions or info.embedding_size
 
-    def _whole_request(self, request: messages.EmbedRequest, call: Call) -> GenerationRequest:
-        """Return what the engine's requests have in common."""
-        call.request_id = request_id_of(request.request_id, generated=call.request_id)
-        call.tenant = tenant_of(cache_policy_pb2.CachePolicy(), call.caller)
-        return GenerationRequest(
-            request_id=RequestId(call.request_id),
-            prompt_token_ids=(),
-            max_output_tokens=0,
-            sampling=SamplingParams(),
-            stop=(),
-            arrival_time=call.arrival_time,
-            deadline_time=call.deadline_time,
-            # A vector needs every token's hidden state, or comes of a text that nobody continues.
-            cache_use=CacheUse.OFF,
-            tenant=call.tenant,
-            adapter=AdapterName(request.adapter),
-            priority=priority_of(request.priority),
-            pooling=_POOLINGS[request.pooling],
-        )
-
     async def _read(
         self, request: messages.EmbedRequest, model: ServedModel, call: Call
     ) -> list[tuple[int, ...]]:
         """Return the tokens of every input; raises InvalidRequest that names the one at fault."""
-        call.model_id = model.info.model_id
         inputs: list[tuple[int, ...]] = []
         for index, message in enumerate(request.inputs):
-            try:
+            with names_item(f"inputs[{index}]"):
                 prompt = input_of(message, message.WhichOneof("input"), model.info)
                 inputs.append((await self._prompts.read(prompt, model)).token_ids)
-            except InvalidRequest as error:
-                raise InvalidRequest(
-                    error.reason,
-                    f"inputs[{index}]: {error.message}",
-                    field=f"inputs[{index}].{error.field}",
-                    metadata=error.metadata,
-                ) from error
         call.prompt_token_count = sum(map(len, inputs))
         return inputs

@@ -1,55 +1,36 @@
-"""One request from the wire to its last event: read, submit, hand out events, and never leave it running."""
+"""Generation: one request from the wire to its last event; read, submitted, told, never left running."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Protocol
 
-from icehouse.v1 import cache_policy_pb2, tool_pb2
+from icehouse.v1 import cache_policy_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.events import Event, Failed
-from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
-from icehouse_server.domain.request import CacheUse, GenerationRequest, LogprobsWanted, Speculation
-from icehouse_server.domain.response_format import ResponseFormat
-from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.domain.ids import RequestId, Tenant
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.calls import Call
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.messages.sampling import check_bad_words, spellings
-from icehouse_server.rpc.messages.validation import (
-    cache_use_of,
-    check_adapter,
-    check_model,
-    priority_of,
-    refuse_value,
-    request_id_of,
-    shared_tenant_of,
-    tenant_of,
-)
+from icehouse_server.rpc.messages.request import RunMessage, request_of
+from icehouse_server.rpc.messages.sampling import spellings
+from icehouse_server.rpc.messages.validation import check_adapter, check_model, shared_tenant_of
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.prepared import Prepared
-from icehouse_server.rpc.services.prompts import PromptMessage, PromptReader, ReadPrompt, prompt_of
-
-
-class RunMessage(PromptMessage, Protocol):
-    """A request message that makes the engine run."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def adapter(self) -> str: ...
-    @property
-    def cache(self) -> cache_policy_pb2.CachePolicy: ...
-    @property
-    def priority(self) -> int: ...
+from icehouse_server.rpc.services.prompts import (
+    Prompt,
+    PromptMessage,
+    PromptReader,
+    ReadPrompt,
+    Unread,
+    prompt_of,
+)
 
 
 class Generation:
@@ -64,7 +45,6 @@ class Generation:
         prompts: PromptReader,
         grammars: GrammarCompilers,
         tenants: Tenants,
-        draw_seed: Callable[[], int],
         clock: Clock,
     ) -> None:
         self._clock = clock
@@ -74,91 +54,57 @@ class Generation:
         self._prompts = prompts
         self._grammars = grammars
         self._tenants = tenants
-        self._draw_seed = draw_seed
 
-    def draw_seed(self) -> int:
-        """Return a seed for a request that names none, 0 to 2**64 - 1."""
-        return self._draw_seed()
-
-    async def prepare(
+    def request_of(
         self,
         message: RunMessage,
-        kind: str | None,
         *,
+        policy: cache_policy_pb2.CachePolicy,
+        model: ServedModel,
         call: Call,
-        max_output_tokens: int,
-        sampling: SamplingParams,
-        bad_words: Sequence[str] = (),
-        stop: tuple[str, ...] = (),
-        tool_choice: tool_pb2.ToolChoice | None = None,
-        form: ResponseFormat | None = None,
-        logprobs: LogprobsWanted | None = None,
-        speculation: Speculation | None = None,
-        completion_count: int = 1,
-    ) -> Prepared:
-        """Return the served model and the engine's request; raises what refuses it.
-
-        `kind` is the prompt's set field. What needs no tokenizer is refused first: it costs nothing.
-        """
-        request_id = request_id_of(message.request_id, generated=call.request_id)
-        call.request_id = request_id
-        cache_use = cache_use_of(message.cache)
-        if max_output_tokens == 0 and cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
-            refuse_value("cache.use", cache_use.name, "one that writes, for a warm-up")
-        tenant = call.tenant = tenant_of(message.cache, call.caller)
-        shared_tenant = self.shared_tenant_of(message.cache, call)
-        priority = priority_of(message.priority)
-        check_bad_words(bad_words)
-        model, prompt = await self.read_prompt(
-            message, kind, model_id=message.model, adapter=message.adapter, call=call, tool_choice=tool_choice
-        )
-        if bad_words:
-            banned = await self._prompts.run(lambda: spellings(bad_words, model.tokenizer))
-            sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
-        request = GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            max_output_tokens=max_output_tokens,
-            sampling=sampling,
-            stop=stop,
-            arrival_time=call.arrival_time,
-            deadline_time=call.deadline_time,
-            cache_use=cache_use,
-            tenant=tenant,
-            adapter=AdapterName(message.adapter),
-            shared_tenant=shared_tenant,
-            priority=priority,
-            grammar=await self._grammars.compile(form) if form is not None else None,
-            logprobs=logprobs,
-            speculation=speculation,
-            shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
-        )
-        return Prepared(model, request, prompt.chat, completion_count)
+    ) -> GenerationRequest:
+        """Return the engine's request as far as all messages are alike; raises what refuses it."""
+        grants = self._tenants.limits.shared_prefix_grants
+        return request_of(message, policy=policy, info=model.info, call=call, shared_prefix_grants=grants)
 
     def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: Call) -> Tenant | None:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
-    async def read_prompt(
-        self,
-        message: PromptMessage,
-        kind: str | None,
-        *,
-        model_id: str,
-        adapter: str,
-        call: Call,
-        tool_choice: tool_pb2.ToolChoice | None = None,
-    ) -> tuple[ServedModel, ReadPrompt]:
-        """Return the served model and the prompt's tokens; raises what refuses them."""
+    async def prepare(self, unread: Unread, *, call: Call) -> Prepared:
+        """Return what the engine is asked, with all that takes the tokenizer; raises what refuses it."""
+        model, request = unread.model, unread.request
+        prompt = await self._read(unread.prompt, model, call)
+        sampling = request.sampling
+        if unread.bad_words:
+            banned = await self._prompts.run(lambda: spellings(unread.bad_words, model.tokenizer))
+            sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
+        request = dataclasses.replace(
+            request,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            grammar=await self._grammars.compile(unread.form) if unread.form is not None else None,
+            shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
+        )
+        return Prepared(model, request, prompt.chat, unread.completion_count)
+
+    async def read_prompt(self, message: PromptMessage, kind: str | None, *, call: Call) -> tuple[int, ...]:
+        """Return the tokens of a prompt that the engine does not run; raises what refuses them.
+
+        `kind` is the prompt's set field.
+        """
         model = self._router.require_model()
-        check_model(model_id, model.info)
-        check_adapter(adapter, model.info)
+        check_model(message.model, model.info)
+        check_adapter(message.adapter, model.info)
         call.model_id = model.info.model_id
+        return (await self._read(prompt_of(message, kind, model.info), model, call)).token_ids
+
+    async def _read(self, prompt: Prompt, model: ServedModel, call: Call) -> ReadPrompt:
         began = self._clock.monotonic()
-        prompt = await self._prompts.read(prompt_of(message, kind, model.info, tool_choice), model)
+        read = await self._prompts.read(prompt, model)
         call.tokenize_s = self._clock.monotonic() - began
-        call.prompt_token_count = len(prompt.token_ids)
-        return model, prompt
+        call.prompt_token_count = len(read.token_ids)
+        return read
 
     @contextlib.asynccontextmanager
     async def run(

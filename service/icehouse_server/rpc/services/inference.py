@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 
-from icehouse_server.config import ServerConfig
 from icehouse_server.domain.events import CacheReport, Finished
-from icehouse_server.rpc.calls.calls import Call, Calls, Context
-from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.response_format import response_format_of
 from icehouse_server.rpc.messages.responses import cache_report_proto
-from icehouse_server.rpc.messages.sampling import sampling_of
+from icehouse_server.rpc.messages.sampling import bad_words_of, sampling_of
 from icehouse_server.rpc.messages.speculation import speculation_of
 from icehouse_server.rpc.messages.validation import (
     check_model,
@@ -22,30 +22,22 @@ from icehouse_server.rpc.messages.validation import (
     stop_of,
 )
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
-from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
-from icehouse_server.rpc.services.prompts import PromptReader, text_prompt_of
+from icehouse_server.rpc.services.prompts import Unread, prompt_of, text_prompt_of
 from icehouse_server.rpc.services.reply_sum import ReplySum
 
 
 class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     """Thin: each method reads the request, asks below, and writes the answer."""
 
-    def __init__(
-        self,
-        *,
-        config: ServerConfig,
-        calls: Calls,
-        generation: Generation,
-        router: Router,
-        prompts: PromptReader,
-        stats: StatsReader,
-    ) -> None:
-        self._config = config
-        self._calls = calls
-        self._generation = generation
-        self._router = router
-        self._prompts = prompts
+    def __init__(self, parts: ServiceParts, *, stats: StatsReader) -> None:
+        self._config = parts.config
+        self._calls = parts.calls
+        self._generation = parts.generation
+        self._router = parts.router
+        self._prompts = parts.prompts
+        self._draw_seed = parts.draw_seed
         self._stats = stats
 
     async def Generate(
@@ -53,7 +45,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> messages.GenerateResponse:
         """Answer once, with the complete output."""
         async with self._calls.call("Generate", context) as call:
-            prepared = await self._read(request, call)
+            prepared = await self._prepare(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
             caches = [CacheReport()] * prepared.completion_count
             async with self._generation.run(prepared.requests, call=call) as events:
@@ -64,7 +56,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             return total.response(
                 [cache_report_proto(cache) for cache in caches], lists_completions=request.completions > 0
             )
-        # The desk turns every error into a status and raises that.
+        # `Calls` turns every error into a status and raises that.
         raise AssertionError("a call that answered nothing ended well")
 
     # Written with context.write, not as a generator: only so can a write that blocks be timed.
@@ -74,7 +66,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         """Answer event by event."""
         timer = StallTimer(timeout_s=self._config.stall_timeout_s)
         async with self._calls.call("Stream", context) as call:
-            prepared = await self._read(request, call)
+            prepared = await self._prepare(request, call)
             replies = prepared.new_replies()
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
             async with running as events, timer.guard():
@@ -104,26 +96,36 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._calls.call("CacheStats", context) as call:
             return await self._stats.read(call.caller)
 
-    async def _read(self, request: messages.GenerateRequest, call: Call) -> Prepared:
+    async def _prepare(self, request: messages.GenerateRequest, call: Call) -> Prepared:
+        """Read the request: what needs no tokenizer is refused first, since it costs nothing."""
+        model = self._router.require_model()
+        whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
-        info = self._router.require_model().info
         sampling = sampling_of(
             request.sampling,
-            generated_seed=self._generation.draw_seed(),
+            generated_seed=self._draw_seed(),
             max_output_tokens=max_output_tokens,
-            info=info,
+            info=model.info,
         )
-        return await self._generation.prepare(
-            request,
-            request.WhichOneof("prompt"),
-            call=call,
-            max_output_tokens=max_output_tokens,
-            sampling=sampling,
-            bad_words=request.sampling.bad_words,
-            stop=stop_of(request.stop, self._config),
+        wants_logprobs = request.HasField("logprobs")
+        unread = Unread(
+            model=model,
+            request=dataclasses.replace(
+                whole,
+                max_output_tokens=max_output_tokens,
+                sampling=sampling,
+                stop=stop_of(request.stop, self._config),
+                logprobs=logprobs_of(request.logprobs, model.info) if wants_logprobs else None,
+                speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,
+            ),
+            bad_words=bad_words_of(request.sampling.bad_words),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
-            logprobs=logprobs_of(request.logprobs, info) if request.HasField("logprobs") else None,
             completion_count=completions_of(request.completions, sampling, self._config),
-            tool_choice=request.tool_choice if request.HasField("tool_choice") else None,
-            speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,
+            prompt=prompt_of(
+                request,
+                request.WhichOneof("prompt"),
+                model.info,
+                request.tool_choice if request.HasField("tool_choice") else None,
+            ),
         )
+        return await self._generation.prepare(unread, call=call)

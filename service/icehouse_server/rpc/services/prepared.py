@@ -1,4 +1,4 @@
-"""A request that has been read: what the engine is asked, and how its output is told.
+"""Prepared request: what the engine is asked, and how its output is handed out.
 
 Several prompts of one call as requests that the engine takes in together.
 """

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
 from icehouse_server.domain.chat import Conversation
 from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.engine_client.ports import ServedModel, TokenizerPort
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
@@ -60,6 +63,19 @@ class ReadPrompt:
     chat: RenderedConversation | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unread:
+    """A call's request, checked as far as that needs no tokenizer; the rest of it is in `request`."""
+
+    model: ServedModel
+    request: GenerationRequest
+    """Without its prompt, banned words and grammar."""
+    prompt: Prompt
+    bad_words: tuple[str, ...] = ()
+    form: ResponseFormat | None = None
+    completion_count: int = 1
+
+
 class TextMessage(Protocol):
     """A request message with a prompt in plain text or as a conversation."""
 
@@ -76,6 +92,10 @@ class PromptMessage(TextMessage, Protocol):
 
     @property
     def tokens(self) -> prompt_pb2.TokenPrompt: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
 
 
 def text_prompt_of(
@@ -123,6 +143,20 @@ def input_of(message: InputMessage, kind: str | None, info: ModelInfo) -> Text |
     if not message.text:
         raise _empty("text")
     return Text(message.text)
+
+
+@contextlib.contextmanager
+def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
+    """Have a refusal name the item of a list at fault, such as `inputs[3]`, and the field within it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            error.reason,
+            f"{item}: {error.message}",
+            field=f"{item}.{error.field}" if names_field else item,
+            metadata=error.metadata,
+        ) from error
 
 
 class PromptReader:

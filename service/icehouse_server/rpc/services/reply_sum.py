@@ -1,4 +1,4 @@
-"""What Generate answers: the events of a stream, added up by completion."""
+"""Reply sum: what Generate answers, the events of a stream added up by completion."""
 
 from __future__ import annotations
 

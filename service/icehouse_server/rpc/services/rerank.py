@@ -8,28 +8,17 @@ import math
 from icehouse.v1 import rerank_service_pb2 as messages
 from icehouse.v1 import rerank_service_pb2_grpc
 
-from icehouse_server.config import ServerConfig
 from icehouse_server.domain.events import Delta, Event, Finished
-from icehouse_server.domain.ids import AdapterName, RequestId
-from icehouse_server.domain.request import GenerationRequest, LogprobsWanted
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.errors import InvalidRequest
-from icehouse_server.rpc.calls.calls import Call, Calls, Context
+from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import ServedModel
-from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.responses import duration_proto
-from icehouse_server.rpc.messages.validation import (
-    cache_use_of,
-    check_adapter,
-    check_model,
-    priority_of,
-    refuse_value,
-    request_id_of,
-    tenant_of,
-)
-from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.messages.validation import refuse_value
+from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import PromptReader
+from icehouse_server.rpc.services.prompts import names_item
 from icehouse_server.rpc.services.rerank_prompt import (
     DEFAULT_ANSWERS,
     RerankForm,
@@ -42,30 +31,28 @@ from icehouse_server.rpc.services.rerank_prompt import (
 class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
     """Each document runs through the engine like a prompt that wants one token."""
 
-    def __init__(
-        self,
-        *,
-        config: ServerConfig,
-        calls: Calls,
-        generation: Generation,
-        router: Router,
-        prompts: PromptReader,
-    ) -> None:
-        self._config = config
-        self._calls = calls
-        self._generation = generation
-        self._router = router
-        self._prompts = prompts
+    def __init__(self, parts: ServiceParts) -> None:
+        self._config = parts.config
+        self._calls = parts.calls
+        self._generation = parts.generation
+        self._router = parts.router
+        self._prompts = parts.prompts
 
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
         """Answer with the documents, best first."""
         async with self._calls.call("Rerank", context) as call:
             model = self._router.require_model()
+            whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
             form = self._check(request, model)
-            whole = self._whole_request(request, call)
-            wanted = LogprobsWanted(token_ids=await self._answers(request, model))
+            whole = dataclasses.replace(
+                whole,
+                max_output_tokens=1,
+                # An end token is not shown; here it only says that neither answer was the likeliest token.
+                sampling=SamplingParams(ignores_end_tokens=True),
+                logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
+            )
             prompts = await self._read(request, form, model, call)
-            order, requests = requests_together(dataclasses.replace(whole, logprobs=wanted), prompts)
+            order, requests = requests_together(whole, prompts)
             ranking = _Ranking(whole.request_id, model.info.model_id, prompts)
             async with self._generation.run(requests, call=call) as events:
                 async for rank, event in events:
@@ -74,34 +61,12 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
 
     def _check(self, request: messages.RerankRequest, model: ServedModel) -> RerankForm:
         """Refuse what needs no tokenizer to be refused."""
-        check_model(request.model, model.info)
-        check_adapter(request.adapter, model.info)
         limit = self._config.max_rerank_documents
         if not 1 <= len(request.documents) <= limit:
             refuse_value("documents", f"{len(request.documents)} documents", f"1 to {limit} documents")
         if request.top_count < 0:
             refuse_value("top_count", request.top_count, "1 or more, or absent")
         return form_of(request, model.info)
-
-    def _whole_request(self, request: messages.RerankRequest, call: Call) -> GenerationRequest:
-        """Return what the engine's requests have in common."""
-        call.request_id = request_id_of(request.request_id, generated=call.request_id)
-        call.tenant = tenant_of(request.cache, call.caller)
-        return GenerationRequest(
-            request_id=RequestId(call.request_id),
-            prompt_token_ids=(),
-            max_output_tokens=1,
-            # An end token is not told; here it only says that neither answer was the likeliest token.
-            sampling=SamplingParams(ignores_end_tokens=True),
-            stop=(),
-            arrival_time=call.arrival_time,
-            deadline_time=call.deadline_time,
-            cache_use=cache_use_of(request.cache),
-            tenant=call.tenant,
-            shared_tenant=self._generation.shared_tenant_of(request.cache, call),
-            adapter=AdapterName(request.adapter),
-            priority=priority_of(request.priority),
-        )
 
     async def _answers(self, request: messages.RerankRequest, model: ServedModel) -> tuple[int, int]:
         texts = (request.positive_answer or DEFAULT_ANSWERS[0], request.negative_answer or DEFAULT_ANSWERS[1])
@@ -112,18 +77,10 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         self, request: messages.RerankRequest, form: RerankForm, model: ServedModel, call: Call
     ) -> list[tuple[int, ...]]:
         """Return the tokens of every prompt; raises InvalidRequest that names the document at fault."""
-        call.model_id = model.info.model_id
         prompts: list[tuple[int, ...]] = []
         for index, document in enumerate(request.documents):
-            try:
+            with names_item(f"documents[{index}]", names_field=False):
                 prompt = await self._prompts.read(form.prompt(document), model)
-            except InvalidRequest as error:
-                raise InvalidRequest(
-                    error.reason,
-                    f"documents[{index}]: {error.message}",
-                    field=f"documents[{index}]",
-                    metadata=error.metadata,
-                ) from error
             # The form's fault, not the document's.
             check_begins_with_answer(prompt)
             prompts.append(prompt.token_ids)

@@ -1,4 +1,4 @@
-"""How a query and a document become a prompt, and which tokens answer it. Pure functions."""
+"""Rerank prompt: how a query and a document become one, and which tokens answer it. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a block file cannot be used."""
+"""Damage: why a block file cannot be used."""
 
 from __future__ import annotations
 

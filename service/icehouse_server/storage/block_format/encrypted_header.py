@@ -1,4 +1,4 @@
-"""The head of an encrypted block file: what everybody may read, and what only the key opens.
+"""Header of an encrypted block file: what everybody may read, and what only the key opens.
 
 The file stays a safetensors file: one opaque tensor of bytes per region. Its metadata tells the
 block's outline, the key's id, the file's salt, and of each region the place, the xxh3 of the

@@ -1,4 +1,4 @@
-"""The block file: one block as one safetensors file that describes itself.
+"""Block file: one block as one safetensors file that describes itself.
 
 Layout: 8 bytes of header length (little endian), a JSON header padded with spaces to a
 multiple of 8, then the regions kv, window, checkpoint, each contiguous, each tensor as its

@@ -1,4 +1,4 @@
-"""The head of a block file: the facts of a block and of where its tensors lie, to bytes and back.
+"""Header of a block file: the facts of a block and of where its tensors lie, to bytes and back.
 
 Pure functions over bytes; `block_file` says what the file is and why. Nothing that comes
 from a disk is believed here: see `parse_head`.

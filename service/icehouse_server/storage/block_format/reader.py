@@ -1,4 +1,4 @@
-"""Reading block files: verified, and straight to where their bytes are wanted.
+"""Block reader: verified, and straight to where the bytes are wanted.
 
 Runs on any thread; owns nothing but the buffers it fills. The kv tensors of consecutive
 blocks are read into one buffer per tensor, so that a restore is left with one copy; every

@@ -1,4 +1,4 @@
-"""The order of a commit and of its undoing. This order is the design.
+"""Commit: the order in which a block becomes durable, and of its undoing. This order is the design.
 
 Commit: write `<name>.partial` (exclusively created) -> fsync -> close -> rename -> fsync the
 directory -> insert the row. Removal: delete the row -> unlink. So a crash at any point leaves

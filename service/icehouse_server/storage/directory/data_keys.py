@@ -1,4 +1,4 @@
-"""The keys that blocks are encrypted under: made here, kept in the directory, each wrapped by a master key.
+"""Data keys that blocks are encrypted under: made here, kept in the directory, wrapped by a master key.
 
 The master key belongs to whoever runs the server and never touches the directory. So it can be
 changed by wrapping the data key anew (`rewrap`): blocks stay as they are and readable. A master

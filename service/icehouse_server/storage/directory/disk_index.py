@@ -1,4 +1,4 @@
-"""The blocks on SSD in memory: who they are, what they weigh, and which goes first.
+"""Disk index: the blocks on SSD in memory, what they weigh, and which goes first.
 
 Owned by the storage thread. Eviction order is least recently used, but only among leaves: a
 block with a stored child is reachable for nobody without its parent, so tails go before heads

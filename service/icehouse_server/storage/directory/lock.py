@@ -1,4 +1,4 @@
-"""One process per cache directory.
+"""Lock of a cache directory: one process in it, and the mark of a clean end.
 
 The mark of a clean shutdown: what the directory looked like when it was closed.
 

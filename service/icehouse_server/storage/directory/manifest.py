@@ -1,4 +1,4 @@
-"""The manifest: one SQLite row per committed block. The row is the commit.
+"""Manifest: one SQLite row per committed block. The row is the commit.
 
 Owned by the storage thread; SQLite refuses another. WAL with `synchronous=NORMAL`: a power
 cut may lose the newest rows but never leaves a torn database, and a lost row is repaired at

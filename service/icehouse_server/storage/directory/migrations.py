@@ -1,4 +1,4 @@
-"""The manifest's schema, step by step. A migration is never edited once released: add one."""
+"""Migrations of the manifest, step by step. One is never edited once released: add one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache directory seen from outside: what the `icehouse cache` commands need, without a server.
+"""Offline store: a cache directory seen from outside, for the `icehouse cache` commands.
 
 Looking (`rows`, `inspect`, `check`, `verify`) changes nothing and may happen beside a running
 server, whose unfinished work can then show up as a discrepancy that is gone a moment later.

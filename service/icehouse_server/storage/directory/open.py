@@ -1,4 +1,4 @@
-"""The start of the SSD tier: from a directory in any state to rows and files that agree."""
+"""Opening of the SSD tier: from a directory in any state to rows and files that agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in the cache directory that are no blocks any more: quarantined ones, and ones that would not go.
+"""Quarantine: files in the cache directory that are no blocks any more, and ones that would not go.
 
 Owned by the storage thread. Both count against the size limit until they are gone.
 """

@@ -1,4 +1,4 @@
-"""What is wrong between the manifest's rows and the files, and its repair.
+"""Reconciliation: what is wrong between the manifest's rows and the files, and its repair.
 
 A `Walk` only looks, and is what `icehouse cache check` shows; `reconcile` acts on the same
 findings in an order that a crash cannot turn into a lying row: rows are deleted before

@@ -1,4 +1,4 @@
-"""How much may be written: the size limit, the free-space floor and the daily budget.
+"""Space on disk: the size limit, the free-space floor and the daily budget.
 
 Owned by the storage thread. The ledger counts real file bytes of everything in the
 directory: blocks, reserved or left-over partials, quarantine and the manifest.

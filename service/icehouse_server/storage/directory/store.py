@@ -1,4 +1,4 @@
-"""The SSD directory as one thing: its lock, manifest, files and limits, always in agreement.
+"""Store: the SSD directory as one thing, its lock, manifest, files and limits always in agreement.
 
 Owned by the storage thread; every method does its work before it returns. What the disk
 refuses is raised as `OSError` or `sqlite3.Error` and leaves the store consistent: a block is

@@ -1,4 +1,4 @@
-"""What the SSD tier wants of encryption. `vault_aes` is the one implementation.
+"""Cipher: what the SSD tier wants of encryption. `aes_gcm` is the one implementation.
 
 A vault stands for one data key. It holds no state that changes, so any thread may use it.
 """

@@ -1,4 +1,4 @@
-"""Bounds on what waits for the storage thread, kept without a lock.
+"""Credit: bounds on what waits for the storage thread, kept without a lock.
 
 Each number below is written by exactly one thread and only ever grows; the other thread
 reads it, at worst a moment late, and then the bound is kept too strictly, never too loosely.

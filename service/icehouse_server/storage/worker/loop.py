@@ -1,4 +1,4 @@
-"""The storage thread's loop: one inbox, one small piece of work at a time.
+"""Storage loop: one inbox, one small piece of work at a time.
 
 Owns the `BlockStore`. A step empties the inbox, then does one piece: a spill or a batch of
 evictions for it, a batch of a purge, one file of a verify, one slice of the deferred walk.
@@ -69,7 +69,7 @@ class StorageLoop:
         load_meter: Meter,
         task_meter: Meter,
         clock: Clock,
-        post: Callable[[Outcome], None],
+        post: Callable[[Outcome], object],
     ) -> None:
         self.is_closed = False
         self._store = store

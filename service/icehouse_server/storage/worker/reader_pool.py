@@ -1,4 +1,4 @@
-"""The readers: a few threads that turn load requests into verified, assembled buffers.
+"""Reader pool: a few threads that turn load requests into verified, assembled buffers.
 
 A load goes from the engine straight to this pool, never behind a write, and its answer goes
 straight back; the storage thread is only told what was found, to count it and to put damaged
@@ -99,7 +99,7 @@ class ReaderPool:
         files: Files,
         paths: StorePaths,
         clock: Clock,
-        post: Callable[[Loaded | LoadFailed | HeadsRead], None],
+        post: Callable[[Loaded | LoadFailed | HeadsRead], object],
         report: Callable[[LoadReport | HeadReport], None],
         fingerprint: Fingerprint,
         vault: Vault | None,

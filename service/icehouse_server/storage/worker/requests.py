@@ -1,4 +1,4 @@
-"""What waits in the storage thread's inbox. Made by `Storage`, read by `StorageLoop`."""
+"""Requests in the storage thread's inbox. Made by `Storage`, read by `StorageLoop`."""
 
 from __future__ import annotations
 

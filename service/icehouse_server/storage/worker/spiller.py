@@ -1,4 +1,4 @@
-"""The spills that wait, and the commit of the first of them. Every accepted one gets one outcome.
+"""Spiller: the spills that wait, and the commit of the first. Every accepted one gets one outcome.
 
 While the disk makes the first one's file durable, the second one's is written: hashing and writing a
 block take about as long as waiting for it.
@@ -35,7 +35,7 @@ class Spiller:
         breaker: WriteBreaker,
         counters: StorageCounters,
         clock: Clock,
-        post: Callable[[Outcome], None],
+        post: Callable[[Outcome], object],
     ) -> None:
         self._store = store
         self._breaker = breaker

@@ -1,4 +1,4 @@
-"""The SSD tier in numbers: its counters, and what its last start found.
+"""Counters of the SSD tier, and what its last start found.
 
 What the storage thread has counted, and its snapshot for the engine.
 """

@@ -1,4 +1,4 @@
-"""The SSD tier as the engine sees it: calls that never block, answers posted to its mailbox.
+"""Storage: the SSD tier as the engine sees it, calls that never block, answers posted to its mailbox.
 
 The engine's thread calls the methods; `post` is called on the storage and reader threads and
 must not block. Every queue is bounded: spills by bytes (credit before the copy), loads and
@@ -58,7 +58,7 @@ class Storage:
         *,
         files: Files,
         clock: Clock,
-        post: Callable[[Outcome], None],
+        post: Callable[[Outcome], object],
         vault: Vault | None = None,
     ) -> None:
         """With a `vault` every block is encrypted on its way to the disk."""

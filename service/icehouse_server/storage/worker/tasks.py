@@ -1,4 +1,4 @@
-"""Work by order that may be long: purges and verifications, done piece by piece."""
+"""Tasks: purges and verifications that may be long, done piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the disk may be written, and when to try again after it refused."""
+"""Write breaker: whether the disk may be written, and when to try again after it refused."""
 
 from __future__ import annotations
 

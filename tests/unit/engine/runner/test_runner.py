@@ -14,7 +14,8 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.core.mailbox import Mailbox
+from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
@@ -65,12 +66,14 @@ def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16, is_pipeline
             clock=SystemClock(),
         ),
         make_prefix=lambda: no_prefix(SystemClock()),
-        limits=SchedulerLimits(running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk),
-        waiting=WaitingLimits(request_limit=100),
-        mailbox_limit=100,
+        settings=EngineSettings(
+            limits=SchedulerLimits(running_limit=20, prefilling_limit=4, prefill_chunk_token_count=chunk),
+            waiting=WaitingLimits(request_limit=100),
+        ),
+        tokenizer=tokenizer,
+        mailbox=Mailbox(limit=100),
         listener=recorder,
         clock=SystemClock(),
-        decode=tokenizer.decode,
     )
     engine.start()
     recorder.wait_for_state(EngineState.READY)

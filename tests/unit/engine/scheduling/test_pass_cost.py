@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-
 from icehouse_server.engine.scheduling.pass_cost import PassCost, PassCostLearner, PassSize
 
 

@@ -105,7 +105,7 @@ async def test_a_new_certificate_is_served_and_running_streams_go_on(
             assert await served_name(served) == "first"
 
             authority.write_server(tmp_path, "second")
-            await served.server.refresh_security()
+            await served.server.security.refresh()
             assert await served_name(served) == "second"
 
             [request] = served.engine.submitted
@@ -124,10 +124,10 @@ async def test_half_replaced_files_change_nothing_and_are_told_once(
         with caplog.at_level(logging.ERROR):
             for content in (other, other, b"", old):
                 (tmp_path / "server.pem").write_bytes(content)
-                await served.server.refresh_security()
+                await served.server.security.refresh()
                 assert await served_name(served) == "first"
             (tmp_path / "server.key").unlink()
-            await served.server.refresh_security()
+            await served.server.security.refresh()
         assert await served_name(served) == "first"
         assert len([r for r in caplog.records if r.getMessage() == "old_secrets_kept"]) == 3
 
@@ -200,7 +200,7 @@ async def test_new_client_authorities_are_asked_from_the_next_connection_on(
             with pytest.raises(grpc.aio.AioRpcError):
                 await inference(channel).Generate(REQUEST, timeout=10)
         (tmp_path / "ca.pem").write_bytes(authority.pem + successor.pem)
-        await served.server.refresh_security()
+        await served.server.security.refresh()
         async with channel_of(served, authority, client=client) as channel:
             assert (await inference(channel).Generate(REQUEST)).text == " w0"
 

@@ -181,16 +181,16 @@ async def test_a_changed_file_is_taken_into_use_and_a_bad_one_is_not(
 ) -> None:
     async with guarded_server(tmp_path) as served:
         write(tmp_path / "tokens", line(ADS, "ads"))
-        await served.server.refresh_security()
+        await served.server.security.refresh()
         refusal = await refused(served.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
         assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
         await served.inference.Generate(GENERATE, metadata=bearer(ADS))
 
         with caplog.at_level(logging.ERROR):
             write(tmp_path / "tokens", line(SEARCH, "search"), "nonsense")
-            await served.server.refresh_security()
+            await served.server.security.refresh()
             (tmp_path / "tokens").unlink()
-            await served.server.refresh_security()
+            await served.server.security.refresh()
         await served.inference.Generate(GENERATE, metadata=bearer(ADS))
         details = [vars(r)["detail"] for r in caplog.records if r.getMessage() == "old_secrets_kept"]
         assert "line 2" in details[0]

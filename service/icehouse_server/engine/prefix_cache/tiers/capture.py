@@ -1,4 +1,4 @@
-"""Which regions a block is captured with, where a sequence stands. Pure; inference thread."""
+"""Capture: which regions a block is kept with, where a sequence stands. Pure; inference thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prefix cache counts: lookups, drops on the way to SSD, restores."""
+"""Counters of the prefix cache: lookups, drops on the way to SSD, restores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One known block, in whichever tier. Inference thread only, pure data, no mlx."""
+"""Entry: one known block, in whichever tier. Inference thread only, pure data, no mlx."""
 
 from __future__ import annotations
 

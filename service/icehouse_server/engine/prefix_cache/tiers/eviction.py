@@ -1,4 +1,4 @@
-"""Room in RAM: who goes for whom, by way of the SSD or at once. Inference thread only.
+"""Eviction from RAM: who goes for whom, by way of the SSD or at once. Inference thread only.
 
 A block on its way to SSD still holds its arrays; its bytes count as room already, and the write
 queue bounds how many they are.

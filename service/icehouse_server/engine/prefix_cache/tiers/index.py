@@ -1,4 +1,4 @@
-"""The prefix index: which blocks are known, in which tier, and what a prompt can reuse of them.
+"""Prefix index: which blocks are known, in which tier, and what a prompt can reuse of them.
 
 Inference thread only, pure data, no mlx: a block's arrays are an opaque `Region` with a size.
 The chained hash makes a flat dict the prefix tree. A short RAM hit never hides a longer SSD hit,

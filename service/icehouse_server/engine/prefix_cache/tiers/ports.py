@@ -1,4 +1,4 @@
-"""What the prefix cache needs: of the device, to cut and rebuild; of the SSD tier, to keep.
+"""Ports of the prefix cache: of the device, to cut and rebuild; of the SSD tier, to keep.
 
 Regions are opaque here. The runner makes them from caches and gives them back as host memory.
 """

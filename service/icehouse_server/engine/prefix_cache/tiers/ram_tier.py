@@ -1,4 +1,4 @@
-"""The RAM tier: blocks on the device within a byte budget, least recently used first out.
+"""RAM tier: blocks on the device within a byte budget, least recently used first out.
 
 Inference thread only. A chain is touched from its end to its beginning, so that a block is never
 older than one that follows it and tails of chains go before heads without a tree walk.

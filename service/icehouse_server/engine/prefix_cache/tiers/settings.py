@@ -1,4 +1,4 @@
-"""What the prefix cache may do, decided before it is made."""
+"""Settings of the prefix cache, decided before it is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves RAM for SSD: which block may go, credit before anything is copied, what is under way.
+"""Spills: which block may leave RAM for SSD, credit before anything is copied, what is under way.
 
 Inference thread only. Accepted here means handed over; the row is the commit.
 """

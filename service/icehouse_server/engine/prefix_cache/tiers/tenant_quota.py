@@ -1,4 +1,4 @@
-"""What each tenant's blocks take of the two tiers, and which of them go when its share is full.
+"""Tenant quotas: what each tenant's blocks take of the tiers, and which go when its share is full.
 
 Inference thread only. A tenant is known here by its roots, h0: every chain begins below one, so blocks
 on SSD have an owner again after a restart without any name being stored. A tenant has a root for the model
