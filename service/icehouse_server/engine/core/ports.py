@@ -9,7 +9,14 @@ from typing import NamedTuple, Protocol
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, RequestId, SequenceId
 from icehouse_server.domain.model import EngineState, ModelInfo
-from icehouse_server.domain.request import DraftCounts, LogprobsWanted, Pooling, TokenLogprobs, Vector
+from icehouse_server.domain.request import (
+    DraftCounts,
+    LogprobsWanted,
+    Pooling,
+    Speculation,
+    TokenLogprobs,
+    Vector,
+)
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.errors import IcehouseError
@@ -30,7 +37,8 @@ class Drawn(NamedTuple):
     """What speculation did in this step, with the step's first token, for rows that asked for it."""
     fed_ahead_count: int = 0
     """Tokens from this one on that were fed to the model already: their KV exists. 1 where the device runs
-    a step ahead; more inside a run of accepted guesses."""
+    a pass ahead; more inside a run of accepted guesses; below 0 where tokens before this one are to be fed
+    once more, because states that are no attention went back to before a wrong guess."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +55,8 @@ class Chunk:
     """With `wanted`: the token behind each one that has one, which its logits are read for."""
     wanted: LogprobsWanted | None = None
     pooling: Pooling | None = None
+    speculation: Speculation | None = None
+    """What the sequence will ask for when it decodes: a draft model reads the prompt along."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
