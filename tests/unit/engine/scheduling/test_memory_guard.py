@@ -147,67 +147,6 @@ def test_one_that_decodes_alone_is_let_go_on() -> None:
     assert served.loop.stats().parked_total == 0
 
 
-def in_one_lane(served: SteppedLoop) -> None:
-    """Let sequences decode as rows of one array, as the runner's do."""
-    served.guard._model = dataclasses.replace(served.guard._model, lane_row_limit=8)
-
-
-def test_rows_are_padded_to_the_longest_and_copied_when_one_joins() -> None:
-    alone = memory_model()
-    shared = dataclasses.replace(alone, lane_row_limit=3)
-    assert (alone.padding_bytes([5, 9]), alone.seating_bytes([5, 9])) == (0, 0)
-    assert (shared.padding_bytes([5, 9]), shared.seating_bytes([5, 9])) == (40, 180)
-    assert shared.seating_bytes([9]) == 0, "a row that decodes alone is not copied"
-    assert shared.seating_bytes([9] * 8) == 270, "no more than a lane"
-
-
-def test_padding_beside_a_long_row_is_waited_for() -> None:
-    # Alone both would fit: 45 and 10 tokens of ten bytes beside 100 of weights. As rows of 45 they do not.
-    for shares, waiting_count in ((False, 0), (True, 1)):
-        served = SteppedLoop(memory_limit_bytes=900, context_token_limit=1000)
-        counted(served)
-        if shares:
-            in_one_lane(served)
-        served.submit("long", [1] * 40, max_output_tokens=5)
-        served.submit("short", [1] * 8, max_output_tokens=2)
-        served.loop.step()
-        assert served.scheduler.waiting_count == waiting_count
-        served.run()
-        assert all(isinstance(served.recorder.end_of(n), Finished) for n in ("long", "short"))
-
-
-def test_padding_that_is_held_already_is_not_asked_for_again() -> None:
-    served = SteppedLoop(context_token_limit=1000)
-    in_one_lane(served)
-    for name, token_count in (("long", 40), ("short", 8)):
-        served.submit(name, [1] * token_count, max_output_tokens=5)
-    while served.scheduler.decoding_count < 2:
-        served.loop.step()
-    decoding = served.scheduler.decoding
-    newcomer = dataclasses.replace(decoding[1])
-    rows = [*decoding, newcomer]
-    whole = served.guard.lane_growth_bytes(rows, decoding=())
-    held = served.guard._model.padding_bytes([s.kv_token_count for s in decoding])
-    assert held > 0 and served.guard.lane_growth_bytes(rows, decoding=decoding) == whole - held
-
-
-def test_a_join_that_finds_no_room_parks_the_youngest_beside_it() -> None:
-    served = SteppedLoop(memory_limit_bytes=10_000, context_token_limit=1000)
-    counted(served)
-    in_one_lane(served)
-    for name, start in (("first", 1), ("second", 5)):
-        served.submit(name, range(start, start + 6), max_output_tokens=9)
-    while not served.scheduler.decoding_count:
-        served.loop.step()
-    served.pressure_limit(300)  # both are held, and their lane cannot be copied
-    while not served.loop.counters.parked_total:
-        assert served.scheduler.decoding_count < 2, "no lane of two was ever made"
-        served.loop.step()
-    served.pressure_limit(10_000)
-    served.run()
-    assert all(isinstance(served.recorder.end_of(n), Finished) for n in ("first", "second"))
-
-
 def test_an_overrun_ends_one_request_and_not_the_engine() -> None:
     served = SteppedLoop(memory_limit_bytes=1000, context_token_limit=1000)
     counted(served)
