@@ -217,8 +217,16 @@ class Engine:
         if loop is not None:
             loop.fail_all(engine_failed())
         else:
-            self._mailbox.close()
+            self._refuse_all(engine_failed())
         self._listener.state_changed(EngineState.FAILED, engine_failed())
+
+    def _refuse_all(self, error: IcehouseError) -> None:
+        """Answer what came while the model was loading; requests were refused before they came here."""
+        for message in self._mailbox.close():
+            if isinstance(message, QueryStats):
+                message.reply(EngineStats(), None)
+            elif isinstance(message, Command):
+                message.reply(error)
 
     def _change_state(self, state: EngineState) -> None:
         self._state = state

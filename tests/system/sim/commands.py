@@ -94,7 +94,10 @@ class CommandIssuer:
         """Note the blocks that an order to evict is about to remove, and the last spill before it."""
         is_all = order.prompt_token_ids is None
         doom.spill_number = self._ledger.spill_number
-        doom.blocks |= {entry.hash for entry in (served.cache.index if is_all else _known(served, order))}
+        known = served.cache.index if is_all else _known(served, order)
+        # Where a tenant's quota made it go, the file goes when the storage thread gets there.
+        on_its_way = {e.hash for e in known if not e.ssd and self._ledger.is_being_evicted(e.hash)}
+        doom.blocks |= {entry.hash for entry in known} - on_its_way
 
     def _check(
         self, served: SimServer, order: CacheCommand, answer: CacheAnswer | IcehouseError, doom: _Doom

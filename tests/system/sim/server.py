@@ -75,6 +75,10 @@ class _WatchedStorage:
         self._ledger.note_spill(block.header.hash)
         self._storage.spill(block, credit, request_id=request_id)
 
+    def evict(self, hashes: Sequence[BlockHash]) -> Any:
+        self._ledger.note_eviction(hashes)
+        return self._storage.evict(hashes)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Life:

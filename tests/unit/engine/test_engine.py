@@ -6,9 +6,11 @@ import threading
 
 import pytest
 from icehouse_server.clock import SystemClock
+from icehouse_server.domain.cache_commands import Unpin
 from icehouse_server.domain.events import Failed, Finished
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
@@ -92,6 +94,25 @@ def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that(
     with pytest.raises(EngineFailed) as refused:
         engine.submit(request("after"))
     assert "/secret" not in refused.value.message
+
+
+def test_what_was_asked_while_a_model_did_not_load_is_answered() -> None:
+    is_asked = threading.Event()
+
+    class Broken(FakeRunner):
+        def load(self) -> ModelInfo:
+            assert is_asked.wait(BOUND_S)
+            raise ModelError(Reason.MODEL_INVALID, "no such folder")
+
+    engine, recorder = make(Broken())
+    engine.start()
+    answers: list[object] = []
+    engine.request_stats(lambda stats, cache: answers.append(stats))
+    engine.submit_command(Unpin((1, 2)), answers.append)
+    assert answers == []
+    is_asked.set()
+    recorder.wait_for_state(EngineState.FAILED)
+    assert isinstance(answers[0], EngineStats) and isinstance(answers[1], EngineFailed)
 
 
 def test_a_full_mailbox_refuses_at_once_and_cancels_still_get_in() -> None:

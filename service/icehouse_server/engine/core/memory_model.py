@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+_METAL_HEAD_SIZES = (64, 80, 128)
+_CUDA_HEAD_SIZE_LIMIT = 128
 _OUTPUT_ALLOWANCE = 256
 """Output tokens a sequence is let in for; what comes beyond is met by making room, or by parking."""
 _NESTED = ("text_config", "language_config", "llm_config")
@@ -61,6 +63,19 @@ class ModelShape:
             compute_bytes=compute_bytes,
             keeps_scores=keeps_scores,
         )
+
+
+def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
+    """Return whether attention over a chunk writes out its scores, for want of a fused kernel.
+
+    As of MLX 0.32: Metal has one for head sizes of 64, 80 and 128, CUDA (cuDNN) for multiples of 8 up to 128
+    in 16 bits, the CPU none. `device` is "cpu", "metal" or "cuda"; a `head_size` of 0 is unknown.
+    """
+    if device == "metal":
+        return head_size not in _METAL_HEAD_SIZES
+    if device == "cuda":
+        return compute_bytes != 2 or not 0 < head_size <= _CUDA_HEAD_SIZE_LIMIT or head_size % 8 != 0
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

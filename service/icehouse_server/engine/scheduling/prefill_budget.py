@@ -110,28 +110,39 @@ class PassRoom:
     def take(self, start: int, end: int, *, share: float = 1.0) -> int:
         """Give a prompt the tokens from `start` on, up to `end` or to this share of what is left; return
         where its chunk stops, which is `start` when nothing is left."""
-        left = share * self._tokens_left(start)
+        left = self._tokens_left(start)
+        if share < 1.0:
+            part, grid = math.ceil(share * left), self._limits.grid_token_count
+            left = min(left, math.ceil(part / grid) * grid if part >= grid else part)
         count = end - start
         if count > left:
-            count = self._cut(count, left)
+            count = self._piece(count, left) if self._is_fresh_alone(share) else self._cut(left)
         stop = start + max(0, count)
         self._size = self._size + PassSize.of_chunk(start, stop - start)
         return stop
 
-    def _cut(self, count: int, left: float) -> int:
-        """Return the tokens of a chunk that cannot have all `count`."""
-        if self._alone and self._size is self._rows:
-            # Pieces of that length or longer, all alike: a short last one would pay the fixed part again.
-            piece_count = max(1, int(count / max(1.0, left) + _PIECE_ROUNDING))
-            if count / piece_count > _PIECE_EXCESS * max(1.0, left):
-                piece_count += 1
-            left = math.ceil(count / piece_count)
+    def _is_fresh_alone(self, share: float) -> bool:
+        return self._alone and self._size is self._rows and share == 1.0
+
+    def _piece(self, count: int, left: float) -> int:
+        """Return the tokens of a chunk of a prompt that has a pass of its own, and more after it.
+
+        Pieces are of that length or longer, all alike: a short last one would pay the fixed part again.
+        """
+        piece_count = max(1, int(count / max(1.0, left) + _PIECE_ROUNDING))
+        if count / piece_count > _PIECE_EXCESS * max(1.0, left):
+            piece_count += 1
         grid = self._limits.grid_token_count
-        tokens = int(min(left, count))
+        return min(count, math.ceil(count / piece_count / grid) * grid)
+
+    def _cut(self, left: float) -> int:
+        """Return the tokens of a chunk that takes what is left."""
+        grid = self._limits.grid_token_count
+        tokens = int(left)
         if tokens >= grid:
             return tokens // grid * grid
         # A pass always brings the first prompt on, if only by a token.
-        return max(tokens, 1 if self._size is self._rows else 0)
+        return max(tokens, int(self._size is self._rows))
 
     def _tokens_left(self, start: int) -> float:
         taken = self._size.token_count - self._rows.token_count

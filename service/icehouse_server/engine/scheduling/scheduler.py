@@ -126,16 +126,20 @@ class Scheduler:
         """Those that there is work for before they draw; a load is not the device's."""
         return len(self._restoring) + len(self._prefilling)
 
+    @property
+    def _is_preparing_enough(self) -> bool:
+        if self._preparing_count < self.limits.prefilling_limit:
+            return False
+        preparing = (*self._restoring.values(), *self._prefilling.values())
+        return sum(s.remaining_token_count for s in preparing) >= self.limits.prefill_chunk_token_count
+
     def candidates(self, now: float) -> Iterator[Sequence]:
         """Yield who may be let in next, the best first, while slots are free; each time the queue as it is.
 
         `prefilling_limit` prompts are in preparation at once, or as many more as one pass could hold.
         """
         for sequence in self._queue.ranked(now):
-            is_full = self._preparing_count >= self.limits.prefilling_limit
-            if is_full and self.prefill_backlog_tokens >= self.limits.prefill_chunk_token_count:
-                return
-            if not self.free_slot_count:
+            if self._is_preparing_enough or not self.free_slot_count:
                 return
             yield sequence
 

@@ -6,11 +6,15 @@ import dataclasses
 
 import pytest
 from icehouse_server.domain.events import Failed, Finished
-from icehouse_server.engine.core.memory_model import MemoryModel, ModelShape
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.request import Drafting, LogprobsWanted, Speculation
+from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel, ModelShape, keeps_scores
+from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.errors import CannotFit, Overloaded, Reason
+from icehouse_server.text.detokenizer import TextStream
 
-from tests.fixtures.engine import memory_model
+from tests.fixtures.engine import decode_ascii, memory_model, request
 from tests.unit.engine.test_loop import SteppedLoop
 
 
@@ -89,12 +93,13 @@ def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked(monkeypatch: p
     served = SteppedLoop(memory_limit_bytes=400, context_token_limit=1000)
     yielded: list[int] = []
 
-    def give(size_bytes: int) -> int:
+    def give(size_bytes: int, **how) -> int:
         yielded.append(size_bytes)
         return size_bytes
 
     served.runner.active_bytes = lambda: 390  # what was let go is still the allocator's
     monkeypatch.setattr(served.prefix, "yield_ram", give)
+    monkeypatch.setattr(served.prefix, "yieldable_bytes", lambda spared: 10_000)
     served.submit("a", [1] * 10, max_output_tokens=5)
     served.run()
     assert isinstance(served.recorder.end_of("a"), Finished)
@@ -170,6 +175,8 @@ def test_a_follower_goes_on_although_nobody_else_may_start() -> None:
     served.loop.step()
     follower = next(iter(served.scheduler.running))
     served.scheduler.start_following(follower)
+    follower.processed_token_count = 0
+    served.runner.release([follower.sequence_id])
     served.submit("big", [2] * 50, max_output_tokens=5)
     served.loop.step()
     assert served.scheduler.waiting_count == 1
@@ -206,3 +213,145 @@ def test_the_logits_of_a_measured_chunk_count() -> None:
         dataclasses.replace(memory_model(), shape=shape), limit_bytes=1, weight_bytes=0, chunk_token_count=4
     )
     assert guard.chunk_bytes(3, 8, is_measured=True) - guard.chunk_bytes(3, 8) >= 3 * 1000 * 4 * 2
+
+
+def a_sequence(number: int, token_count: int, *, output_token_limit: int = 100) -> Sequence:
+    text = TextStream(decode=decode_ascii, prompt_token_ids=[], stops=())
+    asked = request(f"r{number}", [1] * token_count, max_output_tokens=output_token_limit)
+    return Sequence(SequenceId(number), asked, text, output_token_limit=output_token_limit)
+
+
+def llama_8b(**changes) -> MemoryGuard:
+    """Llama 8B in bfloat16 with chunks of 1,024 tokens."""
+    shape = ModelShape(4096, 32, 32, 14336, 128256, 2, keeps_scores=False)
+    model = MemoryModel(shape, kv_bytes_per_token=131072, fixed_bytes_per_sequence=0, kv_step_token_count=256)
+    return MemoryGuard(
+        dataclasses.replace(model, **changes), limit_bytes=1, weight_bytes=0, chunk_token_count=1024
+    )
+
+
+def test_rows_that_decode_are_charged_for_nothing_but_the_kv_they_were_let_in_for() -> None:
+    guard = llama_8b()
+    rows = [a_sequence(number, 500) for number in range(127)]
+    for row in rows:
+        row.phase, row.processed_token_count, row.fed_ahead_count = Phase.DECODING, 499, 1
+    assert guard.growth_bytes(rows) == 127 * (768 - 512) * 131072, "600 tokens, in steps of 256"
+    for row in rows:
+        row.output_token_ids += [1] * 90
+    assert guard.growth_bytes(rows) == 0, "what they hold reaches to their end"
+    newcomer = a_sequence(200, 500)
+    assert guard.start_bytes(newcomer, beside=rows) == guard.start_bytes(newcomer)
+
+
+def test_one_transient_is_kept_for_all_inputs_that_are_still_to_run() -> None:
+    guard = llama_8b()
+    inputs = [a_sequence(number, count) for number, count in enumerate([500, 5000, 600])]
+    kv_bytes = guard.growth_bytes(inputs)
+    largest = guard.start_bytes(inputs[1]) - guard.growth_bytes(inputs[1:2])
+    assert largest > 0 and guard.start_bytes(inputs[0], beside=inputs[1:]) == kv_bytes + largest
+
+
+def test_what_could_never_fit_with_its_logits_or_its_draft_is_told_so() -> None:
+    model = dataclasses.replace(memory_model(), draft=DraftFootprint(kv_bytes_per_token=90))
+    model = dataclasses.replace(model, shape=dataclasses.replace(model.shape, vocabulary_size=10))
+    guard = MemoryGuard(
+        model, limit_bytes=600, weight_bytes=0, chunk_token_count=4, measured_chunk_token_count=4
+    )
+    plain = request("plain", [1] * 20)
+    drafted = dataclasses.replace(plain, speculation=Speculation(3, drafting=Drafting.DRAFT_MODEL))
+    measured = dataclasses.replace(plain, logprobs=LogprobsWanted(of_prompt=True))
+    assert guard.never_fits(20, plain) is None
+    assert guard.never_fits(20, drafted) is not None and guard.never_fits(20, measured) is not None
+
+
+def blocked(served: SteppedLoop) -> list[int]:
+    """Let one long decode hold memory and watch what is asked of the RAM tier, which has 100 bytes."""
+    dropped: list[int] = []
+    counted(served)
+    served.submit("runs", [1] * 6, max_output_tokens=50)
+    while not served.scheduler.decoding_count:
+        served.loop.step()
+
+    def give(size_bytes: int, **how) -> int:
+        dropped.append(size_bytes)
+        return 0
+
+    served.prefix.yield_ram = give  # type: ignore[method-assign]
+    served.prefix.yieldable_bytes = lambda spared=(): 100  # type: ignore[method-assign]
+    return dropped
+
+
+def test_nothing_is_dropped_for_a_request_that_cannot_start_anyway_and_smaller_ones_pass_it() -> None:
+    served = SteppedLoop(memory_limit_bytes=1000, context_token_limit=1000)
+    dropped = blocked(served)
+    served.submit("big", [2] * 60, max_output_tokens=5)
+    served.submit("small", [3], max_output_tokens=1)
+    served.loop.step()
+    assert dropped == []
+    assert isinstance(served.recorder.end_of("small"), Finished) and served.scheduler.waiting_count == 1
+
+
+def test_only_so_many_pass_a_request_that_does_not_fit_yet() -> None:
+    served = SteppedLoop(memory_limit_bytes=1000, context_token_limit=1000, waiting_limit=50)
+    blocked(served)
+    served.submit("big", [2] * 60, max_output_tokens=5)
+    for number in range(30):
+        served.submit(f"small{number}", [3], max_output_tokens=1)
+        served.loop.step()
+    ended = [n for n in range(30) if served.recorder.end_of(f"small{n}") is not None]
+    assert ended == list(range(16))
+    served.run()
+    assert isinstance(served.recorder.end_of("big"), Finished)
+
+
+def test_the_one_of_least_priority_gives_way_though_it_came_first() -> None:
+    served = SteppedLoop(memory_limit_bytes=1000, context_token_limit=1000)
+    counted(served)
+    for name, priority in (("cheap", 0), ("dear", 1)):
+        served.submit(name, [1] * 6, max_output_tokens=30, priority=priority)
+    while served.scheduler.decoding_count < 2:
+        served.loop.step()
+    cheap = next(s for s in served.scheduler.running if s.request.request_id == "cheap")
+    served.pressure_limit(450)
+    while not cheap.park_count:
+        served.loop.step()
+    served.pressure_limit(10_000)
+    served.run()
+    assert cheap.park_count == 1 and served.loop.counters.parked_total == 1
+
+
+def test_memory_that_loading_ones_hold_is_waited_for() -> None:
+    served = SteppedLoop(memory_limit_bytes=1000, context_token_limit=1000)
+    counted(served)
+    served.submit("grows", [1] * 40, max_output_tokens=2)
+    served.submit("loads", [2] * 10, max_output_tokens=2)
+    served.loop.step()
+    loads = served.scheduler.running[1]
+    served.scheduler.start_loading(loads)
+    served.pressure_limit(200)
+    for _ in range(3):
+        served.loop.step()
+    assert served.recorder.end_of("grows") is None and served.loop.is_idle
+    served.pressure_limit(1000)
+    served.runner.release([loads.sequence_id])
+    loads.processed_token_count = 0
+    served.loop._begin(loads)
+    served.run()
+    assert isinstance(served.recorder.end_of("grows"), Finished)
+
+
+@pytest.mark.parametrize(
+    ("device", "head_size", "compute_bytes", "expected"),
+    [
+        ("cpu", 128, 2, True),
+        ("metal", 128, 2, False),
+        ("metal", 256, 2, True),
+        ("cuda", 128, 2, False),
+        ("cuda", 128, 4, True),
+        ("cuda", 256, 2, True),
+    ],
+)
+def test_attention_writes_its_scores_out_where_no_fused_kernel_fits(
+    device: str, head_size: int, compute_bytes: int, expected: bool
+) -> None:
+    assert keeps_scores(device=device, head_size=head_size, compute_bytes=compute_bytes) is expected

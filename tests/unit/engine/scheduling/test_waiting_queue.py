@@ -22,7 +22,7 @@ def sequence(
     return Sequence(SequenceId(number), asked, text, output_token_limit=5)
 
 
-def first(queue: WaitingQueue, *, now: float) -> Sequence | None:
+def first_of(queue: WaitingQueue, *, now: float) -> Sequence | None:
     """Return who is first in rank of those who may run."""
     return next(queue.ranked(now), None)
 
@@ -52,18 +52,18 @@ def test_age_raises_rank_until_nobody_can_pass() -> None:
     old = sequence(0, priority=0, arrival=0.0)
     queue.add(old)
     queue.add(sequence(1, priority=2, arrival=4.0))
-    best = first(queue, now=4.0)
+    best = first_of(queue, now=4.0)
     assert best is not None and best.sequence_id == 1
     queue.add(sequence(2, priority=2, arrival=14.0))
     queue.discard(best)
-    assert first(queue, now=15.0) is old, "after 15 s it outranks priority 2"
+    assert first_of(queue, now=15.0) is old, "after 15 s it outranks priority 2"
 
 
 def test_equals_go_in_order_of_arrival() -> None:
     queue = WaitingQueue(WaitingLimits(request_limit=9))
     for number in range(3):
         queue.add(sequence(number))
-    best = first(queue, now=0.0)
+    best = first_of(queue, now=0.0)
     assert best is not None and best.sequence_id == 0
 
 
@@ -74,11 +74,11 @@ def test_a_tenant_with_its_share_running_is_passed_over() -> None:
         queue.add(one)
     queue.discard(first)
     queue.note_running(first)
-    assert first(queue, now=0.0) is other
+    assert first_of(queue, now=0.0) is other
     queue.discard(other)
-    assert first(queue, now=0.0) is None
+    assert first_of(queue, now=0.0) is None
     queue.note_ended(first)
-    assert first(queue, now=0.0) is second
+    assert first_of(queue, now=0.0) is second
 
 
 def test_what_is_ahead_of_a_newcomer() -> None:
