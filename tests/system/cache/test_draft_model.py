@@ -68,7 +68,7 @@ def load_error(folder: Path, draft: Path) -> ModelError:
     runner = ModelRunner(
         source=source,
         tokenizer=load_tokenizer(source),
-        settings=RunnerSettings(lane_row_limit=8),
+        settings=RunnerSettings(),
         clock=SystemClock(),
         draft_source=ModelSource(path=draft, model_id="draft"),
     )
