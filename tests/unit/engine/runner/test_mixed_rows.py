@@ -142,7 +142,7 @@ def test_a_row_draws_the_same_alone_in_company_and_after_parking(
     together = ids(run(runner, dict(enumerate(rows())), late=(1, 4, 5)))
     assert together == alone
     if kv_bits:
-        return  # what a prompt's chunk reads of its own tokens is not quantized, so parking may change a token
+        return  # a chunk reads its own tokens unquantized, so parking may change a token
     resumed = ids(run(runner, dict(enumerate(rows(output={n: alone[n][:5] for n in alone})))))
     assert resumed == {name: tokens[5:] for name, tokens in alone.items()}
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), "the rows differ"
