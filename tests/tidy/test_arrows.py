@@ -29,6 +29,7 @@ ROOMS = (
     "engine.prefix_cache",
     "engine.kv_cache",
     "engine.sampling",
+    "engine.runner.forward",
     "engine.runner",
     "engine.scheduling",
     "engine",
@@ -55,7 +56,7 @@ ENGINE_FACES = {"engine", "engine.core"}
 # Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
     "mlx": ("engine.kv_cache.", "engine.runner.", "engine.sampling.", "bootstrap.machine"),
-    "mlx_lm": ("engine.kv_cache.", "engine.runner.mlx_lm", "text.mlx_lm_parsers"),
+    "mlx_lm": ("engine.kv_cache.", "engine.runner.forward.", "engine.runner.mlx_lm", "text.mlx_lm_parsers"),
     "transformers": ("engine.runner.mlx_lm",),
     "grpc": ("rpc.",),
     "grpc_health": ("rpc.",),

@@ -45,19 +45,17 @@ class DeviceDefaults:
     """What 0 in the engine's settings means."""
 
     decode_batch_limit: int
-    lane_row_limit: int
     prefill_chunk_token_count: int
     prefill_grid_token_count: int
 
 
-# Measured with mlx 0.32.4 on 2 x86 cores: 64 clients get as much in all as 16 do when 24 rows decode at
-# once (more rows cost more at every join and leave than they gain). Prefill of small models runs at its
-# full rate from chunks of 32 tokens on; larger ones read their weights for longer.
+# Measured with mlx 0.32.4 on 2 x86 cores: prefill of small models runs at its full rate from chunks of 32
+# tokens on; larger ones read their weights for longer.
 CPU_DEFAULTS = DeviceDefaults(
-    decode_batch_limit=24, lane_row_limit=24, prefill_chunk_token_count=256, prefill_grid_token_count=4
+    decode_batch_limit=64, prefill_chunk_token_count=256, prefill_grid_token_count=4
 )
 GPU_DEFAULTS = DeviceDefaults(
-    decode_batch_limit=128, lane_row_limit=128, prefill_chunk_token_count=1024, prefill_grid_token_count=16
+    decode_batch_limit=256, prefill_chunk_token_count=1024, prefill_grid_token_count=16
 )
 
 
@@ -81,13 +79,12 @@ def build_server(
     source = model_source(config, model)
     tokenizer = load_tokenizer(source)
     fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
-    limits, lane_row_limit = engine_limits(config)
+    limits = engine_limits(config)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
     runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
         settings=RunnerSettings(
-            lane_row_limit=lane_row_limit,
             is_pipelined=not runs_on_cpu(),
             block_token_count=config.cache.block_token_count,
             kv_bits=config.cache.kv_bits,
@@ -188,12 +185,12 @@ def weights_dtype(config: ModelConfig) -> str:
     return "float32" if runs_on_cpu() and openblas_loaded() else ""
 
 
-def engine_limits(whole: Config) -> tuple[SchedulerLimits, int]:
-    """Return the scheduler's limits and the rows of a lane, with the device's defaults for 0."""
+def engine_limits(whole: Config) -> SchedulerLimits:
+    """Return the scheduler's limits, with the device's defaults for 0."""
     config = whole.engine
     defaults = CPU_DEFAULTS if runs_on_cpu() else GPU_DEFAULTS
     chunk_token_count = config.prefill_chunk_token_count or defaults.prefill_chunk_token_count
-    limits = SchedulerLimits(
+    return SchedulerLimits(
         running_limit=config.decode_batch_limit or defaults.decode_batch_limit,
         prefilling_limit=config.prefilling_limit,
         prefill_chunk_token_count=chunk_token_count,
@@ -201,7 +198,6 @@ def engine_limits(whole: Config) -> tuple[SchedulerLimits, int]:
         prefill_chunk_s=config.prefill_chunk_ms / 1000,
         prefill_slice_s=config.prefill_slice_ms / 1000,
     )
-    return limits, config.lane_row_limit or defaults.lane_row_limit
 
 
 def waiting_limits(config: EngineConfig) -> WaitingLimits:

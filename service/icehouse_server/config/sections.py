@@ -99,7 +99,7 @@ class EngineConfig:
     lane_row_limit: int = setting(
         0,
         Kind.COUNT,
-        "Sequences in one forward pass; more decode in several passes per step; 0 chooses by device.",
+        "Does nothing any more: all sequences share one forward pass. Still read, for older configurations.",
         minimum=0,
         maximum=4096,
     )

@@ -104,7 +104,7 @@ class CacheServer:
         runner = ModelRunner(
             source=source,
             tokenizer=tokenizer,
-            settings=RunnerSettings(8, BLOCK, kv_bits, kv_group_size, is_pipelined),
+            settings=RunnerSettings(BLOCK, kv_bits, kv_group_size, is_pipelined),
             clock=clock,
             draft_source=None if draft is None else model_loader.ModelSource(path=draft, model_id="draft"),
         )

@@ -181,7 +181,7 @@ def runner_of(model_dir: Path, *adapters: AdapterSource, dtype: str = "") -> Mod
     return ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(lane_row_limit=4),
+        settings=RunnerSettings(),
         clock=SystemClock(),
     )
 

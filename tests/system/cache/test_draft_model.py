@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
-from icehouse_server.engine.runner.draft_model import ModelDrafter
+from icehouse_server.engine.core.memory_model import DraftFootprint
+from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError
@@ -32,7 +33,7 @@ def test_a_model_guesses_itself_nearly_always(tmp_path: Path, architecture: str)
         plain, _ = outcome(served, "plain")
         fast, drafts = outcome(served, "fast")
     assert fast == plain
-    # One step catches up and guesses nothing; the last run may be cut by the limit.
+    # The first token comes with the prompt; the last run may be cut by the limit.
     assert drafts.accepted_count == drafts.proposed_count == 4 * ((OUTPUT_TOKENS - 1 + 4) // 5)
 
 
@@ -68,7 +69,7 @@ def load_error(folder: Path, draft: Path) -> ModelError:
     runner = ModelRunner(
         source=source,
         tokenizer=load_tokenizer(source),
-        settings=RunnerSettings(lane_row_limit=8),
+        settings=RunnerSettings(),
         clock=SystemClock(),
         draft_source=ModelSource(path=draft, model_id="draft"),
     )
@@ -78,18 +79,25 @@ def load_error(folder: Path, draft: Path) -> ModelError:
 
 
 @pytest.mark.parametrize("room", [1, 2, 7])
-def test_a_drafter_forgets_what_was_not_kept(room: int) -> None:
-    model = build("gemma3_text")
-    tokens = prompt(30)
-    told = ModelDrafter(model, tokens, vocabulary_size=VOCABULARY_SIZE)
+def test_a_draft_row_forgets_what_was_not_kept(room: int) -> None:
+    draft = DraftModel(build("gemma3_text"), vocabulary_size=VOCABULARY_SIZE, footprint=DraftFootprint())
+    told = draft.open(), draft.open()
+    tokens = [prompt(30), prompt(33)]
     for step in range(6):
-        told.propose(5)
-        # Nothing of the guesses is right: other tokens came.
-        more = prompt(40 + room * step)[-room:]
-        tokens = [*tokens, *more]
-        told.extend(more)
-    fresh = ModelDrafter(model, tokens, vocabulary_size=VOCABULARY_SIZE)
-    assert told.propose(5).tolist() == fresh.propose(5).tolist()
+        for row, known in zip(told, tokens, strict=True):
+            # Nothing of the guesses is right: other tokens came.
+            more = known if not step else prompt(40 + room * step)[-room:]
+            row.behind += more
+            known += more if step else []
+        draft.propose(told, count=5)
+    fresh = draft.open(), draft.open()
+    for row, again, known in zip(told, fresh, tokens, strict=True):
+        row.behind += [7]
+        again.behind += [*known, 7]
+    guesses, _ = draft.propose(told, count=5)
+    expected, _ = draft.propose(fresh, count=5)
+    assert guesses is not None and expected is not None
+    assert guesses.tolist() == expected.tolist()
 
 
 def test_a_model_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:

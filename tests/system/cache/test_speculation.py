@@ -17,8 +17,8 @@ from icehouse_server.domain.request import (
     SpeculationLimit,
 )
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.runner import lanes, prompt_lookup
-from icehouse_server.engine.runner.speculative_lane import Trial
+from icehouse_server.engine.runner import prompt_lookup, speculation
+from icehouse_server.engine.runner.speculation import Trial
 
 from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models import tiny_model_dir
@@ -74,11 +74,11 @@ def outcome(served: CacheServer, name: str) -> tuple[list[int], DraftCounts]:
 
 @pytest.fixture(params=["stays", "as it is", "moves"])
 def movement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How often a row changes between its own lane and the batch: never, when it pays, all the time."""
+    """How often a row stops guessing and guesses again: never, when it pays, all the time."""
     if request.param == "stays":
-        monkeypatch.setattr(lanes, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
+        monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
     if request.param == "moves":
-        monkeypatch.setattr(lanes, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
+        monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
         monkeypatch.setattr(prompt_lookup, "_FIRST_RUN", 0)
     return str(request.param)
 
@@ -90,7 +90,9 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "llama4"]
+)
 @pytest.mark.parametrize("is_pipelined", [False, True])
 def test_the_tokens_are_those_of_plain_decoding(
     tmp_path: Path, architecture: str, is_pipelined: bool, movement: str
@@ -120,7 +122,9 @@ def test_the_tokens_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("output_count", [OUTPUT_TOKENS, 24, 13])
-@pytest.mark.parametrize(("architecture", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0)])
+@pytest.mark.parametrize(
+    ("architecture", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0), ("lfm2", 0)]
+)
 @pytest.mark.parametrize("is_pipelined", [False, True])
 def test_the_next_turn_reuses_what_a_speculating_one_left(
     tmp_path: Path, architecture: str, kv_bits: int, is_pipelined: bool, output_count: int, movement: str
@@ -159,22 +163,14 @@ def test_guesses_save_steps_and_are_counted(tmp_path: Path, movement: str) -> No
     assert steps <= OUTPUT_TOKENS - drafts.accepted_count + 3 and drafts.limit is SpeculationLimit.NONE
 
 
-@pytest.mark.parametrize(
-    ("architecture", "sampling", "limit"),
-    [
-        ("lfm2", SamplingParams(), SpeculationLimit.CACHE),
-        ("llama", SamplingParams(repetition_penalty=1.2), SpeculationLimit.SAMPLING),
-    ],
-)
-def test_what_cannot_speculate_decodes_plainly_and_says_why(
-    tmp_path: Path, architecture: str, sampling: SamplingParams, limit: SpeculationLimit
-) -> None:
-    with CacheServer(tiny_model_dir(tmp_path, architecture), None, is_enabled=False) as served:
+def test_what_cannot_speculate_decodes_plainly_and_says_why(tmp_path: Path) -> None:
+    sampling = SamplingParams(repetition_penalty=1.2)
+    with CacheServer(tiny_model_dir(tmp_path, "llama"), None, is_enabled=False) as served:
         submit(served, "plain", repetitive(), speculation=None, sampling=sampling)
         submit(served, "asked", repetitive(), speculation=LOOKUP, sampling=sampling)
         tokens, drafts = outcome(served, "asked")
         assert tokens == outcome(served, "plain")[0]
-        assert drafts == DraftCounts(0, 0, limit)
+        assert drafts == DraftCounts(0, 0, SpeculationLimit.SAMPLING)
 
 
 @pytest.mark.parametrize("stop_at", [7, 23, 41])

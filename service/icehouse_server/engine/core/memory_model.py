@@ -6,7 +6,7 @@ Pure arithmetic over the model's facts; the runner measures, this predicts. Size
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _METAL_HEAD_SIZES = (64, 80, 128)
@@ -97,28 +97,11 @@ class MemoryModel:
     """Windows when they are full, and recurrent states."""
     kv_step_token_count: int = 1
     """Caches grow by so many tokens at a time, and are copied then; 1 grows in place."""
-    lane_row_limit: int = 1
-    """So many sequences decode as rows of one array, padded to the longest of them; 1: each alone."""
     draft: DraftFootprint = DraftFootprint()
 
     def kv_bytes(self, token_count: int) -> int:
         """Return what one sequence of this length holds."""
         return self.kv_bytes_per_token * self._capacity(token_count) + self.fixed_bytes_per_sequence
-
-    def lane_bytes(self, token_counts: Collection[int]) -> int:
-        """Return what sequences of these lengths hold while they decode together, padding included."""
-        if self.lane_row_limit == 1:
-            return sum(self.kv_bytes(count) for count in token_counts)
-        return len(token_counts) * self.kv_bytes(max(token_counts, default=0))
-
-    def padding_bytes(self, token_counts: Collection[int]) -> int:
-        """Return what they hold together beyond what each of them would hold alone."""
-        return self.lane_bytes(token_counts) - sum(self.kv_bytes(count) for count in token_counts)
-
-    def seating_bytes(self, token_counts: Collection[int]) -> int:
-        """Return what it takes to let a row join: all of its lane is copied, padded to the longest row."""
-        row_count = min(len(token_counts), self.lane_row_limit)
-        return row_count * self.kv_bytes(max(token_counts)) if row_count > 1 else 0
 
     def growth_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
         """Return what KV takes more for a chunk that ends at this context, copies included.

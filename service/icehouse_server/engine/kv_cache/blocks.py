@@ -10,7 +10,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache.caches import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
@@ -25,16 +25,16 @@ _log = logging.getLogger("icehouse.engine")
 class Sequences(Protocol):
     """Whoever holds the caches of open and decoding sequences."""
 
-    def fresh_caches(self) -> list[batching.Cache]:
+    def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer."""
         ...
 
-    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
-        """Return the caches that hold a sequence, and its row in them."""
+    def caches(self, sequence_id: SequenceId) -> list[Cache]:
+        """Return a sequence's own caches, to be read; valid until the next pass."""
         ...
 
-    def adopt(self, sequence_id: SequenceId, caches: list[batching.Cache]) -> None:
-        """Open a sequence with caches that were rebuilt."""
+    def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
+        """Open a sequence with caches that were rebuilt and hold so many tokens."""
         ...
 
 
@@ -66,7 +66,7 @@ class RunnerBlocks:
             return
         self.facts = _facts_of(self._layout)
 
-    def measure(self, caches: list[batching.Cache], *, token_count: int) -> tuple[int, int]:
+    def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
         """Return the bytes of kv a token takes and the bytes a sequence takes whatever its length.
 
         Read off caches that hold `token_count` tokens.
@@ -84,11 +84,11 @@ class RunnerBlocks:
     ) -> dict[RegionKind, Region]:
         self._thread.check()
         assert self._layout is not None
-        caches, row = self._sequences.locate(sequence_id)
+        caches = self._sequences.caches(sequence_id)
         cuts = {
-            RegionKind.KV: lambda layout: layout.cut_kv(caches, start=start, stop=stop, row=row),
-            RegionKind.WINDOW: lambda layout: layout.cut_window(caches, start=start, stop=stop, row=row),
-            RegionKind.CHECKPOINT: lambda layout: layout.cut_checkpoint(caches, row=row),
+            RegionKind.KV: lambda layout: layout.cut_kv(caches, start=start, stop=stop),
+            RegionKind.WINDOW: lambda layout: layout.cut_window(caches, start=start, stop=stop),
+            RegionKind.CHECKPOINT: lambda layout: layout.cut_checkpoint(caches),
         }
         regions = {kind: cuts[kind](self._layout) for kind in kinds}
         evaluate(regions.values())
@@ -104,10 +104,10 @@ class RunnerBlocks:
     ) -> Region | None:
         self._thread.check()
         assert isinstance(cutting, KvCutting)
-        caches, row = self._sequences.locate(sequence_id)
+        caches = self._sequences.caches(sequence_id)
         end_time = self._clock.monotonic() + budget_s
         while not cutting.is_done:
-            cutting.step(caches, row=row)
+            cutting.step(caches)
             if self._clock.monotonic() >= end_time:
                 break
         return cutting.region() if cutting.is_done else None
@@ -145,7 +145,7 @@ class RunnerBlocks:
             if self._clock.monotonic() >= end_time:
                 return False
         del self._restoring[sequence_id]
-        self._sequences.adopt(sequence_id, restoring.caches)
+        self._sequences.adopt(sequence_id, restoring.caches, token_count=restoring.token_count)
         return True
 
     def forget(self, sequence_ids: Collection[SequenceId]) -> None:

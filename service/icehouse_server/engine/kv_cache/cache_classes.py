@@ -1,7 +1,7 @@
-"""Cache classes: which tokens lie where in a live cache's K/V arrays, for one row of it.
+"""Cache classes: which tokens lie where in a live cache's K/V arrays.
 
-Knows the storage order of mlx-lm 0.32's cache classes and of their batch forms
-(`mlx_lm/models/cache.py`): linear, in place with spare room, or as a ring. Inference thread only.
+Knows the storage order of mlx-lm 0.32's cache classes (`mlx_lm/models/cache.py`): linear, in place with spare
+room, or as a ring. Inference thread only.
 
 The parts of a model's caches: each cache that is not a CacheList, where it is and how it is cut.
 """
@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
@@ -28,21 +25,17 @@ from mlx_lm.models.cache import (
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported, check_holdable
 
-BATCH_FORMS: Final[dict[type, type]] = {KVCache: BatchKVCache, RotatingKVCache: BatchRotatingKVCache}
-"""What mlx-lm merges a class into."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
     """Tokens [end - count, end) of one sequence, at `first`, `first + 1`, ... along the token axis.
 
     Indices wrap at the axis' length: a full ring starts at its oldest token. Arrays are
-    [batch, heads, slots, width]; `row` picks the sequence.
+    [1, heads, slots, width].
     """
 
     tensors: tuple[tuple[str, mx.array], ...]
     """(suffix, array), suffixes ascending: "k", "k.biases", "k.scales", "v", ..."""
-    row: int
     first: int
     count: int
     end: int
@@ -61,43 +54,32 @@ class Held:
 
     def _cut_one(self, array: mx.array, start: int, stop: int) -> mx.array:
         slots = array.shape[2]
-        row = array[self.row : self.row + 1]
         low = self.first + start - (self.end - self.count)
         high = low + stop - start
         if low >= slots:
             low, high = low - slots, high - slots
         if high <= slots:
-            return mx.contiguous(row[:, :, low:high, :])
-        return mx.concatenate([row[:, :, low:, :], row[:, :, : high - slots, :]], axis=2)
+            return mx.contiguous(array[:, :, low:high, :])
+        return mx.concatenate([array[:, :, low:, :], array[:, :, : high - slots, :]], axis=2)
 
 
-def held(cache: Any, *, row: int) -> Held:
-    """Describe one row of a K/V cache, single or batch; single caches have row 0 only."""
+def held(cache: Any) -> Held:
+    """Describe a K/V cache of one sequence."""
     kind = type(cache)
     if cache.keys is None:
-        return Held((), row, 0, 0, 0)
+        return Held((), 0, 0, 0)
     if kind is QuantizedKVCache:
-        return Held(_quantized_tensors(cache), row, 0, cache.offset, cache.offset)
+        return Held(_quantized_tensors(cache), 0, cache.offset, cache.offset)
     tensors = (("k", cache.keys), ("v", cache.values))
     slots = cache.keys.shape[2]
     if kind is KVCache:
-        return Held(tensors, row, 0, cache.offset, cache.offset)
+        return Held(tensors, 0, cache.offset, cache.offset)
     if kind is ChunkedKVCache:
-        return Held(tensors, row, 0, cache.offset - cache.start_position, cache.offset)
-    if kind is RotatingKVCache:
-        if cache._idx == slots or cache._idx >= cache.offset:
-            return Held(tensors, row, 0, cache._idx, cache.offset)
-        return Held(tensors, row, cache._idx, slots, cache.offset)
-    padding = max(0, _item(cache.left_padding, row))
-    end = _item(cache.offset, row)
-    if kind is BatchKVCache:
-        assert cache._right_padding is None, "The batch is in the middle of a padded prefill"
-        return Held(tensors, row, padding, cache._idx - padding, end)
-    assert kind is BatchRotatingKVCache, kind
-    assert cache._lengths is None, "The batch is in the middle of a padded prefill"
-    if not cache.rotated:
-        return Held(tensors, row, padding, cache._idx - padding, end)
-    return Held(tensors, row, (cache._idx + padding) % slots, slots - padding, end)
+        return Held(tensors, 0, cache.offset - cache.start_position, cache.offset)
+    assert kind is RotatingKVCache, kind
+    if cache._idx == slots or cache._idx >= cache.offset:
+        return Held(tensors, 0, cache._idx, cache.offset)
+    return Held(tensors, cache._idx, slots, cache.offset)
 
 
 def _quantized_tensors(cache: Any) -> tuple[tuple[str, mx.array], ...]:
@@ -110,10 +92,6 @@ def _quantized_tensors(cache: Any) -> tuple[tuple[str, mx.array], ...]:
         ("v.biases", value_biases),
         ("v.scales", value_scales),
     )
-
-
-def _item(array: mx.array, row: int) -> int:
-    return int(np.asarray(array)[row])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,8 +153,6 @@ def _part(cache: Any, path: tuple[int, ...]) -> Part:
         if cache.keep:
             raise CacheUnsupported(kind.__name__, f"keeps its first {cache.keep} tokens for ever")
         return Part(name, path, kind, RegionKind.WINDOW, window_token_count=cache.max_size)
-    if kind in (BatchKVCache, BatchRotatingKVCache):
-        raise CacheUnsupported(kind.__name__, "is a batch; the layout is read off single caches")
     check_holdable(cache)
     facts = (len(cache.cache),) if kind is ArraysCache else ()
     return Part(name, path, kind, RegionKind.CHECKPOINT, facts=facts)

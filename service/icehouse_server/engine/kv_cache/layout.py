@@ -20,18 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.cache_classes import BATCH_FORMS, Held, Part, held, leaf, parts_of
+from icehouse_server.engine.kv_cache.cache_classes import Held, Part, held, leaf, parts_of
 from icehouse_server.engine.kv_cache.load_target import KvShape
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported, cut_whole
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
 from icehouse_server.engine.kv_cache.restore import RestoreSource, Restoring
 
 __all__ = ["CacheLayout", "CacheUnsupported", "Part"]
-
-_BATCHABLE = (*BATCH_FORMS, ArraysCache)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,11 +64,6 @@ class CacheLayout:
         return not self.needs_checkpoint and all(window >= self.block_token_count for window in windows)
 
     @property
-    def batchable(self) -> bool:
-        """Every class can be merged into a batch, extended, filtered and extracted by mlx-lm."""
-        return all(part.cache_class in _BATCHABLE for part in self.parts)
-
-    @property
     def class_names(self) -> tuple[str, ...]:
         """Distinct cache class names in order of first appearance, parts of lists by their own name."""
         return tuple(dict.fromkeys(part.cache_class.__name__ for part in self.parts))
@@ -88,12 +80,9 @@ class CacheLayout:
         """First token any window still holds at this length; blocks that end after it are needed."""
         return max(0, token_count - self.window_token_count)
 
-    def token_count(self, caches: Sequence[Any], *, row: int = 0) -> int | None:
-        """Return how many tokens this row's caches have seen; None when only checkpoints could tell.
-
-        In a batch that dispatched its next step already, that step's token is counted too.
-        """
-        ends = {store.end for _, store in self._held(caches, row, RegionKind.KV, RegionKind.WINDOW)}
+    def token_count(self, caches: Sequence[Any]) -> int | None:
+        """Return how many tokens the caches have seen; None when only checkpoints could tell."""
+        ends = {store.end for _, store in self._held(caches, RegionKind.KV, RegionKind.WINDOW)}
         assert len(ends) <= 1, f"Layers disagree about the sequence's length: {sorted(ends)}"
         return ends.pop() if ends else None
 
@@ -101,7 +90,7 @@ class CacheLayout:
         """Return the tensors of the kv region, names ascending, as caches that hold a token have them."""
         return tuple(
             KvShape(f"{part.name}.{suffix}", array.dtype, array.shape[1], array.shape[-1])
-            for part, store in self._held(caches, 0, RegionKind.KV)
+            for part, store in self._held(caches, RegionKind.KV)
             for suffix, array in store.tensors
         )
 
@@ -109,32 +98,32 @@ class CacheLayout:
         """Bytes one more token takes in the kv region; 0 while the caches are empty or have none."""
         return sum(
             array.nbytes // (array.shape[0] * array.shape[2])
-            for _, store in self._held(caches, 0, RegionKind.KV)
+            for _, store in self._held(caches, RegionKind.KV)
             for _, array in store.tensors
         )
 
-    def cut_kv(self, caches: Sequence[Any], *, start: int, stop: int, row: int = 0) -> ArrayRegion:
+    def cut_kv(self, caches: Sequence[Any], *, start: int, stop: int) -> ArrayRegion:
         """Cut tokens [start, stop) out of every layer of unlimited context."""
         arrays = [
             (f"{part.name}.{suffix}", array)
-            for part, store in self._held(caches, row, RegionKind.KV)
+            for part, store in self._held(caches, RegionKind.KV)
             for suffix, array in store.cut(start, stop)
         ]
         return ArrayRegion(RegionKind.KV, tuple(arrays))
 
-    def cut_window(self, caches: Sequence[Any], *, start: int, stop: int, row: int = 0) -> ArrayRegion:
+    def cut_window(self, caches: Sequence[Any], *, start: int, stop: int) -> ArrayRegion:
         """Cut each window's last min(stop - start, window) tokens before `stop`, in temporal order.
 
         The caches must still hold them: a window passes by, so this is called soon after `stop`.
         """
         arrays = [
             (f"{part.name}.{suffix}", array)
-            for part, store in self._held(caches, row, RegionKind.WINDOW)
+            for part, store in self._held(caches, RegionKind.WINDOW)
             for suffix, array in store.cut(max(start, stop - part.window_token_count), stop)
         ]
         return ArrayRegion(RegionKind.WINDOW, tuple(arrays))
 
-    def cut_checkpoint(self, caches: Sequence[Any], *, row: int = 0) -> ArrayRegion:
+    def cut_checkpoint(self, caches: Sequence[Any]) -> ArrayRegion:
         """Copy the whole state of the parts that cannot be cut, as it is at this very token.
 
         Raises CacheUnsupported when an unknown class keeps more than its state says.
@@ -143,7 +132,7 @@ class CacheLayout:
             (f"{part.name}.{suffix}", array)
             for part in self.parts
             if part.kind is RegionKind.CHECKPOINT
-            for suffix, array in cut_whole(_of_class(leaf(caches, part.path), part), row=row)
+            for suffix, array in cut_whole(_of_class(leaf(caches, part.path), part))
         ]
         return ArrayRegion(RegionKind.CHECKPOINT, tuple(arrays))
 
@@ -189,14 +178,14 @@ class CacheLayout:
             pass
         return restoring.caches
 
-    def _held(self, caches: Sequence[Any], row: int, *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
+    def _held(self, caches: Sequence[Any], *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
         for part in self.parts:
             if part.kind in kinds:
-                yield part, held(_of_class(leaf(caches, part.path), part), row=row)
+                yield part, held(_of_class(leaf(caches, part.path), part))
 
 
 def _of_class(cache: Any, part: Part) -> Any:
-    assert type(cache) in (part.cache_class, BATCH_FORMS.get(part.cache_class)), (part.name, type(cache))
+    assert type(cache) is part.cache_class, (part.name, type(cache))
     return cache
 
 
@@ -214,10 +203,10 @@ class KvCutting:
     def is_done(self) -> bool:
         return self._done_count == len(self._parts)
 
-    def step(self, caches: Sequence[Any], *, row: int) -> None:
+    def step(self, caches: Sequence[Any]) -> None:
         """Copy the next layer's tokens, evaluated."""
         part = self._parts[self._done_count]
-        arrays = held(leaf(caches, part.path), row=row).cut(self._start, self._stop)
+        arrays = held(leaf(caches, part.path)).cut(self._start, self._stop)
         mx.eval([array for _, array in arrays])
         self._arrays += [(f"{part.name}.{suffix}", array) for suffix, array in arrays]
         self._done_count += 1

@@ -45,14 +45,13 @@ def check_holdable(cache: Any) -> None:
         raise CacheUnsupported(kind.__name__, "is unknown and can be merged into a batch")
 
 
-def cut_whole(cache: Any, *, row: int) -> list[tuple[str, mx.array]]:
-    """Return (suffix, array) pairs, suffixes ascending, of one row's whole state now.
+def cut_whole(cache: Any) -> list[tuple[str, mx.array]]:
+    """Return (suffix, array) pairs, suffixes ascending, of the whole state now.
 
     Raises CacheUnsupported when an unknown class proves not to be made of its state alone.
     """
     if type(cache) is ArraysCache:
-        return _cut_arrays_cache(cache, row)
-    assert row == 0, f"{type(cache).__name__} has no rows"
+        return _cut_arrays_cache(cache)
     state = cache.state
     copy = type(cache).from_state(state)
     if not _equal(vars(copy), vars(cache)):
@@ -81,14 +80,16 @@ def rebuild_whole(template: Any, arrays: Mapping[str, mx.array]) -> Any:
     return type(template).from_state(_decode(tree, own))
 
 
-def _cut_arrays_cache(cache: Any, row: int) -> list[tuple[str, mx.array]]:
+def _cut_arrays_cache(cache: Any) -> list[tuple[str, mx.array]]:
     assert cache.lengths is None, "The batch is in the middle of a padded prefill"
     # A merge of empty caches leaves zeros here, which count down below zero: no padding at all.
-    assert cache.left_padding is None or np.asarray(cache.left_padding)[row] <= 0, "Padding is still to come"
+    assert cache.left_padding is None or (np.asarray(cache.left_padding) <= 0).all(), (
+        "Padding is still to come"
+    )
     # An unused slot is written too, as an array of no rows: a missing one must never pass for it.
     unused = mx.zeros((0,), mx.uint8)
     return [
-        (f"{slot:02d}", unused if array is None else mx.contiguous(array[row : row + 1]))
+        (f"{slot:02d}", unused if array is None else mx.contiguous(array))
         for slot, array in enumerate(cache.cache)
     ]
 

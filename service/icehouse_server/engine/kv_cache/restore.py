@@ -46,7 +46,8 @@ class Restoring:
         self._parts = parts
         self._caches = caches
         self._source = source
-        self._token_count = token_count
+        self.token_count = token_count
+        """Tokens that the caches will hold."""
         room = max(token_count, capacity_token_count)
         self._capacity = -(-room // _STEP_TOKEN_COUNT) * _STEP_TOKEN_COUNT
         self._done_count = 0
@@ -92,26 +93,26 @@ class Restoring:
             template.values = (arrays["v"], arrays["v.scales"], arrays["v.biases"])
         else:
             template.keys, template.values = arrays["k"], arrays["v"]
-        template.offset = self._token_count
+        template.offset = self.token_count
         return template
 
     def _rebuild_window(self, part: Part, template: Any) -> Any:
-        kept = min(self._token_count, part.window_token_count)
+        kept = min(self.token_count, part.window_token_count)
         template.keys = self._join_window(f"{part.name}.k", kept)
         template.values = self._join_window(f"{part.name}.v", kept)
         mx.eval(template.keys, template.values)
-        template.offset = self._token_count
+        template.offset = self.token_count
         if part.cache_class is ChunkedKVCache:
             # What maybe_trim_front leaves at the start of the next forward pass, done already.
-            template.start_position = self._token_count - kept
+            template.start_position = self.token_count - kept
         else:
             template._idx = kept
         return template
 
     def _rebuild_checkpoint(self, part: Part, template: Any) -> Any:
-        block = next((b for b in self._source.blocks if b.end_token_index == self._token_count), None)
+        block = next((b for b in self._source.blocks if b.end_token_index == self.token_count), None)
         if block is None or block.checkpoint is None:
-            raise _unusable(f"there is no checkpoint at token {self._token_count}")
+            raise _unusable(f"there is no checkpoint at token {self.token_count}")
         prefix = f"{part.name}."
         arrays = {
             name.removeprefix(prefix): array
@@ -128,10 +129,10 @@ class Restoring:
                 raise _unusable(f"kv starts at token {block.start_token_index} where {covered} is next")
             covered = block.end_token_index
         loaded = self._source.loaded_kv
-        if covered < self._token_count and loaded is not None and loaded.start_token_index <= covered:
+        if covered < self.token_count and loaded is not None and loaded.start_token_index <= covered:
             covered = loaded.end_token_index
-        if covered < self._token_count:
-            raise _unusable(f"kv ends at token {covered} of {self._token_count}")
+        if covered < self.token_count:
+            raise _unusable(f"kv ends at token {covered} of {self.token_count}")
 
     def _join_kv(self, name: str) -> mx.array:
         """Return [1, heads, capacity, width] with the tokens in front; what was read stays where it is."""
@@ -139,20 +140,20 @@ class Restoring:
         covered = 0
         for block, arrays in self._kv_blocks:
             array = _of_length(name, arrays[name], block.token_count)
-            wanted = min(block.end_token_index, self._token_count) - covered
+            wanted = min(block.end_token_index, self.token_count) - covered
             if wanted <= 0:
                 break
             pieces.append(array if wanted == block.token_count else array[:, :, :wanted])
             covered += wanted
-        if covered < self._token_count:
+        if covered < self.token_count:
             assert self._source.loaded_kv is not None
-            target = self._source.loaded_kv.target.take(name, token_count=self._token_count)
+            target = self._source.loaded_kv.target.take(name, token_count=self.token_count)
             if pieces:
                 _check_alike(name, [*pieces, target])
                 # Nobody else holds the array, so this writes rows and does not copy the others.
                 target[:, :, :covered] = _concatenate(name, pieces)
             return target
-        room = self._capacity - self._token_count
+        room = self._capacity - self.token_count
         if room:
             batch, heads, _, width = pieces[0].shape
             pieces.append(mx.zeros((batch, heads, room, width), pieces[0].dtype))
@@ -161,19 +162,19 @@ class Restoring:
     def _join_window(self, name: str, kept: int) -> mx.array:
         """Return the last `kept` tokens, [1, heads, kept, width], in temporal order."""
         pieces: list[mx.array] = []
-        stop = self._token_count
+        stop = self.token_count
         for block, arrays in reversed(self._window_blocks):
-            if stop == self._token_count - kept:
+            if stop == self.token_count - kept:
                 break
             array = arrays[name]
             held_from = block.end_token_index - array.shape[TOKEN_AXIS]
             if block.end_token_index < stop or held_from >= stop:
                 continue
-            low = max(held_from, self._token_count - kept)
+            low = max(held_from, self.token_count - kept)
             pieces.append(array[:, :, low - held_from : stop - held_from])
             stop = low
-        if stop != self._token_count - kept:
-            raise ValueError(f"{name} lacks tokens [{self._token_count - kept}, {stop}) of its window")
+        if stop != self.token_count - kept:
+            raise ValueError(f"{name} lacks tokens [{self.token_count - kept}, {stop}) of its window")
         return _concatenate(name, pieces[::-1])
 
 

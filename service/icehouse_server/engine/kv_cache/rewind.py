@@ -1,4 +1,4 @@
-"""Rewind: tokens taken back out of caches, full sliding windows included (inference thread)."""
+"""Rewind of a draft model's caches: where they stood before guesses were fed one by one, and back again."""
 
 from __future__ import annotations
 
@@ -12,37 +12,16 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from icehouse_server.engine.kv_cache.batching import Cache
+from icehouse_server.engine.kv_cache.caches import Cache
 
 
 def can_rewind(caches: Sequence[Cache]) -> bool:
-    """Tell whether tokens that were fed together can be taken back out of these caches."""
+    """Tell whether tokens can be taken back out of these caches, however they were fed."""
     parts = [part for cache in caches for part in (cache.caches if type(cache) is CacheList else (cache,))]
     return bool(parts) and all(
         type(part) in (KVCache, QuantizedKVCache) or (type(part) is RotatingKVCache and part.keep == 0)
         for part in parts
     )
-
-
-def rewind(caches: Sequence[Cache], count: int) -> None:
-    """Take the last `count` tokens back, fewer than were fed in the last pass; `can_rewind` said so.
-
-    Relies on `trim` moving only `offset`, and on a RotatingKVCache that was fed several tokens at once
-    holding them in order, after a full window of those before: nothing was overwritten yet.
-    """
-    if not count:
-        return
-    for cache in caches:
-        if type(cache) is CacheList:
-            rewind(cache.caches, count)
-        elif type(cache) is RotatingKVCache:
-            keys, values = cache.keys_and_values()  # type: ignore[no-untyped-call]
-            cache.keys, cache.values = keys[..., :-count, :], values[..., :-count, :]
-            cache.offset -= count
-            cache._idx -= count
-        else:
-            taken = cache.trim(count)
-            assert taken == count, f"{type(cache).__name__} took back {taken} of {count} tokens"
 
 
 class CacheMark(NamedTuple):

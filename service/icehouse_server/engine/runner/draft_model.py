@@ -1,7 +1,8 @@
 """Draft model: draft tokens from a small model of the same vocabulary (inference thread).
 
 Speculative decoding (Leviathan 2022; Chen 2023) with the draft model's likeliest tokens. A sequence's draft
-caches are behind it at first: they catch up by one bounded chunk a step, beside its plain decoding.
+caches read its prompt along with the model's own; what they missed, because it was reused from the prefix
+cache, they catch up with by one bounded chunk a pass, beside its plain decoding.
 """
 
 from __future__ import annotations
@@ -13,20 +14,38 @@ import mlx.core as mx
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import DraftFootprint
-from icehouse_server.engine.kv_cache import batching, rewind
+from icehouse_server.engine.kv_cache import caches as kv_caches
+from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
 
 _CHUNK_TOKEN_COUNT = 128
-"""Tokens that a step may add to the draft caches; while more are missing nothing is guessed."""
+"""Tokens that a pass may add to the draft caches of sequences that catch up; they guess nothing meanwhile."""
+
+
+class DraftedRow:
+    """One sequence's draft caches. They hold every token but those that are `behind`."""
+
+    __slots__ = ("behind", "row")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.behind: list[int] = []
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is missing than the next pass can read beside guessing."""
+        return len(self.behind) > _CHUNK_TOKEN_COUNT
 
 
 class DraftModel:
-    """The loaded draft model, which guesses for every sequence that asks."""
+    """The loaded draft model, which guesses for all sequences that ask in the same passes."""
 
     def __init__(self, model: Any, *, vocabulary_size: int, footprint: DraftFootprint) -> None:
         self._model = model
+        self._forward = ForwardPass(model, examine(model))
         self._vocabulary_size = vocabulary_size
         self.footprint = footprint
 
@@ -45,7 +64,7 @@ class DraftModel:
                 "guesses mean nothing there; choose a smaller model of the same family",
             )
         loaded = model_loader.load(source)
-        caches = batching.make_caches(loaded.model)
+        caches = kv_caches.make_caches(loaded.model)
         if not rewind.can_rewind(caches):
             kinds = ", ".join(dict.fromkeys(type(cache).__name__ for cache in caches))
             raise ModelError(
@@ -56,55 +75,64 @@ class DraftModel:
         facts = model_loader.describe(loaded, source, own, "")
         # One token more shows what a token takes; windows are counted as they grow.
         sizes = []
-        for token_count in (1, batching.CACHE_STEP_TOKEN_COUNT + 1):
-            caches = batching.make_caches(loaded.model)
+        for token_count in (1, kv_caches.CACHE_STEP_TOKEN_COUNT + 1):
+            caches = kv_caches.make_caches(loaded.model)
             loaded.model(mx.zeros((1, token_count), dtype=mx.int32), cache=caches)
-            mx.eval(batching.cache_states(caches))
+            mx.eval(kv_caches.cache_states(caches))
             sizes.append(sum(int(cache.nbytes) for cache in caches))
         footprint = DraftFootprint(
             weight_bytes=facts.weight_bytes,
-            kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // batching.CACHE_STEP_TOKEN_COUNT),
+            kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // kv_caches.CACHE_STEP_TOKEN_COUNT),
         )
         known = min(facts.vocabulary_size, info.vocabulary_size)
         return cls(loaded.model, vocabulary_size=known, footprint=footprint)
 
-    def open(self, token_ids: Sequence[int]) -> ModelDrafter:
-        """Return a drafter for a sequence that has these tokens, prompt and output."""
-        return ModelDrafter(self._model, token_ids, vocabulary_size=self._vocabulary_size)
+    def open(self) -> DraftedRow:
+        """Make empty draft caches for a sequence."""
+        return DraftedRow(Row(kv_caches.make_caches(self._model)))
 
+    def read(self, parts: Sequence[tuple[DraftedRow, int]]) -> list[Any]:
+        """Let rows read so many of the tokens that they are behind, or all; return what must be evaluated for
+        it to be done."""
+        fed: list[int] = []
+        shares: list[Share] = []
+        for drafted, count in parts:
+            tokens = drafted.behind[:count]
+            if tokens:
+                fed += tokens
+                shares.append(Share(drafted.row, len(tokens)))
+                del drafted.behind[:count]
+        return self._forward.run(mx.array(fed, dtype=mx.uint32), shares).arrays if shares else []
 
-class ModelDrafter:
-    """One sequence's draft caches. They hold every token but those that are `behind`."""
+    def propose(self, rows: Sequence[DraftedRow], *, count: int) -> tuple[mx.array | None, list[Any]]:
+        """Guess how sequences go on that are not behind, and let the others catch up.
 
-    def __init__(self, model: Any, token_ids: Sequence[int], *, vocabulary_size: int) -> None:
-        self._model = model
-        self._vocabulary_size = vocabulary_size
-        self._behind = list(token_ids)
-        self._caches = batching.make_caches(model)
+        Returns [rows that are not behind, count], not computed yet, and what must be evaluated besides.
+        """
+        late = [drafted for drafted in rows if drafted.is_behind]
+        ready = [drafted for drafted in rows if not drafted.is_behind]
+        arrays = self.read([(drafted, _CHUNK_TOKEN_COUNT) for drafted in late])
+        return (self._guesses(ready, count) if ready and count else None), arrays
 
-    def propose(self, count: int) -> mx.array:
-        """Return `count` guesses, not evaluated: (count,) int32; none while the caches catch up."""
-        if len(self._behind) > _CHUNK_TOKEN_COUNT:
-            chunk, self._behind = self._behind[:_CHUNK_TOKEN_COUNT], self._behind[_CHUNK_TOKEN_COUNT:]
-            self._model(mx.array(chunk)[None], cache=self._caches)
-            mx.async_eval(batching.cache_states(self._caches))  # type: ignore[no-untyped-call]
-            return mx.array([], dtype=mx.int32)
+    def _guesses(self, rows: Sequence[DraftedRow], count: int) -> mx.array:
+        fed = mx.array([token for drafted in rows for token in drafted.behind], dtype=mx.uint32)
+        shares = [Share(drafted.row, len(drafted.behind), logit_count=1) for drafted in rows]
+        marks: list[rewind.CacheMark] = []
         guesses: list[mx.array] = []
-        fed = mx.array(self._behind)[None]
-        self._behind = []
-        kept: list[rewind.CacheMark] = []
         for _ in range(count):
-            logits = self._model(fed, cache=self._caches)[:, -1, : self._vocabulary_size]
-            kept = kept or rewind.mark(self._caches)
-            fed = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.int32)
-            guesses.append(fed[0])
+            output = self._forward.run(fed, shares)
+            assert output.logits is not None
+            if not marks:
+                marks = [mark for drafted in rows for mark in rewind.mark(drafted.row.raw_caches)]
+                shares = [Share(drafted.row, 1, logit_count=1) for drafted in rows]
+            fed = mx.argmax(output.logits[:, : self._vocabulary_size], axis=-1)
+            guesses.append(fed)
         # Guesses were fed one by one, which windows cannot take back: return to before the first of them.
-        rewind.return_to(kept)
-        return mx.concatenate(guesses)
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Add what was generated."""
-        self._behind.extend(token_ids)
+        rewind.return_to(marks)
+        for drafted in rows:
+            drafted.row.token_count -= count - 1
+            drafted.behind.clear()
+        return mx.stack(guesses, axis=1)
 
 
 def _spells_alike(one: Tokenizer, other: Tokenizer) -> bool:

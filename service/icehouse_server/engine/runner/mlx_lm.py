@@ -1,7 +1,7 @@
 """Adapter to mlx-lm: everything taken from its non-public corners, with a contract test.
 
 mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
-`tests/unit/engine/kv_cache/test_batching.py` fails when that moves.
+`tests/unit/engine/runner/test_mlx_lm.py` fails when that moves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_lm.utils import (
 )
 from transformers import AutoTokenizer
 
-from icehouse_server.engine.kv_cache.batching import Cache
+from icehouse_server.engine.kv_cache.caches import Cache
 
 _BODIES = ("model", "transformer", "backbone")
 

@@ -58,20 +58,20 @@ class PromptLookup:
 
 
 _FIRST_RUN = 4
-"""Tokens in a row that must be guessed right before the row goes back; after each stay that did not pay,
-twice as many. Moving copies the row out of the batch and, when it comes again, all of the batch."""
+"""Tokens in a row that must be guessed right in silence before the row guesses again; after each time that
+did not pay, twice as many."""
 _PAID_RUNS = 2
-"""A stay paid when so many times the run that led to it were accepted."""
+"""Guessing paid when so many times the run that led to it were accepted."""
 
 
 class LookupWatch:
-    """Looks on while a row that left its speculative lane decodes in the batch."""
+    """Looks on while a row that stopped guessing decodes plainly."""
 
     def __init__(self, drafter: PromptLookup, speculation: Speculation) -> None:
         self.drafter = drafter
         self.speculation = speculation
         self._wanted_run = _FIRST_RUN
-        self._stay_count = 0
+        self._begin_count = 0
         self._run = 0
         self._guess: int | None = None
 
@@ -81,13 +81,13 @@ class LookupWatch:
         return self._run >= self._wanted_run
 
     def begin(self, *, accepted_count: int) -> None:
-        """Look on from here, after a stay in the lane in which so many guesses were right.
+        """Look on from here, after a time of guessing in which so many guesses were right.
 
         The drafter knows every token that was told.
         """
         has_paid = accepted_count >= _PAID_RUNS * self._wanted_run
-        self._wanted_run = _FIRST_RUN if has_paid or not self._stay_count else 2 * self._wanted_run
-        self._stay_count += 1
+        self._wanted_run = _FIRST_RUN if has_paid or not self._begin_count else 2 * self._wanted_run
+        self._begin_count += 1
         self._run = 0
         self._look()
 

@@ -1,4 +1,4 @@
-"""Model runner: caches of open sequences, prefill, decoding on the device (inference thread)."""
+"""Model runner: loads the model, holds open sequences, runs passes (inference thread)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import LogprobsWanted, Pooling, TokenLogprobs, Vector
+from icehouse_server.domain.request import Drafting, Pooling
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
-from icehouse_server.engine.core.ports import Drawn, MemoryUse
+from icehouse_server.engine.core.ports import Chunk, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
 from icehouse_server.engine.runner import mlx_lm, model_loader
-from icehouse_server.engine.runner.decode_batch import JoiningRow
+from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.lanes import Lanes
+from icehouse_server.engine.runner.forward import ForwardPass, PassFacts, Row, examine
 from icehouse_server.engine.runner.lora import attach
-from icehouse_server.engine.sampling.logprobs import measure
+from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
@@ -45,12 +44,11 @@ buffers would stay for ever, and a model with little KV needs little."""
 class RunnerSettings:
     """How sequences are run. `kv_bits` 0 keeps the model's own KV type."""
 
-    lane_row_limit: int
     block_token_count: int = 256
     kv_bits: int = 0
     kv_group_size: int = 64
     is_pipelined: bool = True
-    """Keep the device a step ahead of Python; of no use where dispatching waits (the CPU build)."""
+    """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
 
 
 class ModelRunner:
@@ -76,11 +74,12 @@ class ModelRunner:
         self._draft_source = draft_source
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
-        self._models: dict[AdapterName, Any] = {}
-        """A module tree for each adapter, and the model by itself; they share its arrays."""
-        self._open: dict[SequenceId, list[batching.Cache]] = {}
+        self._model: Any = None
+        self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
-        self._lanes = Lanes(row_limit=settings.lane_row_limit, is_pipelined=settings.is_pipelined)
+        self._facts = PassFacts(caches=())
+        """How passes of the model are run; true after `load`."""
+        self._pipeline = Pipeline(is_pipelined=settings.is_pipelined, clock=clock)
         self.blocks = RunnerBlocks(
             self, block_token_count=settings.block_token_count, clock=clock, thread=self._thread
         )
@@ -88,13 +87,15 @@ class ModelRunner:
     def load(self) -> ModelInfo:
         self._thread.claim()
         loaded = model_loader.load(self._source)
-        self._models[NO_ADAPTER] = loaded.model
+        self._model = loaded.model
         adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         mlx_lm.wire_memory()
         self.blocks.read_layout()
+        self._facts = self._examined(loaded.model)
+        self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
-            self._models[adapter.name] = model.tree
+            self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
             self._warm_up(adapter.name)
         freed_bytes = _FREED_TOKENS * kv_bytes_per_token
         mx.set_cache_limit(min(_MAX_FREED_BYTES, max(_MIN_FREED_BYTES, freed_bytes)))
@@ -103,8 +104,7 @@ class ModelRunner:
             model_loader.shape_of(loaded),
             kv_bytes_per_token,
             fixed_bytes,
-            kv_step_token_count=batching.CACHE_STEP_TOKEN_COUNT,
-            lane_row_limit=self._settings.lane_row_limit if batching.can_batch(self.fresh_caches()) else 1,
+            kv_step_token_count=kv_caches.CACHE_STEP_TOKEN_COUNT,
             draft=self._load_draft(info),
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
@@ -119,74 +119,25 @@ class ModelRunner:
         if self._draft_source is None:
             return DraftFootprint()
         draft = DraftModel.load(self._draft_source, info=info, tokenizer=self._tokenizer)
-        self._lanes.draft_model = draft
+        self._pipeline.draft_model = draft
         return draft.footprint
 
     def open(self, sequence_id: SequenceId) -> None:
         self._thread.check()
-        assert sequence_id not in self._open, sequence_id
-        self._open[sequence_id] = self.fresh_caches()
+        assert sequence_id not in self._sequences, sequence_id
+        self._sequences[sequence_id] = OpenSequence(sequence_id, Row(self.fresh_caches()))
 
-    def prefill(self, sequence_id: SequenceId, token_ids: Sequence[int], adapter: AdapterName) -> None:
+    def run(self, chunks: Sequence[Chunk]) -> PassResult:
         self._thread.check()
-        caches = self._open[sequence_id]
-        # The logits stay lazy and are never evaluated: only the caches matter here.
-        self._models[adapter](mx.array(list(token_ids))[None], cache=caches)
-        mx.eval(batching.cache_states(caches))
-
-    def prefill_measured(
-        self,
-        sequence_id: SequenceId,
-        token_ids: Sequence[int],
-        adapter: AdapterName,
-        *,
-        next_token_ids: Sequence[int],
-        wanted: LogprobsWanted,
-    ) -> Sequence[TokenLogprobs]:
-        self._thread.check()
-        caches = self._open[sequence_id]
-        logits = self._models[adapter](mx.array(list(token_ids))[None], cache=caches)[0]
-        next_ids = mx.array(list(next_token_ids))
-        measured = measure(logits, next_ids, wanted=[wanted] * len(next_token_ids))
-        mx.eval(batching.cache_states(caches), measured.arrays)
-        return measured.read()
-
-    def prefill_pooled(
-        self,
-        sequence_id: SequenceId,
-        token_ids: Sequence[int],
-        adapter: AdapterName,
-        *,
-        pooling: Pooling,
-    ) -> Vector:
-        self._thread.check()
-        caches = self._open[sequence_id]
-        hidden = mlx_lm.hidden_states(self._models[adapter], mx.array(list(token_ids))[None], caches)[0]
-        pooled = hidden[-1] if pooling is Pooling.LAST_TOKEN else hidden.astype(mx.float32).sum(axis=0)
-        pooled = pooled.astype(mx.float32)
-        mx.eval(batching.cache_states(caches), pooled)
-        return np.array(pooled)
-
-    def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
-        self._thread.check()
-        caches = self._open.pop(sequence_id)
-        sampling = SamplingRow(row, end_token_ids=self._end_token_ids)
-        tokens = (*row.prompt_token_ids, *row.output_token_ids) if row.speculation is not None else ()
-        model = self._models[row.adapter]
-        self._lanes.join(
-            JoiningRow(sequence_id, caches, row.last_token_id, sampling, model, tokens, row.speculation)
-        )
-
-    def decode(self) -> list[Drawn]:
-        self._thread.check()
-        return self._lanes.decode()
+        return self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks])
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._thread.check()
-        for sequence_id in sequence_ids:
-            self._open.pop(sequence_id, None)
         self.blocks.forget(sequence_ids)
-        self._lanes.remove(sequence_ids)
+        for sequence_id in sequence_ids:
+            sequence = self._sequences.pop(sequence_id, None)
+            if sequence is not None:
+                self._pipeline.release(sequence)
 
     def memory_model(self) -> MemoryModel:
         assert self._memory_model is not None, "the model is not loaded yet"
@@ -199,54 +150,81 @@ class ModelRunner:
 
     def close(self) -> None:
         self._thread.check()
-        self._open.clear()
+        self._sequences.clear()
         self.blocks.clear()
-        self._lanes.clear()
-        self._models.clear()
+        self._pipeline.clear()
+        self._model = None
         mx.clear_cache()
 
-    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
-        """Return the caches that hold an open or decoding sequence, and its row in them."""
-        if sequence_id in self._open:
-            return self._open[sequence_id], 0
-        return self._lanes.locate(sequence_id)
+    def caches(self, sequence_id: SequenceId) -> list[kv_caches.Cache]:
+        """Return a sequence's own caches, to be read; valid until the next pass."""
+        return self._sequences[sequence_id].row.caches
 
-    def adopt(self, sequence_id: SequenceId, caches: list[batching.Cache]) -> None:
-        """Open a sequence with caches that were rebuilt."""
-        self._open[sequence_id] = caches
+    def adopt(self, sequence_id: SequenceId, caches: list[kv_caches.Cache], *, token_count: int) -> None:
+        """Open a sequence with caches that were rebuilt and hold so many tokens."""
+        self._sequences[sequence_id] = OpenSequence(sequence_id, Row(caches, token_count=token_count))
 
-    def fresh_caches(self) -> list[batching.Cache]:
+    def fresh_caches(self) -> list[kv_caches.Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
-        caches = batching.make_caches(self._models[NO_ADAPTER])
+        caches = kv_caches.make_caches(self._model)
         if not self._settings.kv_bits:
             return caches
-        return batching.quantize_caches(
+        return kv_caches.quantize_caches(
             caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size
         )
 
-    def _hidden_size(self) -> int:
-        """Return the width of the hidden states, 0 where the model shows none."""
-        sequence_id = SequenceId(-1)
-        self.open(sequence_id)
-        try:
-            pooled = self.prefill_pooled(sequence_id, [0, 0], NO_ADAPTER, pooling=Pooling.MEAN)
-        except Exception as error:  # whatever a body does that is not called as most are
-            _log.info("embeddings_unavailable", extra={"detail": f"{type(error).__name__}: {error}"})
-            return 0
-        finally:
-            self.release([sequence_id])
-        return len(pooled)
+    def _prepared(self, chunk: Chunk) -> OpenSequence:
+        """Return a chunk's sequence, with what it draws by where the chunk ends its prompt."""
+        sequence = self._sequences[chunk.sequence_id]
+        sequence.adapter = chunk.adapter
+        draft_model = self._pipeline.draft_model
+        wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
+        if draft_model is not None and wants_draft:
+            sequence.read_along(draft_model, chunk.token_ids)
+        if chunk.row is not None:
+            sequence.start_decoding(
+                SamplingRow(chunk.row, end_token_ids=self._end_token_ids),
+                chunk.row,
+                can_take_back=self._facts.can_take_back,
+                draft_model=draft_model,
+            )
+        return sequence
 
     def _warm_up(self, adapter: AdapterName) -> tuple[int, int]:
-        """Run one prefill and one decode, so that kernels are compiled before anyone waits for them.
+        """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them.
 
         Returns the bytes of kv a token takes and the bytes a sequence takes whatever its length.
-        Raises ConfigError when the KV cannot be quantized so.
         """
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
+        row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0), adapter=adapter)
+        self.run([Chunk(sequence_id, [0, 0], adapter)])
+        footprint = self.blocks.measure(self.caches(sequence_id), token_count=2)
+        self.run([Chunk(sequence_id, [0], adapter, row=row)])
+        self.run([])
+        self.release([sequence_id])
+        self.run([])
+        mx.reset_peak_memory()
+        return footprint
+
+    def _hidden_size(self) -> int:
+        """Return the width of the hidden states, 0 where the model shows none."""
+        if not self._facts.gives_hidden:
+            _log.info("embeddings_unavailable", extra={"detail": "the model shows no hidden states"})
+            return 0
+        sequence_id = SequenceId(-1)
+        self.open(sequence_id)
+        pooled = self.run([Chunk(sequence_id, [0, 0], pooling=Pooling.LAST_TOKEN)]).pooled[sequence_id]
+        self.release([sequence_id])
+        return len(pooled)
+
+    def _examined(self, model: Any) -> PassFacts:
+        """Find out how passes of this model are run, and say so.
+
+        Raises ConfigError when the KV cannot be quantized as the settings ask.
+        """
         try:
-            self.prefill(sequence_id, [0, 0], adapter)
+            facts = examine(model, make_caches=self.fresh_caches)
         except ValueError as error:
             if not self._settings.kv_bits:
                 raise
@@ -255,9 +233,9 @@ class ModelRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
-        footprint = self.blocks.measure(self._open[sequence_id], token_count=2)
-        self.join(sequence_id, DecodeRow(SamplingParams(), prompt_token_ids=(0,), adapter=adapter))
-        self.decode()
-        self.release([sequence_id])
-        mx.reset_peak_memory()
-        return footprint
+        told = {"ways": ", ".join(facts.ways), "detail": facts.reason or "rows share every layer"}
+        if facts.caches:
+            _log.info("forward_pass_examined", extra=told)
+        else:
+            _log.warning("forward_pass_not_shared", extra=told)
+        return facts

@@ -22,19 +22,19 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from tests.fixtures.models import ARCHITECTURES
 from tests.unit.engine.kv_cache.runs import BLOCK, Recording, model_of, prompt, same_bits
 
-FACTS: dict[str, tuple[tuple[str, ...], bool, int, bool, bool]] = {
-    # class names, needs_checkpoint, window, cuttable inside a block, batchable
-    "llama": (("KVCache",), False, 0, True, True),
-    "qwen3": (("KVCache",), False, 0, True, True),
-    "gemma3_text": (("RotatingKVCache", "KVCache"), False, 24, True, True),
-    "gpt_oss": (("RotatingKVCache", "KVCache"), False, 24, True, True),
-    "llama4_text": (("KVCache",), False, 0, True, True),
-    "llama4": (("ChunkedKVCache", "KVCache"), False, 32, True, False),
-    "qwen3_next": (("ArraysCache", "KVCache"), True, 0, False, True),
-    "lfm2": (("ArraysCache", "KVCache"), True, 0, False, True),
-    "mamba2": (("ArraysCache",), True, 0, False, True),
-    "falcon_h1": (("ArraysCache", "KVCache"), True, 0, False, True),
-    "deepseek_v3": (("KVCache",), False, 0, True, True),
+FACTS: dict[str, tuple[tuple[str, ...], bool, int, bool]] = {
+    # class names, needs_checkpoint, window, cuttable inside a block
+    "llama": (("KVCache",), False, 0, True),
+    "qwen3": (("KVCache",), False, 0, True),
+    "gemma3_text": (("RotatingKVCache", "KVCache"), False, 24, True),
+    "gpt_oss": (("RotatingKVCache", "KVCache"), False, 24, True),
+    "llama4_text": (("KVCache",), False, 0, True),
+    "llama4": (("ChunkedKVCache", "KVCache"), False, 32, True),
+    "qwen3_next": (("ArraysCache", "KVCache"), True, 0, False),
+    "lfm2": (("ArraysCache", "KVCache"), True, 0, False),
+    "mamba2": (("ArraysCache",), True, 0, False),
+    "falcon_h1": (("ArraysCache", "KVCache"), True, 0, False),
+    "deepseek_v3": (("KVCache",), False, 0, True),
 }
 
 
@@ -83,7 +83,6 @@ def test_facts(architecture: str) -> None:
         layout.needs_checkpoint,
         layout.window_token_count,
         layout.cuttable_inside,
-        layout.batchable,
     ) == FACTS[architecture]
 
 
@@ -118,7 +117,7 @@ def test_bytes_per_token_and_length_are_read_off_the_caches() -> None:
         (object(), "object is unknown and has no state"),
         (LayerCache(8), "LayerCache is unknown and cannot be made from its state"),
         (RotatingKVCache(64, keep=4), "RotatingKVCache keeps its first 4 tokens"),
-        (BatchKVCache([0]), "BatchKVCache is a batch"),
+        (BatchKVCache([0]), "BatchKVCache is unknown"),
         (Subclassed(), "Subclassed is unknown and can be merged into a batch"),
     ],
 )
@@ -132,7 +131,7 @@ def test_what_cannot_be_cut_or_held_is_refused_by_name(cache: Any, why: str) -> 
 def test_an_unknown_class_is_held_whole_by_its_state() -> None:
     cache = Counting()
     layout = CacheLayout.of([CacheList(KVCache(), Counting()), Counting()], block_token_count=BLOCK)
-    assert layout.needs_checkpoint and not layout.batchable
+    assert layout.needs_checkpoint
     whole = CacheLayout.of([cache], block_token_count=BLOCK)
     cache.add(mx.array([[1.0, 2.0, 3.0, 4.0]]))
     taken = whole.cut_checkpoint([cache])

@@ -151,7 +151,7 @@ def test_cutting_tokens_that_are_gone_is_a_broken_invariant() -> None:
     feed(recording.model, recording.caches, [11])
     with pytest.raises(AssertionError, match="holds"):
         recording.layout.cut_window(recording.caches, start=0, stop=BLOCK)
-    assert held(recording.caches[0], row=0).count == 24
+    assert held(recording.caches[0]).count == 24
 
 
 def test_a_block_cut_layer_by_layer_is_the_block_cut_at_once() -> None:
@@ -161,7 +161,7 @@ def test_a_block_cut_layer_by_layer_is_the_block_cut_at_once() -> None:
     evaluate([at_once])
     cutting = KvCutting(recording.layout, start=BLOCK, stop=2 * BLOCK)
     while not cutting.is_done:
-        cutting.step(recording.caches, row=0)
+        cutting.step(recording.caches)
         greedy(recording.model, recording.caches, 11, 2)
     assert same_regions(cutting.region(), at_once)
 
@@ -169,6 +169,6 @@ def test_a_block_cut_layer_by_layer_is_the_block_cut_at_once() -> None:
 def test_half_a_block_is_none() -> None:
     recording = Recording(model_of("llama"), prompt(CHUNK))
     cutting = KvCutting(recording.layout, start=0, stop=BLOCK)
-    cutting.step(recording.caches, row=0)
+    cutting.step(recording.caches)
     with pytest.raises(AssertionError, match="1 of 4 layers"):
         cutting.region()

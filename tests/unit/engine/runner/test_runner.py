@@ -54,7 +54,7 @@ class Running:
         assert self.engine.join(timeout_s=BOUND_S)
 
 
-def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16, is_pipelined: bool = True) -> Running:
+def start(folder: Path, *, chunk: int = 16, is_pipelined: bool = True) -> Running:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     tokenizer = model_loader.load_tokenizer(source)
     recorder = Recorder()
@@ -62,7 +62,7 @@ def start(folder: Path, *, lane_row_limit: int = 8, chunk: int = 16, is_pipeline
         runner=ModelRunner(
             source=source,
             tokenizer=tokenizer,
-            settings=RunnerSettings(lane_row_limit=lane_row_limit, is_pipelined=is_pipelined),
+            settings=RunnerSettings(is_pipelined=is_pipelined),
             clock=SystemClock(),
         ),
         make_prefix=lambda: no_prefix(SystemClock()),
@@ -147,29 +147,19 @@ def test_a_cancelled_stream_leaves_the_others_as_they_were(tmp_path: Path) -> No
     assert running.recorder.tokens_of(item.request_id) == undisturbed
 
 
-def test_more_sequences_than_one_lane_holds(tmp_path: Path) -> None:
-    folder = tiny_model_dir(tmp_path, "llama")
-    narrow, wide = start(folder, lane_row_limit=3), start(folder, lane_row_limit=16)
-    try:
-        assert narrow.ask(requests("r", 10)) == wide.ask(requests("r", 10))
-    finally:
-        narrow.stop()
-        wide.stop()
-
-
 def test_the_runner_refuses_a_second_thread(tmp_path: Path) -> None:
     source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(lane_row_limit=4),
+        settings=RunnerSettings(),
         clock=SystemClock(),
     )
     loader = threading.Thread(target=runner.load)
     loader.start()
     loader.join(BOUND_S)
     with pytest.raises(AssertionError, match="touched the runner"):
-        runner.decode()
+        runner.run([])
 
 
 @pytest.mark.parametrize("breakage", ["no folder", "no config", "bad config", "no weights", "no tokenizer"])

@@ -1,0 +1,244 @@
+"""Rows of sequences that are open or decode, and the pass that was dispatched for them (inference thread)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
+from icehouse_server.domain.request import DraftCounts, Drafting, SpeculationLimit, TokenLogprobs, Vector
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import Drawn
+from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
+from icehouse_server.engine.runner.forward import Row
+from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
+from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
+from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampler import sample
+
+
+@dataclasses.dataclass(slots=True)
+class OpenSequence:
+    """A sequence's caches, and what it draws by once it decodes."""
+
+    sequence_id: SequenceId
+    row: Row
+    adapter: AdapterName = NO_ADAPTER
+    drafted: DraftedRow | None = None
+    """Draft caches that read its prompt along."""
+    sampling: SamplingRow | None = None
+    """Set once it decodes."""
+    speculating: SpeculatingRow | None = None
+    """Of a sequence that asked for speculation, once it decodes."""
+    behind: list[int] = dataclasses.field(default_factory=list)
+    """Tokens that are known and not in the caches, the one drawn last at the end. None are while the last
+    one is in flight; more than one where states went back to before a wrong guess."""
+
+    def read_along(self, draft_model: DraftModel, token_ids: Sequence[int]) -> None:
+        """Let the draft model know prompt tokens that follow all that it knows."""
+        if self.drafted is None and not self.row.token_count:
+            self.drafted = draft_model.open()
+        if self.drafted is not None:
+            self.drafted.behind += token_ids
+
+    def start_decoding(
+        self,
+        sampling: SamplingRow,
+        asked: DecodeRow,
+        *,
+        can_take_back: bool,
+        draft_model: DraftModel | None,
+    ) -> None:
+        """Draw from the pass that ends the prompt on."""
+        self.sampling = sampling
+        speculation = asked.speculation
+        if speculation is None:
+            return
+        limit = limit_of(speculation, sampling, can_take_back=can_take_back, draft_model=draft_model)
+        token_ids = (*asked.prompt_token_ids, *asked.output_token_ids)
+        if limit is not SpeculationLimit.NONE or speculation.drafting is not Drafting.DRAFT_MODEL:
+            self.drafted = None
+        elif self.drafted is None:
+            assert draft_model is not None
+            self.drafted = draft_model.open()
+            self.drafted.behind += token_ids
+        self.speculating = SpeculatingRow(speculation, token_ids, limit=limit, drafted=self.drafted)
+
+    @property
+    def is_guessing(self) -> bool:
+        return self.speculating is not None and self.speculating.is_guessing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """Where in a pass a sequence draws: one token, and one more for each guess."""
+
+    sequence: OpenSequence
+    first: int
+    """Of the pass's logits."""
+    guesses: Guesses = ()
+
+    @property
+    def count(self) -> int:
+        return 1 + len(self.guesses)
+
+    @property
+    def sampling(self) -> SamplingRow:
+        assert self.sequence.sampling is not None, "Only a sequence that decodes draws"
+        return self.sequence.sampling
+
+
+@dataclasses.dataclass(slots=True)
+class DispatchedPass:
+    """What one forward pass was asked for, on its way through the device."""
+
+    draws: list[Draw]
+    logits: mx.array | None
+    arrays: list[Any]
+    """What must be evaluated for the pass to be done."""
+    began_time: float
+    measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
+    pooled: dict[SequenceId, mx.array] = dataclasses.field(default_factory=dict)
+    token_ids: mx.array | None = None
+    """One for each drawn position, once `draw` was called."""
+    places: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Where in `token_ids` a sequence's first one is, by the identity of the sequence."""
+    elapsed_s: float = 0.0
+    """Of the device, once it was waited for."""
+    _told: tuple[list[int], LogprobArrays] | None = None
+
+    @property
+    def drafted_count(self) -> int:
+        return sum(len(draw.guesses) for draw in self.draws)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return any(draw.sampling.needs_tokens for draw in self.draws)
+
+    def dispatch(self) -> None:
+        """Let the device compute what was built so far."""
+        mx.async_eval(self.arrays)  # type: ignore[no-untyped-call]
+
+    def _let_go(self) -> None:
+        """Keep of the dispatched arrays only what tells that the pass is done.
+
+        A view of a cache that is held while the next pass writes makes that write copy the whole cache.
+        """
+        self.logits = None
+        told = [] if self.token_ids is None else [self.token_ids]
+        told += [array for found in self._found() for array in found.arrays]
+        told += self.pooled.values()
+        if not told:
+            leaves: list[tuple[str, Any]] = list(tree_flatten(self.arrays))
+            last = next(leaf for _, leaf in reversed(leaves) if isinstance(leaf, mx.array))
+            told = [mx.contiguous(last[(slice(-1, None),) * last.ndim])]
+            mx.async_eval(told)  # type: ignore[no-untyped-call]
+        self.arrays = told
+
+    def _found(self) -> list[LogprobArrays]:
+        return [*self.measured.values(), *([self._told[1]] if self._told is not None else [])]
+
+    def draw(self, *, may_wait: bool) -> None:
+        """Draw every position of the pass at once, and dispatch it."""
+        if self.draws:
+            rows: list[SamplingRow] = []
+            where: list[int] = []
+            for draw in self.draws:
+                self.places[id(draw.sequence)] = len(where)
+                where += range(draw.first, draw.first + draw.count)
+                rows += [draw.sampling, *(draw.sampling.ahead(i) for i in range(1, draw.count))]
+            assert self.logits is not None
+            is_all = where == list(range(self.logits.shape[0]))
+            logits = self.logits if is_all else self.logits[mx.array(where)]
+            self.token_ids = sample(logits, rows, may_wait=may_wait).astype(mx.uint32)
+            self.arrays.append(self.token_ids)
+            self._measure(logits, rows)
+        self.dispatch()
+        self._let_go()
+
+    def _measure(self, logits: mx.array, rows: Sequence[SamplingRow]) -> None:
+        """Have log probabilities for the rows that want them."""
+        wanted = [(place, row.logprobs) for place, row in enumerate(rows) if row.logprobs is not None]
+        if not wanted:
+            return
+        assert self.token_ids is not None
+        places = [place for place, _ in wanted]
+        where = mx.array(places)
+        found = measure(logits[where], self.token_ids[where], wanted=[each for _, each in wanted])
+        self._told = places, found
+        self.arrays += found.arrays
+
+    def wait(self) -> None:
+        """Return when the device is done with the pass."""
+        mx.eval(self.arrays)
+
+    def read(self) -> list[tuple[Draw, list[int], list[TokenLogprobs | None]]]:
+        """Return what was drawn, guesses not judged yet."""
+        if self.token_ids is None:
+            return []
+        ids = cast("list[int]", self.token_ids.tolist())
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+        if self._told is not None:
+            for place, entry in zip(self._told[0], self._told[1].read(), strict=True):
+                logprobs[place] = entry
+        found, start = [], 0
+        for draw in self.draws:
+            stop = start + draw.count
+            found.append((draw, ids[start:stop], logprobs[start:stop]))
+            start = stop
+        return found
+
+    def pooled_vectors(self) -> dict[SequenceId, Vector]:
+        """Return the pooled hidden states on the host."""
+
+        return {sequence_id: np.array(array) for sequence_id, array in self.pooled.items()}
+
+
+def settle(
+    draw: Draw, token_ids: list[int], logprobs: Sequence[TokenLogprobs | None], *, is_fed: bool
+) -> list[Drawn]:
+    """Take a sequence's draws of a pass that is done: right guesses count, wrong ones leave its caches.
+
+    `is_fed`: the token was fed to the next pass before it was known. Returns what to tell; what is fed ahead
+    is not said yet.
+    """
+    sequence, sampling = draw.sequence, draw.sampling
+    guesses = draw.guesses
+    known = cast("list[int]", guesses.tolist()) if isinstance(guesses, mx.array) else list(guesses)
+    accepted_count = 0
+    while accepted_count < len(known) and token_ids[accepted_count] == known[accepted_count]:
+        accepted_count += 1
+    kept = token_ids[: accepted_count + 1]
+    again_count = 0
+    if known:
+        again_count = sequence.row.take_back(len(known) - accepted_count)
+        sampling.drawn_count += accepted_count
+    if not is_fed:
+        before = [*sequence.behind, *known[:accepted_count]]
+        sequence.behind = [*before[len(before) - again_count :], kept[-1]]
+    drafts = sampling.drafts
+    if sequence.speculating is not None:
+        drafts = sequence.speculating.take(kept, guess_count=len(known), accepted_count=accepted_count)
+    if sampling.needs_tokens:
+        sampling.accept(kept[0])
+    return [
+        Drawn(
+            sequence.sequence_id,
+            token_id,
+            logprobs[place],
+            sampling.is_complete,
+            sampling.error,
+            _first(drafts, place),
+        )
+        for place, token_id in enumerate(kept)
+    ]
+
+
+def _first(drafts: DraftCounts | None, place: int) -> DraftCounts | None:
+    return drafts if place == 0 else None

@@ -1,0 +1,27 @@
+"""Forward passes over tokens of many rows at once: decode, prompts and guesses read the weights once.
+
+How it is used, one ForwardPass for each module tree (the model, each LoRA adapter), all on one thread:
+
+    facts = examine(model, make_caches=...)      # once at load: how rows are kept apart; log facts.reason
+    forward = ForwardPass(model, facts)
+    row = Row(make_caches())                     # or Row(restored_caches, token_count=n)
+    output = forward.run(token_ids, [Share(row, count, logit_count=1), ...])
+    mx.async_eval(output.arrays)                 # the next pass may be built on tokens that are not drawn yet
+
+- `token_ids` is one flat int array, one share behind the other, in any order of shares; it may be lazy.
+- A share's logits and hidden states are those of its last `logit_count` and `hidden_count` tokens, found by
+  `output.logit_spans` and `hidden_spans` in the order of the shares.
+- Guesses: `Share(..., logit_count=k + 1, may_be_taken_back=True)`, then `row.take_back(wrong_count)`; what it
+  returns must be fed again in the row's next share (0 unless `facts.caches` holds states).
+- `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or kept; `row.token_count` says
+  how many tokens. Evaluate what is made of them before the next pass.
+- `forward.seat(row)` keeps a decoding row's KV in the slab, `row.leave_company()` takes it out;
+  `forward.forget(row)` when it ends.
+"""
+
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
+from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.trial import examine
+from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, Way
+
+__all__ = ["ForwardPass", "NotSplittable", "PassFacts", "PassOutput", "Row", "Share", "Way", "examine"]

@@ -1,0 +1,272 @@
+"""Forward pass over a flat list of tokens of several rows: weights are read once for all of them.
+
+Every token is a batch row of length one, so the model is called with [tokens, 1] and one position for each;
+`model_seam` keeps the rows apart where caches are used, in the way that `trial` found for the model. A pass
+is built lazily: nothing is computed until its arrays are evaluated. Inference thread only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from icehouse_server.engine.runner.forward.layer_view import (
+    HANDED,
+    FlatLayer,
+    SplitLayer,
+    View,
+    check_used,
+    leaf_views,
+    view_of,
+)
+from icehouse_server.engine.runner.forward.model_seam import Trunk, open_doors, patch_attention, picked
+from icehouse_server.engine.runner.forward.row import Row, Share, leaves
+from icehouse_server.engine.runner.forward.slab import Slab
+from icehouse_server.engine.runner.forward.spans import Spans
+from icehouse_server.engine.runner.forward.state_group import StateGroup
+from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way, plain_places
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassOutput:
+    """What one pass gives, not computed yet."""
+
+    logits: mx.array | None
+    """[sum of logit counts, vocabulary], None when nobody wanted any; `logit_spans` says whose are where."""
+    logit_spans: tuple[tuple[int, int], ...]
+    """For each share as given: the first of its logits and the one behind the last."""
+    hidden: mx.array | None
+    """[sum of hidden counts, width], likewise."""
+    hidden_spans: tuple[tuple[int, int], ...]
+    arrays: list[Any]
+    """What must be evaluated for the pass to be done: outputs, and caches that no output depends on."""
+
+
+class ForwardPass:
+    """Runs passes of one module tree: a model by itself, or with one LoRA adapter."""
+
+    def __init__(self, model: Any, facts: PassFacts) -> None:
+        """`facts` come from `trial.examine` of this model, or of one of the same architecture."""
+        self._model = model
+        self.facts = facts
+        self._group: StateGroup | None = None
+        self._leaf_ways: list[CacheWay] | None = None
+        self._trunk: Trunk | None = None
+        self._slab: Slab | None = None
+        patch_attention(model)
+        if facts.caches:
+            open_doors(model, facts.door)
+        if facts.gives_hidden:
+            self._trunk = Trunk(model)
+
+    def run(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
+        """Feed every share's tokens, which lie in `token_ids` one share behind the other.
+
+        Rows' caches are updated; tokens may be arrays that are not computed yet. Raises NotSplittable where
+        the model does something else than it did at its trial; the rows' caches are lost then.
+        """
+        assert shares, "A pass needs a row"
+        assert all(share.token_count >= 1 for share in shares), "A share needs a token"
+        self._mark_guesses(shares)
+        if not self.facts.caches:
+            return self._run_alone(token_ids, shares)
+        if self._leaf_ways is None:
+            self._leaf_ways = _leaf_ways(self.facts.caches, shares[0].row.raw_caches)
+        if self._slab is not None:
+            self._slab.prepare([share.row for share in shares], [share.token_count for share in shares])
+        spans = Spans.of(shares, slab=self._slab)
+        self._regroup(spans)
+        views = self._views(spans)
+        wanted = _Wanted.of(spans)
+        try:
+            logits, hidden = self._call(spans.arranged(token_ids, shares)[:, None], views, wanted.head_places)
+            check_used(views)
+        finally:
+            HANDED.clear()
+        for share in shares:
+            share.row.token_count += share.token_count
+        return self._output(spans, logits, hidden, wanted)
+
+    def forget(self, row: Row) -> None:
+        """Let go of a row that ends: nobody reads its caches any more."""
+        for keeper in tuple(row.keepers):
+            keeper.drop(row)
+
+    def seat(self, row: Row) -> None:
+        """Keep a decoding row's KV in the slab, for one attention with others of its length.
+
+        Only where `facts.takes_slab`; `Row.leave_company` gives it caches of its own again.
+        """
+        assert self.facts.takes_slab and row.token_count, "This row cannot be in a slab"
+        if self._slab is None:
+            self._slab = Slab(plain_places(self.facts.caches, row.raw_caches))
+        self._slab.seat(row)
+
+    def _call(
+        self, token_ids: mx.array, caches: Sequence[Any], places: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return the logits of some tokens, and hidden states of all, where the model shows them.
+
+        `token_ids` are [tokens, 1] or [1, tokens], and so is what comes.
+        """
+        trunk = self._trunk
+        if trunk is None:
+            logits, hidden = self._model(token_ids, cache=list(caches)), None
+        else:
+            trunk.is_on, trunk.places = True, places if self.facts.gathers_hidden else None
+            try:
+                logits = self._model(token_ids, cache=list(caches))
+                hidden = trunk.hidden
+            finally:
+                trunk.is_on, trunk.places, trunk.hidden = False, None, None
+        if not self.facts.gathers_hidden and places is not None:
+            logits = picked(logits, places)
+        return logits, hidden
+
+    def _views(self, spans: Spans) -> list[View]:
+        columns = zip(*(row.pass_caches for row in spans.rows), strict=True)
+        views = [view_of(column, spans, way) for column, way in zip(columns, self.facts.caches, strict=True)]
+        if self._group is not None:
+            found = leaf_views(views)
+            for place, stacked in self._group.stacked.items():
+                split = found[place]
+                assert isinstance(split, SplitLayer)
+                split.stacked = stacked
+        if self._slab is not None:
+            groups = self._slab.groups(spans.rows[: spans.single_count])
+            for place in self._slab.places if groups else ():
+                flat = views[place]
+                assert isinstance(flat, FlatLayer)
+                flat.groups, flat.place = groups, place
+        return views
+
+    def _regroup(self, spans: Spans) -> None:
+        """Stack the states of the rows that decode, unless they are stacked already."""
+        places = [i for i, way in enumerate(self._leaf_ways or ()) if way.is_stacked]
+        singles = spans.rows[: spans.single_count]
+        if not places or (self._group is not None and self._group.is_of(singles)):
+            return
+        if self._group is not None:
+            self._group.dissolve()
+        self._group = StateGroup(singles, places) if len(singles) > 1 else None
+
+    def _mark_guesses(self, shares: Sequence[Share]) -> None:
+        for share in shares:
+            row = share.row
+            row.forget_mark()
+            if not share.may_be_taken_back:
+                continue
+            if share.token_count > 1 and self._group is not None and self._group.has(row):
+                self._group.leave(row)
+            row.mark(share.token_count)
+
+    def _output(self, spans: Spans, logits: mx.array, hidden: mx.array | None, wanted: _Wanted) -> PassOutput:
+        told_logits = logits[:, 0] if wanted.logit_count else None
+        told_hidden = None
+        if wanted.hidden_places:
+            assert hidden is not None, "This model shows no hidden states"
+            told_hidden = hidden[mx.array(wanted.hidden_places)][:, 0]
+        told = [array for array in (told_logits, told_hidden) if array is not None]
+        arrays: list[Any] = [*told, *self._unseen_arrays(spans, sees_all=bool(told))]
+        if self._group is not None:
+            arrays += self._group.arrays
+        if self._slab is not None and not told:
+            arrays += self._slab.arrays()
+        return PassOutput(told_logits, wanted.logit_spans, told_hidden, wanted.hidden_spans, arrays)
+
+    def _unseen_arrays(self, spans: Spans, *, sees_all: bool) -> list[Any]:
+        """Return the caches' arrays that the outputs do not depend on.
+
+        Outputs depend on every layer's attention of every row, since the rows are put together behind it.
+        """
+        if sees_all and self.facts.ways == (Way.ATTENTION.value,):
+            return []
+        unseen: list[Any] = []
+        for number, row in enumerate(spans.rows):
+            is_stacked = self._group is not None and number < spans.single_count
+            for cache, way in zip(leaves(row.raw_caches), self._leaf_ways or (), strict=True):
+                if (sees_all and way.way is Way.ATTENTION) or (is_stacked and way.is_stacked):
+                    continue
+                if not cache.empty():
+                    unseen.append(cache.state)
+        return unseen
+
+    def _run_alone(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
+        """Call the model for each row by itself."""
+        logits: list[mx.array] = []
+        hidden: list[mx.array] = []
+        states: list[Any] = []
+        start = 0
+        for share in shares:
+            stop = start + share.token_count
+            caches = share.row.raw_caches
+            places = mx.arange(share.token_count - max(1, share.logit_count), share.token_count)
+            told, shown = self._call(token_ids[start:stop][None], caches, places)
+            start = stop
+            if share.logit_count:
+                logits.append(told[0])
+            if share.hidden_count:
+                assert shown is not None, "This model shows no hidden states"
+                hidden.append(shown[0, -share.hidden_count :])
+            states += [cache.state for cache in leaves(caches) if not cache.empty()]
+            share.row.token_count += share.token_count
+        told_logits = mx.concatenate(logits) if logits else None
+        told_hidden = mx.concatenate(hidden) if hidden else None
+        arrays = [array for array in (told_logits, told_hidden) if array is not None]
+        logit_spans = _spans([share.logit_count for share in shares])
+        hidden_spans = _spans([share.hidden_count for share in shares])
+        return PassOutput(told_logits, logit_spans, told_hidden, hidden_spans, [*arrays, *states])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Which tokens' logits and hidden states a pass gives."""
+
+    logit_count: int
+    head_places: mx.array | None
+    """What the head reads; None where it reads all."""
+    hidden_places: list[int]
+    logit_spans: tuple[tuple[int, int], ...]
+    hidden_spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, spans: Spans) -> _Wanted:
+        logit_places = spans.last_places([share.logit_count for share in spans.shares])
+        hidden_places = spans.last_places([share.hidden_count for share in spans.shares])
+        is_all = len(logit_places) == spans.token_count
+        return cls(
+            logit_count=len(logit_places),
+            # A head that nobody asks for is never computed, but it must be given something.
+            head_places=None if is_all else mx.array(logit_places or [0]),
+            hidden_places=hidden_places,
+            logit_spans=_as_given(_spans([share.logit_count for share in spans.shares]), spans),
+            hidden_spans=_as_given(_spans([share.hidden_count for share in spans.shares]), spans),
+        )
+
+
+def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    stops = list(itertools.accumulate(counts))
+    return tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
+
+
+def _as_given(found: tuple[tuple[int, int], ...], spans: Spans) -> tuple[tuple[int, int], ...]:
+    """Return what is in the order of the pass in the order of the shares as they were given."""
+    if spans.order is None:
+        return found
+    given = dict(zip(spans.order, found, strict=True))
+    return tuple(given[i] for i in range(len(found)))
+
+
+def _leaf_ways(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[CacheWay]:
+    """Return one way for each leaf of the caches."""
+    found: list[CacheWay] = []
+    for way, cache in zip(ways, caches, strict=True):
+        if way.parts:
+            found += _leaf_ways(way.parts, cache.caches)
+        else:
+            found += [way] * sum(1 for _ in leaves([cache]))
+    return found

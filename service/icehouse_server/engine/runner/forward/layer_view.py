@@ -1,0 +1,188 @@
+"""Views of one layer's caches of all rows, which a model is given in the place of one cache.
+
+`FlatLayer` is served by attention: its `offset` is the array of positions, which RoPE takes, and its
+`update_and_fetch` hands keys and values through to attention, where the queries are known too.
+`SplitLayer` is served by the module that takes it; `ListLayer` stands for a CacheList served part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+from icehouse_server.engine.runner.forward.masks import (
+    Mask,
+    RowMasks,
+    asked_masks,
+    chunked_masks,
+    default_masks,
+)
+from icehouse_server.engine.runner.forward.slab import Seat, SlotGroup
+from icehouse_server.engine.runner.forward.spans import Spans
+from icehouse_server.engine.runner.forward.ways import CacheWay, NotSplittable, Way
+
+_CONSTANTS = frozenset({"max_size", "keep", "step", "chunk_size", "group_size"})
+"""Attributes that are equal in all rows' caches of a layer."""
+
+UNQUANTIZED: Final = frozenset({KVCache, RotatingKVCache, ChunkedKVCache, Seat})
+"""Classes whose keys and values are arrays that fused attention takes."""
+
+HANDED: Final[dict[int, FlatLayer]] = {}
+"""The layers of the pass being built, by the identity of the keys they handed through: some models' later
+layers attend to an earlier one's keys without its cache. Empty between passes, which one thread builds."""
+
+
+class Piece(NamedTuple):
+    """Rows [first, last) of a pass in one layer: of one buffer, or each by itself."""
+
+    first: int
+    last: int
+    group: SlotGroup | None
+
+
+class FlatLayer:
+    """One layer's caches, split by attention."""
+
+    __slots__ = ("caches", "fetched", "groups", "handed", "offset", "pieces", "place", "spans")
+
+    def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
+        self.caches = caches
+        self.spans = spans
+        self.offset = spans.positions
+        self.handed: tuple[Any, Any] | None = None
+        """What the model was told to be the fetched keys and values."""
+        self.fetched: list[Any] | None = None
+        """Each piece's keys and values, once attention has updated the caches."""
+        self.pieces: list[Piece] = []
+        self.groups: Sequence[tuple[int, int, SlotGroup]] = ()
+        """Rows whose KV of this layer lies in one buffer, from which row to which."""
+        self.place = 0
+        """The layer's place among a row's caches, which its buffers are found by."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _CONSTANTS:
+            return getattr(self.caches[0], name)
+        raise AttributeError(name)
+
+    def make_mask(self, N: int, **asked: Any) -> RowMasks | None:
+        return asked_masks(self.caches, self.spans.counts, **asked)
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        if self.handed is not None:
+            raise NotSplittable("a cache is updated twice in one pass")
+        self.handed = (keys, values)
+        HANDED[id(keys)] = self
+        return keys, values
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        if self.handed is None:
+            raise NotSplittable("a cache is read before it is updated")
+        return self.handed
+
+    @property
+    def is_plain(self) -> bool:
+        """Every row brings one token, and no cache is quantized."""
+        return self.spans.token_count == len(self.caches) and type(self.caches[0]) in UNQUANTIZED
+
+    def masks_for(self, mask: Any) -> Sequence[Mask] | None:
+        """Return the rows' masks for what the model passed to attention; None when no row needs one."""
+        if type(mask) is RowMasks:
+            return mask.masks
+        if isinstance(self.caches[0], ChunkedKVCache):
+            key = ("chunked", self.caches[0].chunk_size)
+            if key not in self.spans.shared:
+                self.spans.shared[key] = chunked_masks(self.caches, self.spans.counts)
+            found: Sequence[Mask] = self.spans.shared[key]
+            return found
+        if mask is not None:
+            raise NotSplittable(f"a mask was made that is not the rows' own: {type(mask).__name__}")
+        if self.spans.token_count == len(self.caches):
+            return None
+        return default_masks(self.caches, self.spans.counts, as_array=False)
+
+
+class SplitLayer:
+    """One layer's caches, split by the module that takes this."""
+
+    __slots__ = ("caches", "flat", "offset", "spans", "stacked", "start_position")
+    lengths = None
+
+    def __init__(self, caches: Sequence[Any], spans: Spans, *, way: CacheWay) -> None:
+        self.caches = caches
+        self.spans = spans
+        self.flat = FlatLayer(caches, spans) if way.is_entered else None
+        self.stacked: ArraysCache | None = None
+        """The states of the first `spans.single_count` rows."""
+        # Some bodies compute with a chunked cache's numbers, to make a mask that is not used.
+        self.offset: mx.array | int = 0 if way.is_entered else spans.positions
+        self.start_position = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _CONSTANTS:
+            return getattr(self.caches[0], name)
+        raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> SplitLayer:
+        """Return the view of one part, where this stands for a CacheList as a whole."""
+        if type(self.caches[0]) is not CacheList:
+            raise NotSplittable("a state is read outside of the module that takes it")
+        return SplitLayer([cache[index] for cache in self.caches], self.spans, way=CacheWay(Way.MODULE))
+
+    def make_mask(self, N: int, **asked: Any) -> RowMasks | None:
+        return asked_masks(self.caches, self.spans.counts, **asked)
+
+    def maybe_trim_front(self) -> None:
+        for cache in self.caches:
+            cache.maybe_trim_front()
+
+    def masks_for(self, mask: Any) -> Sequence[Mask]:
+        """Return the rows' masks for what the model passed to the module."""
+        if type(mask) is RowMasks:
+            return mask.masks
+        if isinstance(self.caches[0], ChunkedKVCache):
+            return chunked_masks(self.caches, self.spans.counts)
+        return default_masks(self.caches, self.spans.counts, as_array=True)
+
+
+class ListLayer:
+    """A CacheList served part by part."""
+
+    __slots__ = ("caches",)
+
+    def __init__(self, parts: Sequence[View]) -> None:
+        self.caches = tuple(parts)
+
+    def __getitem__(self, index: int) -> View:
+        return self.caches[index]
+
+
+View = FlatLayer | SplitLayer | ListLayer
+
+
+def view_of(caches: Sequence[Any], spans: Spans, way: CacheWay) -> View:
+    """Return the view of one layer: `caches` are the rows' in the order of the spans."""
+    if way.parts:
+        columns = zip(*(cache.caches for cache in caches), strict=True)
+        return ListLayer([view_of(c, spans, w) for c, w in zip(columns, way.parts, strict=True)])
+    if way.way is Way.ATTENTION and not way.is_entered:
+        return FlatLayer(caches, spans)
+    return SplitLayer(caches, spans, way=way)
+
+
+def leaf_views(views: Sequence[View]) -> list[FlatLayer | SplitLayer]:
+    """Return the views that are no lists, in the order of the caches' leaves."""
+    found: list[FlatLayer | SplitLayer] = []
+    for view in views:
+        found += leaf_views(view.caches) if isinstance(view, ListLayer) else [view]
+    return found
+
+
+def check_used(views: Sequence[View]) -> None:
+    """Raise NotSplittable when keys went into a layer and attention never asked for them."""
+    for view in leaf_views(views):
+        flat = view if isinstance(view, FlatLayer) else view.flat
+        if flat is not None and flat.handed is not None and flat.fetched is None:
+            raise NotSplittable("a layer's keys do not reach attention")

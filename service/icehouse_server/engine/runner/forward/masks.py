@@ -1,0 +1,65 @@
+"""Masks of the rows of a pass: what each row's own cache says to what the model's body asked of all.
+
+A model makes its mask from one layer's cache and hands it to every layer of that kind, so the masks of all
+rows are made when the body asks, before any cache is updated, and travel through the model as one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask
+
+Mask = Any
+"""None, "causal", or an array: what `scaled_dot_product_attention` takes."""
+
+
+class RowMasks:
+    """One mask for each row, in the place of a mask for all."""
+
+    __slots__ = ("masks",)
+
+    def __init__(self, masks: Sequence[Mask]) -> None:
+        self.masks = masks
+
+
+def asked_masks(caches: Sequence[Any], counts: Sequence[int], **asked: Any) -> RowMasks | None:
+    """Return what the rows' caches answer to `make_mask(count, **asked)`; None when no row needs a mask."""
+    masks = [_mask(cache, count, asked) for cache, count in zip(caches, counts, strict=True)]
+    return RowMasks(masks) if any(mask is not None for mask in masks) else None
+
+
+def _mask(cache: Any, count: int, asked: dict[str, Any]) -> Mask:
+    make = getattr(cache, "make_mask", None)
+    return make(count, **asked) if make is not None else _plain_mask(cache, count, **asked)
+
+
+def default_masks(caches: Sequence[Any], counts: Sequence[int], *, as_array: bool) -> list[Mask]:
+    """Return the masks of rows whose model made none, seeing only one token at a time."""
+    return [
+        _plain_mask(cache, count, return_array=as_array and count > 1)
+        if hasattr(cache, "update_and_fetch")
+        else None
+        for cache, count in zip(caches, counts, strict=True)
+    ]
+
+
+def _plain_mask(cache: Any, count: int, **asked: Any) -> Mask:
+    return create_attention_mask(mx.zeros((1, count, 1)), cache, **asked)
+
+
+def chunked_masks(caches: Sequence[Any], counts: Sequence[int]) -> list[Mask]:
+    """Return the masks of ChunkedKVCaches: a token sees those before it in its own chunk of the context."""
+    return [_chunked_mask(cache, count) for cache, count in zip(caches, counts, strict=True)]
+
+
+def _chunked_mask(cache: Any, count: int) -> Mask:
+    size, first, begin = cache.chunk_size, cache.start_position, cache.offset
+    end = begin + count
+    if first // size == (end - 1) // size:
+        return "causal" if count > 1 else None
+    seen = mx.arange(first, end)
+    asking = mx.arange(begin, end)[:, None]
+    return (seen // size == asking // size) & (seen <= asking)

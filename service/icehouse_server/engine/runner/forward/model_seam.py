@@ -1,0 +1,242 @@
+"""Seam in mlx-lm's models: the one place that changes what they do, for caches of a forward pass only.
+
+Three changes, each made once and each falling through to upstream for any cache that is not a view of
+`layer_view`, so that ordinary use of the same model in the same process goes on as before:
+- `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
+- `__call__` of modules that take a cache, by a subclass in the place of the instance's class;
+- `__call__` of the trunk, the module whose hidden states the head reads, likewise.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
+
+from icehouse_server.engine.runner.forward.attention import attend
+from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer
+from icehouse_server.engine.runner.forward.masks import RowMasks
+from icehouse_server.engine.runner.forward.ways import Door, NotSplittable
+
+_NAME = "scaled_dot_product_attention"
+_CACHE_NAMES = ("cache",)
+_BODIES = ("model", "transformer", "backbone")
+
+
+def attention(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: Any = None,
+    sinks: Any = None,
+) -> mx.array:
+    """Attend row by row where the cache is a view of ours, else as upstream does."""
+    layer = HANDED.get(id(keys)) if HANDED else None
+    if layer is None:
+        if type(cache) is FlatLayer or type(mask) is RowMasks:
+            raise NotSplittable("attention got other keys than those that went into the cache")
+        return upstream_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return attend(layer, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def modules_of(module: Any) -> list[Any]:
+    """Return a module and all inside it."""
+    return [found for _, found in module.named_modules()]
+
+
+def patch_attention(model: Any) -> None:
+    """Put `attention` in the place of upstream's in every Python module that the model's classes are from."""
+    names = {base.__module__ for module in modules_of(model) for base in type(module).__mro__}
+    for name in names:
+        namespace = sys.modules.get(name)
+        if namespace is not None and getattr(namespace, _NAME, None) is upstream_attention:
+            setattr(namespace, _NAME, attention)
+
+
+class Trunk:
+    """The module whose hidden states the model's head reads: only those at `places`, while that is set.
+
+    mlx-lm's models are a body that is called with tokens and caches, and a head behind it, with whatever
+    scaling and capping the architecture has. The body is cut off here, so the head is the model's own.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Raises LookupError where a model is not built so."""
+        whole = getattr(model, "language_model", model)
+        found = next((body for name in _BODIES if (body := getattr(whole, name, None)) is not None), None)
+        if not isinstance(found, Module) or _cache_place(found) is None:
+            raise LookupError(f"{type(whole).__name__} has no {', '.join(_BODIES)} that takes a cache")
+        self.module: Any = found
+        self.is_on = False
+        """Set while a forward pass calls the model."""
+        self.places: mx.array | None = None
+        self.hidden: mx.array | None = None
+        """Of all tokens of the latest call."""
+        _become(found, "trunk", _trunk_call)
+        object.__setattr__(found, "_forward_trunk", self)
+
+    def cut(self, output: Any) -> Any:
+        """Keep the hidden states, and return what the head is to read."""
+        if not isinstance(output, mx.array) or output.ndim != 3:
+            raise NotSplittable(f"{type(self.module).__name__} gives no hidden states")
+        self.hidden = output
+        return output if self.places is None else picked(output, self.places)
+
+
+def picked(output: mx.array, places: mx.array) -> mx.array:
+    """Return what belongs to some tokens of [tokens, 1, width] or [1, tokens, width]."""
+    return mx.take(output, places, axis=1 if output.shape[1] > 1 else 0)
+
+
+def _trunk_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        trunk = getattr(self, "_forward_trunk", None)
+        return output if trunk is None or not trunk.is_on else trunk.cut(output)
+
+    return run
+
+
+def open_doors(model: Any, door: Door) -> None:
+    """Let the modules that take a layer's cache split the rows; done once for a model, each door adding."""
+    for module in _cache_takers(model, door):
+        _become(module, "split", _split_call)
+
+
+def _cache_takers(model: Any, door: Door) -> Iterator[Any]:
+    for layer in model.layers:
+        if not isinstance(layer, Module):
+            continue
+        inner = [m for m in modules_of(layer) if m is not layer and _cache_place(m) is not None]
+        if inner and door is Door.INNER:
+            yield from inner
+        elif _cache_place(layer) is not None:
+            yield layer
+
+
+def _cache_place(module: Any) -> int | None:
+    """Return which argument of a module's `__call__`, behind self, is the cache."""
+    kind: Any = type(module)
+    found: int | None = _cache_place_of(kind)
+    return found
+
+
+@functools.cache
+def _cache_place_of(kind: Any) -> int | None:
+    try:
+        names = list(inspect.signature(kind.__call__).parameters)[1:]
+    except (TypeError, ValueError):
+        return None
+    return next((names.index(name) for name in _CACHE_NAMES if name in names), None)
+
+
+def _become(module: Any, purpose: str, make_call: Callable[[Callable[..., Any], str], Any]) -> None:
+    """Change an instance's class to a subclass of it whose `__call__` is another one."""
+    kind: Any = type(module)
+    if purpose in getattr(kind, "_forward_purposes", ()):
+        return
+    module.__class__ = _subclass(kind, purpose, make_call)
+
+
+@functools.cache
+def _subclass(kind: Any, purpose: str, make_call: Callable[[Callable[..., Any], str], Any]) -> type:
+    call = kind.__call__
+    run = functools.wraps(call)(make_call(call, purpose))
+    purposes = (*getattr(kind, "_forward_purposes", ()), purpose)
+    body = {"__call__": run, "_forward_purposes": purposes, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), body)
+
+
+def _split_call(call: Callable[..., Any], purpose: str) -> Callable[..., Any]:
+    names = tuple(inspect.signature(call).parameters)[1:]
+    place = next(names.index(name) for name in _CACHE_NAMES if name in names)
+    cache_name = names[place]
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = args[place] if place < len(args) else kwargs.get(cache_name)
+        if type(cache) is not SplitLayer:
+            return call(self, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        split = _Split(functools.partial(call, self), given, cache, cache_name)
+        return split.entered() if cache.flat is not None else split.rows()
+
+    return run
+
+
+class _Split:
+    """One call of a module for several rows."""
+
+    def __init__(
+        self, call: Callable[..., Any], given: dict[str, Any], layer: SplitLayer, cache_name: str
+    ) -> None:
+        self._call = call
+        self._given = given
+        self._layer = layer
+        self._cache_name = cache_name
+        self._mask_names = [name for name in given if "mask" in name]
+        asked = next((given[name] for name in self._mask_names if given[name] is not None), None)
+        self._masks = layer.masks_for(asked)
+
+    def entered(self) -> Any:
+        """Call once, with the positions that the body was not shown."""
+        given = {**self._given, self._cache_name: self._layer.flat}
+        return self._call(**{**given, **dict.fromkeys(self._mask_names)})
+
+    def rows(self) -> Any:
+        """Call for the rows with stacked states together, then for each other row."""
+        layer, outputs, first = self._layer, [], 0
+        if layer.stacked is not None:
+            first = layer.spans.single_count
+            outputs.append(self._one(0, first, cache=layer.stacked, mask=None, is_row=False))
+        for i in range(first, len(layer.caches)):
+            start = layer.spans.starts[i]
+            stop = start + layer.spans.counts[i]
+            outputs.append(self._one(start, stop, cache=layer.caches[i], mask=self._masks[i], is_row=True))
+        return _joined(outputs)
+
+    def _one(self, start: int, stop: int, *, cache: Any, mask: Any, is_row: bool) -> Any:
+        total = self._layer.spans.token_count
+        given = {name: _part(value, start, stop, total, is_row) for name, value in self._given.items()}
+        given[self._cache_name] = cache
+        given.update(dict.fromkeys(self._mask_names, mask))
+        return _parts_back(self._call(**given), is_row)
+
+
+def _part(value: Any, start: int, stop: int, total: int, is_row: bool) -> Any:
+    """Return what belongs to tokens [start, stop) of an argument that has one entry for each token."""
+    if isinstance(value, mx.array) and value.shape == (total,) and mx.issubdtype(value.dtype, mx.integer):
+        return value[start : start + 1] if is_row else value[start:stop]  # positions: where it begins
+    if not isinstance(value, mx.array) or value.ndim < 2 or value.shape[:2] != (total, 1):
+        return value
+    cut = value if (start, stop) == (0, total) else value[start:stop]
+    if not is_row or stop - start == 1:
+        return cut
+    # [tokens, 1, 1, x] is [batch, heads, tokens, x], a factor for queries; else [batch, tokens, ...].
+    return cut.swapaxes(0, 2) if value.ndim == 4 and value.shape[2] == 1 else cut.swapaxes(0, 1)
+
+
+def _parts_back(output: Any, is_row: bool) -> Any:
+    if isinstance(output, mx.array):
+        return output.swapaxes(0, 1) if is_row and output.shape[1] > 1 else output
+    if isinstance(output, (tuple, list)):
+        return [_parts_back(part, is_row) for part in output]
+    return output
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, mx.array):
+        return mx.concatenate(list(outputs), axis=0)
+    if isinstance(first, list):
+        return [_joined(parts) for parts in zip(*outputs, strict=True)]
+    return first

@@ -1,0 +1,169 @@
+"""Row of a forward pass: one sequence's caches, how many tokens they hold, and how tokens are taken back.
+
+Inference thread only. A row's caches are mlx-lm's own, one sequence each and unpadded, so that what cuts,
+keeps and rebuilds caches reads them as they are. Where the states of several decoding rows are kept
+stacked (`state_group`), looking at `Row.caches` puts this row's share of them in first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+Cache = Any
+"""One layer's cache of one sequence: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
+
+_TRIMMED = (KVCache, QuantizedKVCache, ChunkedKVCache)
+"""Classes from whose end any number of tokens can be taken: `trim` moves only their offset."""
+
+
+class Keeper(Protocol):
+    """Whoever holds part of a row's caches elsewhere while it decodes in company."""
+
+    def settle(self, row: Row) -> None:
+        """Put what is this row's into its caches; it stays in company."""
+        ...
+
+    def leave(self, row: Row) -> None:
+        """Put what is this row's into its caches for good."""
+        ...
+
+    def drop(self, row: Row) -> None:
+        """Let go of a row that ends."""
+        ...
+
+
+class Row:
+    """One sequence in forward passes."""
+
+    __slots__ = ("_caches", "_mark", "keepers", "seated_caches", "token_count")
+
+    def __init__(self, caches: Sequence[Cache], *, token_count: int = 0) -> None:
+        """`caches` are fresh, or hold `token_count` tokens; they belong to the row now."""
+        self._caches = list(caches)
+        self.token_count = token_count
+        """Tokens that the caches hold."""
+        self.keepers: list[Keeper] = []
+        self.seated_caches: list[Cache] | None = None
+        """What passes use instead of the caches while a slab keeps some of them."""
+        self._mark: _Mark | None = None
+
+    @property
+    def caches(self) -> list[Cache]:
+        """The caches with everything of this row in them, to be read or copied, not to be written."""
+        for keeper in self.keepers:
+            keeper.settle(self)
+        return self._caches
+
+    @property
+    def raw_caches(self) -> list[Cache]:
+        """The cache objects; what a keeper holds may be missing in them."""
+        return self._caches
+
+    @property
+    def pass_caches(self) -> list[Cache]:
+        """What passes use: the cache objects, or seats in a slab."""
+        return self.seated_caches or self._caches
+
+    def leave_company(self) -> None:
+        """Have everything of this row in its caches, and nowhere else."""
+        for keeper in tuple(self.keepers):
+            keeper.leave(self)
+        assert not self.keepers, self.keepers
+
+    def mark(self, fed_count: int) -> None:
+        """Remember where states stand before a pass feeds `fed_count` tokens, so that they can go back."""
+        states = [leaf for leaf in leaves(self._caches) if isinstance(leaf, ArraysCache)]
+        self._mark = _Mark(fed_count, [(state, list(state.cache)) for state in states])
+
+    def take_back(self, count: int) -> int:
+        """Take the last `count` tokens of the latest pass back; return how many of it must be fed again.
+
+        That is 0 for attention. A state that is not attention is known only where the pass began, so a
+        row that has one goes back there, and the tokens of the pass that were right are fed once more.
+        Needs `Share.may_be_taken_back` in that pass, and that it fed more than `count` tokens.
+        """
+        mark, self._mark = self._mark, None
+        assert mark is not None, "The row's latest pass was not one from which tokens may be taken back"
+        assert 0 <= count < mark.fed_count, f"{count} of {mark.fed_count} tokens cannot be taken back"
+        if count == 0:
+            return 0
+        caches = self.caches
+        taken = mark.fed_count if mark.states else count
+        for state, arrays in mark.states:
+            state.cache = arrays
+        for leaf in leaves(caches):
+            _trim(leaf, taken)
+        self.token_count -= taken
+        return taken - count
+
+    def forget_mark(self) -> None:
+        """Let go of what `mark` keeps."""
+        self._mark = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Mark:
+    fed_count: int
+    states: list[tuple[ArraysCache, list[Any]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What one row brings to one pass, and what it wants to know of it."""
+
+    row: Row
+    token_count: int
+    """How many of the pass's tokens are this row's: they lie side by side, in the order of the shares."""
+    logit_count: int = 0
+    """Logits of the last so many of them: 0 of a chunk in the middle of a prompt, 1 where a token is drawn,
+    all of them where guesses are verified or a prompt is measured."""
+    hidden_count: int = 0
+    """Hidden states of the last so many: what the model's head reads, for embeddings."""
+    may_be_taken_back: bool = False
+    """Some of the tokens are guesses: `Row.take_back` follows."""
+
+
+def leaves(caches: Sequence[Cache]) -> Iterator[Cache]:
+    """Yield every cache that is not a CacheList, depth first."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def can_take_back(caches: Sequence[Cache]) -> bool:
+    """Tell whether tokens fed together can be taken back out of such caches, whatever they hold."""
+    return all(
+        type(leaf) in (*_TRIMMED, ArraysCache) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
+        for leaf in leaves(caches)
+    )
+
+
+def _trim(cache: Cache, count: int) -> None:
+    """Take tokens off the end, fewer than were fed in the last pass or all of it.
+
+    A RotatingKVCache that was fed several tokens at once holds them in order behind a full window of those
+    before (`_update_concat`): nothing was overwritten yet.
+    """
+    if isinstance(cache, ArraysCache):
+        return
+    if type(cache) is RotatingKVCache:
+        window: Any = cache
+        window.keys, window.values = window.keys[..., :-count, :], window.values[..., :-count, :]
+        window.offset -= count
+        window._idx -= count
+        return
+    taken = cache.trim(count)
+    assert taken == count, f"{type(cache).__name__} took back {taken} of {count} tokens"

@@ -1,0 +1,252 @@
+"""Slab of slots: decoding rows of like length keep their KV in one buffer, for one write and one attention.
+
+A row of its own costs some 12 us of host time in each layer of a pass (`bench/flat_pass.py --host`), which a
+CPU does not feel and a GPU does above some eight rows. Here a length class (a power of two from 512) has one
+buffer for each layer, [slots, heads, length, size]; rows lie in it without gaps, their lengths are known on
+the host, and no mask is made while they are equal. Only layers of plain attention (`KVCache`) are kept so.
+
+What is read out of a buffer must be evaluated before the next pass: an array that still depends on a buffer
+makes the next write copy all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from icehouse_server.engine.runner.forward.row import Row
+
+_LEAST_LENGTH: Final = 512
+_LEAST_SLOTS: Final = 4
+
+
+def class_of(token_count: int) -> int:
+    """Return the length of the class whose slots hold so many tokens."""
+    return max(_LEAST_LENGTH, 1 << (token_count - 1).bit_length())
+
+
+class SlotClass:
+    """Slots of one length: for each layer a buffer of keys and one of values."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.rows: list[Row | None] = []
+        """The row in each slot; none where one has ended since the slots were last without gaps."""
+        self.slots: dict[int, int] = {}
+        self.buffers: dict[int, list[mx.array]] = {}
+        """Keys and values by the layer's place among a row's caches."""
+
+    def add(self, row: Row, held: dict[int, tuple[mx.array, mx.array]]) -> None:
+        """Copy a row's KV, [1, heads, tokens, size] for each place, into a slot of its own."""
+        slot = self.rows.index(None) if None in self.rows else len(self.rows)
+        for place, pair in held.items():
+            buffers = self.buffers.setdefault(place, [])
+            for number, array in enumerate(pair):
+                if number == len(buffers):
+                    shape = (_LEAST_SLOTS, array.shape[1], self.length, array.shape[3])
+                    buffers.append(mx.zeros(shape, array.dtype))
+                elif slot == buffers[number].shape[0]:
+                    more = mx.zeros_like(buffers[number])
+                    buffers[number] = mx.concatenate([buffers[number], more], axis=0)
+                buffers[number][slot : slot + 1, :, : array.shape[2]] = array
+        self.rows[slot : slot + 1] = [row]
+        self.slots[id(row)] = slot
+
+    def remove(self, row: Row) -> None:
+        """Free a row's slot; nothing is copied, since others may end in the same pass."""
+        self.rows[self.slots.pop(id(row))] = None
+
+    def close_gaps(self) -> None:
+        """Move rows from the end into slots that are free."""
+        while None in self.rows:
+            moved, last = self.rows.pop(), len(self.rows)
+            if moved is None:
+                continue
+            slot = self.rows.index(None)
+            self.rows[slot] = moved
+            self.slots[id(moved)] = slot
+            count = moved.token_count
+            for buffers in self.buffers.values():
+                for buffer in buffers:
+                    buffer[slot : slot + 1, :, :count] = buffer[last : last + 1, :, :count]
+
+    def views(self, row: Row, place: int, token_count: int) -> tuple[mx.array, mx.array]:
+        """Return a row's first tokens, [1, heads, tokens, size]."""
+        slot = self.slots[id(row)]
+        keys, values = self.buffers[place]
+        return keys[slot : slot + 1, :, :token_count], values[slot : slot + 1, :, :token_count]
+
+
+class Seat:
+    """One layer's cache of one row in a slab, for what serves each row by itself."""
+
+    __slots__ = ("_row", "place", "slots")
+
+    def __init__(self, slots: SlotClass, row: Row, place: int) -> None:
+        self.slots = slots
+        self._row = row
+        self.place = place
+
+    @property
+    def offset(self) -> int:
+        return self._row.token_count
+
+    def make_mask(self, N: int, **asked: Any) -> Any:
+        """Return what a KVCache with as many tokens does."""
+        like: Any = KVCache()  # type: ignore[no-untyped-call]
+        like.offset = self.offset
+        return like.make_mask(N, **asked)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        begin, end = self.offset, self.offset + keys.shape[2]
+        slot = self.slots.slots[id(self._row)]
+        held_keys, held_values = self.slots.buffers[self.place]
+        held_keys[slot : slot + 1, :, begin:end] = keys
+        held_values[slot : slot + 1, :, begin:end] = values
+        return self.slots.views(self._row, self.place, end)
+
+
+class SlotGroup:
+    """All rows of a class in one pass, each with one token: one write, one attention."""
+
+    def __init__(self, slots: SlotClass) -> None:
+        self._slots = slots
+        self._count = len(slots.rows)
+        begins = [row.token_count for row in slots.rows if row is not None]
+        self._end = max(begins) + 1
+        self._is_even = min(begins) == max(begins)
+        self._numbers = mx.arange(self._count)
+        self._begins = mx.array(begins)
+        self._mask = (
+            None if self._is_even else (mx.arange(self._end) <= self._begins[:, None])[:, None, None, :]
+        )
+
+    def update(self, place: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write [rows, heads, 1, size] behind what each row has; return what they attend to."""
+        fetched = []
+        for buffer, new in zip(self._slots.buffers[place], (keys, values), strict=True):
+            if self._is_even:
+                buffer[: self._count, :, self._end - 1 : self._end] = new
+            else:
+                buffer[self._numbers, :, self._begins] = new[:, :, 0]
+            fetched.append(buffer[: self._count, :, : self._end])
+        return fetched[0], fetched[1]
+
+    def attend(
+        self, queries: mx.array, fetched: tuple[mx.array, mx.array], *, scale: float, sinks: Any
+    ) -> mx.array:
+        """Return [rows, heads, 1, size]."""
+        keys, values = fetched
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=self._mask, sinks=sinks
+        )
+
+
+class Slab:
+    """All length classes of one ForwardPass."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        """`places` are those of the plain layers among a row's caches."""
+        self.places = tuple(places)
+        self._classes: dict[int, SlotClass] = {}
+        self._seated: dict[int, SlotClass] = {}
+        self._shown: set[int] = set()
+        """Rows whose own caches are views of a buffer since they were looked at."""
+
+    def seat(self, row: Row) -> None:
+        """Move a row's KV into a slot."""
+        if id(row) in self._seated:
+            return
+        held = {place: row.raw_caches[place].keys_and_values() for place in self.places}
+        self._add(row, held)
+        row.keepers.append(self)
+        self._clear(row)
+
+    def settle(self, row: Row) -> None:
+        """Let a row's own caches be views of its slot: evaluate what is made of them before the next pass."""
+        slots = self._seated[id(row)]
+        for place in self.places:
+            cache = row.raw_caches[place]
+            cache.keys, cache.values = slots.views(row, place, row.token_count)
+            cache.offset = row.token_count
+        self._shown.add(id(row))
+
+    def leave(self, row: Row) -> None:
+        """Copy a row's KV into caches of its own, and free its slot."""
+        self.settle(row)
+        copies = []
+        for place in self.places:
+            cache = row.raw_caches[place]
+            cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+            copies += [cache.keys, cache.values]
+        mx.eval(copies)
+        self.drop(row)
+
+    def drop(self, row: Row) -> None:
+        """Free the slot of a row that ends; its own caches hold what they hold."""
+        self._seated.pop(id(row)).remove(row)
+        self._shown.discard(id(row))
+        row.seated_caches = None
+        row.keepers.remove(self)
+
+    def prepare(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Have room for what these rows bring, no gaps, and no view of a buffer left in anyone's caches."""
+        everyone = [row for slots in self._classes.values() for row in slots.rows if row is not None]
+        for row in everyone if self._shown else ():
+            if id(row) in self._shown:
+                self._clear(row)
+        for row, count in zip(rows, counts, strict=True):
+            slots = self._seated.get(id(row))
+            if slots is not None and row.token_count + count > slots.length:
+                held = {place: slots.views(row, place, row.token_count) for place in self.places}
+                self._add(row, held, more=count)
+                slots.remove(row)
+        for slots in self._classes.values():
+            slots.close_gaps()
+
+    def key_of(self, row: Row) -> tuple[int, int]:
+        """Return where a row lies: sorted by it, the rows of a class are in the order of their slots."""
+        slots = self._seated.get(id(row))
+        return (slots.length, slots.slots[id(row)]) if slots is not None else (0, 0)
+
+    def groups(self, rows: Sequence[Row]) -> list[tuple[int, int, SlotGroup]]:
+        """Return the classes that are whole among these singles, sorted by `key_of`: from which to which."""
+        found, first = [], 0
+        while first < len(rows):
+            slots = self._seated.get(id(rows[first]))
+            if slots is None:
+                first += 1
+                continue
+            last = first
+            while last < len(rows) and self._seated.get(id(rows[last])) is slots:
+                last += 1
+            if last - first == len(slots.rows):
+                found.append((first, last, SlotGroup(slots)))
+            first = last
+        return found
+
+    def arrays(self) -> list[mx.array]:
+        """Return every buffer."""
+        return [
+            array for slots in self._classes.values() for pair in slots.buffers.values() for array in pair
+        ]
+
+    def _add(self, row: Row, held: dict[int, tuple[mx.array, mx.array]], *, more: int = 1) -> None:
+        length = class_of(row.token_count + more)
+        slots = self._classes.setdefault(length, SlotClass(length))
+        slots.add(row, held)
+        self._seated[id(row)] = slots
+        caches = list(row.raw_caches)
+        for place in self.places:
+            caches[place] = Seat(slots, row, place)
+        row.seated_caches = caches
+
+    def _clear(self, row: Row) -> None:
+        for place in self.places:
+            cache = row.raw_caches[place]
+            cache.keys = cache.values = None
+            cache.offset = 0
+        self._shown.discard(id(row))

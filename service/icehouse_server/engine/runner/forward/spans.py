@@ -1,0 +1,101 @@
+"""Spans of the rows in one pass: which of its tokens are whose, at which positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.slab import Slab
+
+SinglePlace = tuple[int, Any, Any]
+"""Of a row that brings one token: how many it has then, and the indices of the new one and of all."""
+
+
+@dataclasses.dataclass(slots=True)
+class Spans:
+    """The rows of one pass in the order in which their tokens lie: rows of one token first."""
+
+    shares: tuple[Share, ...]
+    rows: tuple[Row, ...]
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    """Where each row's tokens begin in the pass."""
+    order: tuple[int, ...] | None
+    """Places of the shares in the caller's order, where it is another one."""
+    single_count: int
+    """How many rows bring one token and have some in their caches already: these may be stacked."""
+    token_count: int
+    positions: mx.array
+    """[tokens], each token's position in its own sequence."""
+    shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    """What layers of one kind compute once a pass."""
+
+    single_places: list[SinglePlace] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, shares: Sequence[Share], *, slab: Slab | None = None) -> Spans:
+        """Lay the shares out."""
+        order = sorted(range(len(shares)), key=lambda i: _place(shares[i], slab))
+        laid = tuple(shares[i] for i in order)
+        counts = tuple(share.token_count for share in laid)
+        starts: list[int] = []
+        positions: list[int] = []
+        total = 0
+        for share in laid:
+            begin = share.row.token_count
+            starts.append(total)
+            positions += range(begin, begin + share.token_count) if share.token_count > 1 else (begin,)
+            total += share.token_count
+        single_count = sum(1 for share in laid if _rank(share) == 0)
+        return cls(
+            shares=laid,
+            rows=tuple(share.row for share in laid),
+            counts=counts,
+            starts=tuple(starts),
+            order=None if order == list(range(len(order))) else tuple(order),
+            single_count=single_count,
+            token_count=total,
+            positions=mx.array(positions, dtype=mx.int32),
+            single_places=[_single_place(position) for position in positions[:single_count]],
+        )
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where `mx.split` cuts the tokens into rows."""
+        return list(self.starts[1:])
+
+    def arranged(self, token_ids: mx.array, shares: Sequence[Share]) -> mx.array:
+        """Return the pass's tokens, given in the order of `shares`, in this order."""
+        if self.order is None:
+            return token_ids
+        given, start = [], 0
+        for share in shares:
+            given.append(range(start, start + share.token_count))
+            start += share.token_count
+        return token_ids[mx.array([place for i in self.order for place in given[i]])]
+
+    def last_places(self, wanted: Sequence[int]) -> list[int]:
+        """Return the places of each row's last `wanted` tokens."""
+        return [
+            place
+            for start, count, last in zip(self.starts, self.counts, wanted, strict=True)
+            for place in range(start + count - last, start + count)
+        ]
+
+
+def _place(share: Share, slab: Slab | None) -> tuple[int, ...]:
+    return (_rank(share), *(slab.key_of(share.row) if slab is not None else ()))
+
+
+def _rank(share: Share) -> int:
+    return 0 if share.token_count == 1 and share.row.token_count else 1
+
+
+def _single_place(position: int) -> SinglePlace:
+    whole = slice(None)
+    end = position + 1
+    return end, (whole, whole, slice(position, end)), (whole, whole, slice(0, end))

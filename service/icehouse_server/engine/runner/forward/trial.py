@@ -1,0 +1,179 @@
+"""Trial of a model: which way its rows can be kept apart, found by running it both ways and comparing.
+
+A few short rows take passes of chunks, single tokens and windows of guesses beside each other; each is also
+run by itself through the model's own call. The best way whose outputs agree is taken. How far outputs may
+differ is measured on the model, by running the same tokens in chunks and one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.model_seam import Trunk
+from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back, leaves
+from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, candidates, plain_places
+
+Schedule = Sequence[Sequence[int]]
+"""For each pass, how many tokens each of the rows brings; 0 where a row is not in it."""
+
+_SCHEDULE: Final[Schedule] = (
+    (5, 3, 0),
+    (1, 6, 2),
+    (1, 1, 1),
+    (1, 3, 1),
+    (1, 1, 1),
+)
+_LEAST_TOLERANCE: Final = 1e-3
+_MOST_TOLERANCE: Final = 0.1
+
+
+def examine(
+    model: Any, *, make_caches: Callable[[], list[Any]] | None = None, schedule: Schedule = _SCHEDULE
+) -> PassFacts:
+    """Return how passes of this model are run. Raises what the model raises when called by itself.
+
+    `make_caches` makes the caches that rows will have, if they are others than the model's own; `schedule`
+    is for tests, whose windows are short.
+    """
+    make = make_caches or (lambda: list(make_prompt_cache(model)))
+    yardstick = _Yardstick.of(model, make, schedule)
+    plain = PassFacts(caches=(), **_head_facts(model, make, yardstick))
+    caches = make()
+    takes_back = can_take_back(caches)
+    errors: list[str] = []
+    for ways, door in candidates(caches):
+        facts = dataclasses.replace(
+            plain, caches=ways, door=door, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back
+        )
+        error = _try(model, facts, make, yardstick)
+        if not error:
+            return dataclasses.replace(facts, takes_slab=bool(plain_places(ways, caches)))
+        errors.append(error)
+    return dataclasses.replace(plain, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Yardstick:
+    """What the rows give by themselves, and how far that moves when the same tokens are run otherwise."""
+
+    schedule: Schedule
+    logits: list[list[mx.array]]
+    """For each pass and row in it, [tokens, vocabulary]."""
+    facts: list[list[tuple[Any, ...]]]
+    """After each pass, what each row's caches say of themselves."""
+    tolerance: float
+
+    @classmethod
+    def of(cls, model: Any, make: Callable[[], list[Any]], schedule: Schedule) -> _Yardstick:
+        rows = [make() for _ in schedule[0]]
+        begun = [0] * len(rows)
+        logits, facts = [], []
+        for counts in schedule:
+            found = []
+            for number, count in enumerate(counts):
+                if count:
+                    ids = mx.array(_tokens(number, begun[number], count))
+                    found.append(model(ids[None], cache=rows[number])[0])
+                    begun[number] += count
+            mx.eval(found)
+            logits.append(found)
+            facts.append([_facts_of(row) for row in rows])
+        caches = make()
+        singly = [model(mx.array([[t]]), cache=caches)[0] for t in _tokens(0, 0, schedule[0][0])]
+        moved = _distance(mx.concatenate(singly), logits[0][0])
+        tolerance = min(_MOST_TOLERANCE, max(_LEAST_TOLERANCE, 4 * moved))
+        return cls(schedule, logits, facts, tolerance)
+
+    def places(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield each pass and how many tokens the rows hold before it."""
+        begun = [0] * len(self.schedule[0])
+        for number, counts in enumerate(self.schedule):
+            yield number, tuple(begun)
+            begun = [have + count for have, count in zip(begun, counts, strict=True)]
+
+
+def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick: _Yardstick) -> str:
+    """Run the schedule in this way; return what is wrong with it, nothing if all is well."""
+    try:
+        forward = ForwardPass(model, facts)
+        rows = [Row(make()) for _ in yardstick.schedule[0]]
+        for number, begun in yardstick.places():
+            counts = yardstick.schedule[number]
+            shares = [
+                Share(row, count, logit_count=count) for row, count in zip(rows, counts, strict=True) if count
+            ]
+            ids = [t for i, count in enumerate(counts) for t in _tokens(i, begun[i], count)]
+            output = forward.run(mx.array(ids), shares)
+            mx.eval(output.arrays)
+            assert output.logits is not None
+            for (first, last), alone in zip(output.logit_spans, yardstick.logits[number], strict=True):
+                moved = _distance(output.logits[first:last], alone)
+                if not moved <= yardstick.tolerance:
+                    return f"outputs differ by {moved:.2g} of their size"
+            told = [_facts_of(row.caches) for row in rows]
+            if told != yardstick.facts[number]:
+                return "caches hold something else than a row's alone"
+    except Exception as error:  # whatever a model makes of caches that are not what it knows
+        text = " ".join(str(error).split())
+        return text if isinstance(error, NotSplittable) else f"{type(error).__name__}: {text[:160]}"
+    return ""
+
+
+def _facts_of(caches: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what can be told of caches without reading arrays: offsets, and which arrays there are."""
+    return tuple(
+        (type(leaf).__name__, getattr(leaf, "offset", None), leaf.empty()) for leaf in leaves(caches)
+    )
+
+
+def _tokens(row: int, start: int, count: int) -> list[int]:
+    """Return tokens of a row from a place on; small ids, which every vocabulary has."""
+    return [3 + (7 * place + 11 * row + place * place) % 40 for place in range(start, start + count)]
+
+
+def _distance(ours: mx.array, alone: mx.array) -> float:
+    """Return the largest difference of a token's outputs, as a part of their size; infinities must agree."""
+    ours, alone = ours.astype(mx.float32), alone.astype(mx.float32)
+    if ours.shape != alone.shape:
+        return float("inf")
+    size = mx.maximum(mx.sqrt((_finite(alone) ** 2).mean(axis=-1)), 1e-6)
+    moved = mx.sqrt(((_finite(ours) - _finite(alone)) ** 2).mean(axis=-1)) / size
+    agrees = mx.array_equal(mx.isfinite(ours), mx.isfinite(alone))
+    told: Any = mx.where(agrees, moved.max(), float("inf")).item()
+    return float(told)
+
+
+def _finite(array: mx.array) -> mx.array:
+    return mx.where(mx.isfinite(array), array, 0.0)
+
+
+def _head_facts(model: Any, make: Callable[[], list[Any]], yardstick: _Yardstick) -> dict[str, Any]:
+    """Find out whether hidden states can be had, and whether the head may read only some."""
+    count = yardstick.schedule[0][0]
+    ids = mx.array(_tokens(0, 0, count))[None]
+    try:
+        trunk = Trunk(model)
+    except LookupError:
+        return {}
+    facts = {}
+    trunk.is_on = True
+    try:
+        model(ids, cache=make())
+        facts["gives_hidden"] = trunk.hidden is not None and trunk.hidden.shape[:2] == (1, count)
+        if facts["gives_hidden"]:
+            trunk.places = mx.array([1, count - 1])
+            picked = model(ids, cache=make())[0]
+            facts["gathers_hidden"] = (
+                _distance(picked, yardstick.logits[0][0][trunk.places]) <= yardstick.tolerance
+            )
+    except Exception:  # whatever a head does that is not called as most are
+        facts.setdefault("gives_hidden", False)
+    finally:
+        trunk.is_on, trunk.places, trunk.hidden = False, None, None
+    return facts

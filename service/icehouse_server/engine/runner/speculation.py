@@ -1,0 +1,140 @@
+"""Speculation of one row: where its guesses come from, whether they pay, and when it stops guessing.
+
+A row whose guesses come to nothing feeds one token a pass like the others. One that looks its guesses up
+goes on looking in silence, and guesses again when what it would have guessed has come true often enough.
+Inference thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
+from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
+from icehouse_server.engine.runner.prompt_lookup import LookupWatch, PromptLookup
+from icehouse_server.engine.sampling.row import SamplingRow
+
+Guesses = Sequence[int] | mx.array
+"""Tokens that may come next; an array need not be computed yet."""
+
+
+class Trial(NamedTuple):
+    """How many guesses must be right in so many passes. With fewer, guessing costs more than it brings."""
+
+    step_count: int
+    least_accepted_count: int
+
+
+_LOOKUP_TRIAL = Trial(step_count=4, least_accepted_count=2)
+"""Short: a row that stops too early comes back. A pass over nine tokens takes twice as long as over one
+(Gemma 3 270M, float32, 2 x86 cores), so with few right guesses there is nothing to gain even alone."""
+_DRAFT_TRIAL = Trial(step_count=24, least_accepted_count=6)
+"""Long: nobody looks on afterwards, for that would cost as much as guessing."""
+GUESS_LIMIT = 64
+"""Guesses in one pass, shared by all rows that guess: a pass gets longer with each, for those too who asked
+for none. So many cost what 64 more decoding rows would, which a batch is made for."""
+
+
+class SpeculatingRow:
+    """What one row that asked for speculation guesses by, and how it fares."""
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        token_ids: Sequence[int],
+        *,
+        limit: SpeculationLimit,
+        drafted: DraftedRow | None = None,
+    ) -> None:
+        """`limit` is why it cannot guess from the start; `drafted` are its draft caches, if it has any."""
+        self.limit = limit
+        self.drafted = drafted
+        self.draft_token_limit = speculation.draft_token_limit
+        self._watch: LookupWatch | None = None
+        self._step_count = self._accepted_count = self._accepted_total = 0
+        if limit is SpeculationLimit.NONE and drafted is None:
+            lookup = PromptLookup(token_ids, ngram_token_limit=speculation.ngram_token_limit)
+            self._watch = LookupWatch(lookup, speculation)
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether its next tokens are to be guessed."""
+        return self.limit is SpeculationLimit.NONE
+
+    def look_up(self, count: int) -> list[int]:
+        """Return at most `count` guesses of a row that looks them up."""
+        return self._watch.drafter.propose(min(count, self.draft_token_limit)) if self._watch else []
+
+    def take(self, token_ids: Sequence[int], *, guess_count: int, accepted_count: int) -> DraftCounts:
+        """Take what was drawn in a pass and how its guesses fared; return what to tell of it."""
+        if self.drafted is not None:
+            self.drafted.behind += token_ids
+        if not self.is_guessing:
+            self._look_on(token_ids)
+            return DraftCounts(limit=self.limit)
+        if self._watch is not None:
+            self._watch.drafter.extend(token_ids)
+        if guess_count or self.drafted is None:
+            self._try(accepted_count)
+        return DraftCounts(guess_count, accepted_count)
+
+    def _try(self, accepted_count: int) -> None:
+        trial = _LOOKUP_TRIAL if self.drafted is None else _DRAFT_TRIAL
+        self._step_count += 1
+        self._accepted_count += accepted_count
+        self._accepted_total += accepted_count
+        if self._step_count < trial.step_count:
+            return
+        if self._accepted_count < trial.least_accepted_count:
+            self.limit = SpeculationLimit.ACCEPTANCE
+            self.drafted = None  # nobody looks on, and its caches would only fall behind
+            if self._watch is not None:
+                self._watch.begin(accepted_count=self._accepted_total)
+        self._step_count = self._accepted_count = 0
+
+    def _look_on(self, token_ids: Sequence[int]) -> None:
+        watch = self._watch
+        if watch is None:
+            return
+        for token_id in token_ids:
+            watch.note(token_id)
+        if watch.is_convinced:
+            self.limit = SpeculationLimit.NONE
+            self._step_count = self._accepted_count = self._accepted_total = 0
+
+
+def limit_of(
+    speculation: Speculation, sampling: SamplingRow, *, can_take_back: bool, draft_model: DraftModel | None
+) -> SpeculationLimit:
+    """Tell why a row cannot speculate from the start; NONE when it can."""
+    if sampling.needs_tokens:
+        return SpeculationLimit.SAMPLING
+    if not can_take_back:
+        return SpeculationLimit.CACHE
+    if speculation.drafting is Drafting.DRAFT_MODEL and draft_model is None:
+        return SpeculationLimit.NO_DRAFT_MODEL
+    return SpeculationLimit.NONE
+
+
+def guesses_of(
+    rows: Sequence[SpeculatingRow], draft_model: DraftModel | None
+) -> tuple[list[Guesses], list[object]]:
+    """Return what each of these rows guesses, and what must be evaluated besides."""
+    if not rows:
+        return [], []
+    share = max(1, GUESS_LIMIT // len(rows))
+    drafting = [(i, row.drafted) for i, row in enumerate(rows) if row.drafted is not None]
+    found: list[Guesses] = [row.look_up(share) for row in rows]
+    if not drafting:
+        return found, []
+    assert draft_model is not None
+    ready = [i for i, drafted in drafting if not drafted.is_behind]
+    count = min(share, max((rows[i].draft_token_limit for i in ready), default=0))
+    guesses, arrays = draft_model.propose([drafted for _, drafted in drafting], count=count)
+    for number, i in enumerate(ready if guesses is not None else ()):
+        assert guesses is not None
+        found[i] = guesses[number, : rows[i].draft_token_limit]
+    return found, arrays

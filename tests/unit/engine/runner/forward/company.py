@@ -1,0 +1,135 @@
+"""Rows in company: a small scheduler that draws greedily, with chunks, joins and guesses at random.
+
+`alone` gives what each row's tokens and logits are through the model's own call; `Company` runs the same
+rows in forward passes, whatever company they have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from icehouse_server.engine.runner.forward import ForwardPass, Row, Share
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.fixtures.models.vocabulary import SPECIAL_TOKENS
+
+MakeCaches = Callable[[], list[Any]]
+
+
+def prompt_of(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(len(SPECIAL_TOKENS), 200) for _ in range(count)]
+
+
+def alone(
+    model: Any, prompt: Sequence[int], count: int, make: MakeCaches | None = None
+) -> tuple[list[int], list[mx.array]]:
+    """Return the tokens of a row by itself, and the logits that each was drawn from."""
+    caches = make() if make else make_prompt_cache(model)
+    logits = model(mx.array(list(prompt))[None], cache=caches)[0, -1]
+    tokens, seen = [], []
+    for _ in range(count):
+        tokens.append(int(mx.argmax(logits).item()))
+        seen.append(logits)
+        logits = model(mx.array([[tokens[-1]]]), cache=caches)[0, -1]
+    return tokens, seen
+
+
+@dataclasses.dataclass
+class Guest:
+    """One row, what is still to be fed, and what was drawn."""
+
+    prompt: list[int]
+    want: list[int]
+    """What it draws alone, from which right guesses are made."""
+    want_logits: list[mx.array]
+    row: Row
+    todo: list[int]
+    drawn: list[int] = dataclasses.field(default_factory=list)
+    farthest: float = 0.0
+    """The largest difference of logits seen."""
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.drawn) >= len(self.want)
+
+    @property
+    def has_prompt_left(self) -> bool:
+        return not self.drawn and len(self.todo) > 1
+
+
+class Company:
+    """All rows of a test, in passes until all have what they want."""
+
+    def __init__(self, forward: ForwardPass, *, seed: int, guesses: bool) -> None:
+        self._forward = forward
+        self._random = random.Random(seed)
+        self._guesses = guesses and forward.facts.can_take_back
+        self.pass_count = 0
+        self.widest = 0
+
+    def run(self, guests: Sequence[Guest]) -> None:
+        waiting = list(guests)
+        here: list[Guest] = []
+        while waiting or here:
+            while waiting and (not here or self._random.random() < 0.4):
+                here.append(waiting.pop(0))
+            self.step([guest for guest in here if self._random.random() < 0.9] or here)
+            for guest in [guest for guest in here if guest.is_done]:
+                self._forward.forget(guest.row)
+                here.remove(guest)
+
+    def step(self, guests: Sequence[Guest]) -> None:
+        """Run one pass in which each of these brings something."""
+        bringing = [self._bring(guest) for guest in guests]
+        ids = [token for _, fed, _ in bringing for token in fed]
+        shares = [
+            Share(
+                guest.row,
+                len(fed),
+                logit_count=0 if len(fed) < len(guest.todo) else guess_count + 1,
+                may_be_taken_back=guess_count > 0,
+            )
+            for guest, fed, guess_count in bringing
+        ]
+        output = self._forward.run(mx.array(ids), shares)
+        mx.eval(output.arrays)
+        self.pass_count += 1
+        self.widest = max(self.widest, len(shares))
+        for (guest, fed, guess_count), (first, last) in zip(bringing, output.logit_spans, strict=True):
+            if last == first:
+                guest.todo = guest.todo[len(fed) :]
+            else:
+                assert output.logits is not None
+                self._take(guest, fed, guess_count, output.logits[first:last])
+
+    def _bring(self, guest: Guest) -> tuple[Guest, list[int], int]:
+        """Return the tokens of a guest's share, and how many of them are guesses."""
+        if guest.has_prompt_left:
+            return guest, guest.todo[: self._random.choice([1, 3, 7, 20])], 0
+        room = len(guest.want) - len(guest.drawn) - 1
+        count = min(room, self._random.choice([0, 0, 1, 4])) if self._guesses and guest.drawn else 0
+        begin = len(guest.drawn)
+        guesses = guest.want[begin : begin + count]
+        if count and self._random.random() < 0.6:
+            wrong = self._random.randrange(count)
+            guesses[wrong] = (guesses[wrong] + 1) % 200
+        return guest, guest.todo + guesses, count
+
+    def _take(self, guest: Guest, fed: list[int], guess_count: int, logits: mx.array) -> None:
+        """Take the drawn tokens as far as the guesses were right, and the rest back."""
+        drawn: Any = mx.argmax(logits, axis=-1).tolist()
+        guesses = fed[len(fed) - guess_count :]
+        right = next((i for i, guess in enumerate(guesses) if drawn[i] != guess), guess_count)
+        kept = drawn[: right + 1]
+        for offset, place in enumerate(range(len(guest.drawn), len(guest.drawn) + len(kept))):
+            moved = mx.abs(logits[offset] - guest.want_logits[place]).max()
+            guest.farthest = max(guest.farthest, float(moved.item()))
+        guest.drawn += kept
+        again = guest.row.take_back(guess_count - right) if guess_count else 0
+        stays = fed[: len(fed) - (guess_count - right)]
+        guest.todo = [*(stays[len(stays) - again :] if again else []), kept[-1]]

@@ -1,0 +1,62 @@
+"""Contract with mlx-lm: which way each of its architectures takes; a way that changes fails here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
+from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.fixtures.models import build
+from tests.unit.engine.runner.forward import ways_table
+from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
+from tests.unit.engine.runner.forward.small_models import architectures
+
+TABLE = ways_table.read()
+
+
+def test_the_table_has_every_architecture() -> None:
+    assert sorted(TABLE) == architectures()
+
+
+@pytest.mark.parametrize("architecture", sorted(TABLE))
+def test_an_architecture_keeps_its_way(architecture: str) -> None:
+    expected = TABLE[architecture]
+    if "not_built" in expected and mx.metal.is_available():
+        pytest.skip(f"the table was made where it cannot run: {expected['not_built']}")
+    found = ways_table.entry_of(architecture)
+    assert {**found, "reason": ""} == {**expected, "reason": ""}, (
+        "this mlx-lm is served otherwise; if that is right, "
+        "run python -m tests.unit.engine.runner.forward.ways_table"
+    )
+
+
+def test_what_fits_no_way_runs_alone_and_says_why() -> None:
+    model = build("llama")
+    facts = PassFacts(caches=(), gathers_hidden=True, gives_hidden=True, can_take_back=True)
+    assert facts.ways == ("alone",)
+    guests = []
+    for seed, length in enumerate((5, 30, 17)):
+        prompt = prompt_of(length, seed)
+        tokens, logits = alone(model, prompt, 8)
+        guests.append(Guest(prompt, tokens, logits, Row(make_prompt_cache(model)), list(prompt)))
+    Company(ForwardPass(model, facts), seed=1, guesses=True).run(guests)
+    assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
+    assert TABLE["afm7"]["ways"] == "alone" and TABLE["afm7"]["reason"]
+
+
+def test_a_wrong_way_is_found_out() -> None:
+    """Attention by row cannot serve latent attention; the trial says so and takes the module."""
+    facts = examine(build("deepseek_v3"))
+    assert facts.ways == ("module",)
+    assert facts.reason
+    assert all(cache == CacheWay(Way.MODULE) for cache in facts.caches)
+
+
+def test_state_layers_stack_and_the_rest_is_split_at_attention() -> None:
+    ways: list[Any] = [cache.way for cache in examine(build("qwen3_next")).caches]
+    assert ways == [Way.MODULE, Way.ATTENTION, Way.MODULE, Way.ATTENTION]
+    assert all(cache.is_stacked for cache in examine(build("mamba2")).caches)
