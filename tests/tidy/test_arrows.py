@@ -55,7 +55,12 @@ ENGINE_FACES = {"engine", "engine.core"}
 # Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
     "mlx": ("engine.kv_cache.", "engine.runner.", "engine.sampling.", "bootstrap.machine"),
-    "mlx_lm": ("engine.kv_cache.", "engine.runner.mlx_lm", "text.mlx_lm_parsers"),
+    "mlx_lm": (
+        "engine.kv_cache.batching",
+        "engine.kv_cache.cache_classes",
+        "engine.runner.mlx_lm",
+        "text.mlx_lm_parsers",
+    ),
     "transformers": ("engine.runner.mlx_lm",),
     "grpc": ("rpc.",),
     "grpc_health": ("rpc.",),

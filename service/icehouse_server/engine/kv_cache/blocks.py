@@ -10,7 +10,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
@@ -25,15 +25,15 @@ _log = logging.getLogger("icehouse.engine")
 class Sequences(Protocol):
     """Whoever holds the caches of open and decoding sequences."""
 
-    def fresh_caches(self) -> list[batching.Cache]:
+    def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer."""
         ...
 
-    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
+    def locate(self, sequence_id: SequenceId) -> tuple[list[Cache], int]:
         """Return the caches that hold a sequence, and its row in them."""
         ...
 
-    def adopt(self, sequence_id: SequenceId, caches: list[batching.Cache]) -> None:
+    def adopt(self, sequence_id: SequenceId, caches: list[Cache]) -> None:
         """Open a sequence with caches that were rebuilt."""
         ...
 
@@ -66,7 +66,7 @@ class RunnerBlocks:
             return
         self.facts = _facts_of(self._layout)
 
-    def measure(self, caches: list[batching.Cache], *, token_count: int) -> tuple[int, int]:
+    def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
         """Return the bytes of kv a token takes and the bytes a sequence takes whatever its length.
 
         Read off caches that hold `token_count` tokens.

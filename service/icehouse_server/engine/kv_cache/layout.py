@@ -2,8 +2,8 @@
 
 Each layer's cache, or each part of a CacheList, is one of three things: K/V of unlimited context,
 cut at any token (kv); K/V of a sliding window, cut at any token still inside it (window); or a
-state that is only known where the sequence stands (checkpoint). What is none of the three is
-refused with `CacheUnsupported`; a subclass counts as unknown, because it may store differently.
+state that is only known where the sequence stands (checkpoint); `cache_classes` says which. What is none
+of the three is refused with `CacheUnsupported`.
 
 Inference thread only. Regions are lazy until `evaluate`; cutting never changes a cache.
 
@@ -20,18 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.cache_classes import BATCH_FORMS, Held, Part, held, leaf, parts_of
+from icehouse_server.engine.kv_cache.cache_classes import Part, leaf, parts_of
+from icehouse_server.engine.kv_cache.held import Held
 from icehouse_server.engine.kv_cache.load_target import KvShape
-from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported, cut_whole
+from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
 from icehouse_server.engine.kv_cache.restore import RestoreSource, Restoring
 
 __all__ = ["CacheLayout", "CacheUnsupported", "Part"]
-
-_BATCHABLE = (*BATCH_FORMS, ArraysCache)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,20 +65,15 @@ class CacheLayout:
         return not self.needs_checkpoint and all(window >= self.block_token_count for window in windows)
 
     @property
-    def batchable(self) -> bool:
-        """Every class can be merged into a batch, extended, filtered and extracted by mlx-lm."""
-        return all(part.cache_class in _BATCHABLE for part in self.parts)
-
-    @property
     def class_names(self) -> tuple[str, ...]:
         """Distinct cache class names in order of first appearance, parts of lists by their own name."""
-        return tuple(dict.fromkeys(part.cache_class.__name__ for part in self.parts))
+        return tuple(dict.fromkeys(part.cache_class.name for part in self.parts))
 
     @property
     def signature(self) -> str:
         """Every part's name, class, kind, window and facts: part of the fingerprint, never parsed."""
         return ";".join(
-            f"{p.name}:{p.cache_class.__name__}:{p.kind}:{p.window_token_count}:{','.join(map(str, p.facts))}"
+            f"{p.name}:{p.cache_class.name}:{p.kind}:{p.window_token_count}:{','.join(map(str, p.facts))}"
             for p in self.parts
         )
 
@@ -143,7 +136,7 @@ class CacheLayout:
             (f"{part.name}.{suffix}", array)
             for part in self.parts
             if part.kind is RegionKind.CHECKPOINT
-            for suffix, array in cut_whole(_of_class(leaf(caches, part.path), part), row=row)
+            for suffix, array in part.cache_class.whole(leaf(caches, part.path), row=row)
         ]
         return ArrayRegion(RegionKind.CHECKPOINT, tuple(arrays))
 
@@ -192,12 +185,7 @@ class CacheLayout:
     def _held(self, caches: Sequence[Any], row: int, *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
         for part in self.parts:
             if part.kind in kinds:
-                yield part, held(_of_class(leaf(caches, part.path), part), row=row)
-
-
-def _of_class(cache: Any, part: Part) -> Any:
-    assert type(cache) in (part.cache_class, BATCH_FORMS.get(part.cache_class)), (part.name, type(cache))
-    return cache
+                yield part, part.cache_class.held_row(leaf(caches, part.path), row=row)
 
 
 class KvCutting:
@@ -217,7 +205,8 @@ class KvCutting:
     def step(self, caches: Sequence[Any], *, row: int) -> None:
         """Copy the next layer's tokens, evaluated."""
         part = self._parts[self._done_count]
-        arrays = held(leaf(caches, part.path), row=row).cut(self._start, self._stop)
+        store = part.cache_class.held_row(leaf(caches, part.path), row=row)
+        arrays = store.cut(self._start, self._stop)
         mx.eval([array for _, array in arrays])
         self._arrays += [(f"{part.name}.{suffix}", array) for suffix, array in arrays]
         self._done_count += 1

@@ -24,7 +24,7 @@ import mlx.core as mx
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import Speculation, TokenLogprobs
 from icehouse_server.engine.core.ports import Drawn
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache import batching, cache_classes
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.engine.sampling.sampler import sample
@@ -37,7 +37,7 @@ class JoiningRow:
     """A sequence whose KV holds everything but `last_token_id`, ready to decode with `model`."""
 
     sequence_id: SequenceId
-    caches: list[batching.Cache]
+    caches: list[cache_classes.Cache]
     last_token_id: int
     sampling: SamplingRow
     model: Any
@@ -80,7 +80,7 @@ class DecodeBatch:
         """Cache classes here do not batch, so no second row may ever join."""
         self._ids: list[SequenceId] = []
         self._rows: list[SamplingRow] = []
-        self._caches: list[batching.Cache] = []
+        self._caches: list[cache_classes.Cache] = []
         self._is_plain = False
         self._step_count = 0
         self._drawn: _Draw | None = None
@@ -169,7 +169,7 @@ class DecodeBatch:
             for sequence_id, token_id, row in zip(self._ids, token_ids, self._rows, strict=True)
         ]
 
-    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
+    def locate(self, sequence_id: SequenceId) -> tuple[list[cache_classes.Cache], int]:
         """Return the caches that hold one row, and which row it is.
 
         Every token collected so far is in when pipelined; all but the last one otherwise.
@@ -207,7 +207,7 @@ class DecodeBatch:
             cache.filter(keep)
         self._drawn = dataclasses.replace(self._drawn, token_ids=self._drawn.token_ids[mx.array(keep)])
 
-    def _forward(self, token_ids: mx.array, caches: list[batching.Cache]) -> mx.array:
+    def _forward(self, token_ids: mx.array, caches: list[cache_classes.Cache]) -> mx.array:
         logits: mx.array = self.model(token_ids[:, None], cache=caches)
         return logits[:, -1, :]
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import DraftFootprint
-from icehouse_server.engine.kv_cache import batching, rewind
+from icehouse_server.engine.kv_cache import cache_classes, rewind
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class DraftModel:
                 "guesses mean nothing there; choose a smaller model of the same family",
             )
         loaded = model_loader.load(source)
-        caches = batching.make_caches(loaded.model)
+        caches = cache_classes.make_caches(loaded.model)
         if not rewind.can_rewind(caches):
             kinds = ", ".join(dict.fromkeys(type(cache).__name__ for cache in caches))
             raise ModelError(
@@ -55,15 +55,16 @@ class DraftModel:
             )
         facts = model_loader.describe(loaded, source, own, "")
         # One token more shows what a token takes; windows are counted as they grow.
+        step = cache_classes.step_token_count(caches)
         sizes = []
-        for token_count in (1, batching.CACHE_STEP_TOKEN_COUNT + 1):
-            caches = batching.make_caches(loaded.model)
+        for token_count in (1, step + 1):
+            caches = cache_classes.make_caches(loaded.model)
             loaded.model(mx.zeros((1, token_count), dtype=mx.int32), cache=caches)
-            mx.eval(batching.cache_states(caches))
+            mx.eval(cache_classes.cache_states(caches))
             sizes.append(sum(int(cache.nbytes) for cache in caches))
         footprint = DraftFootprint(
             weight_bytes=facts.weight_bytes,
-            kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // batching.CACHE_STEP_TOKEN_COUNT),
+            kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step),
         )
         known = min(facts.vocabulary_size, info.vocabulary_size)
         return cls(loaded.model, vocabulary_size=known, footprint=footprint)
@@ -80,19 +81,19 @@ class ModelDrafter:
         self._model = model
         self._vocabulary_size = vocabulary_size
         self._behind = list(token_ids)
-        self._caches = batching.make_caches(model)
+        self._caches = cache_classes.make_caches(model)
 
     def propose(self, count: int) -> mx.array:
         """Return `count` guesses, not evaluated: (count,) int32; none while the caches catch up."""
         if len(self._behind) > _CHUNK_TOKEN_COUNT:
             chunk, self._behind = self._behind[:_CHUNK_TOKEN_COUNT], self._behind[_CHUNK_TOKEN_COUNT:]
             self._model(mx.array(chunk)[None], cache=self._caches)
-            mx.async_eval(batching.cache_states(self._caches))  # type: ignore[no-untyped-call]
+            mx.async_eval(cache_classes.cache_states(self._caches))  # type: ignore[no-untyped-call]
             return mx.array([], dtype=mx.int32)
         guesses: list[mx.array] = []
         fed = mx.array(self._behind)[None]
         self._behind = []
-        kept: list[rewind.CacheMark] = []
+        kept: list[cache_classes.Undo] = []
         for _ in range(count):
             logits = self._model(fed, cache=self._caches)[:, -1, : self._vocabulary_size]
             kept = kept or rewind.mark(self._caches)

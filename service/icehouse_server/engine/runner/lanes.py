@@ -12,7 +12,7 @@ from collections.abc import Collection
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
 from icehouse_server.engine.core.ports import Drawn
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache import batching, cache_classes
 from icehouse_server.engine.runner.decode_batch import DecodeBatch, JoiningRow
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.prompt_lookup import LookupWatch, PromptLookup
@@ -75,7 +75,7 @@ class Lanes:
         self._lanes.clear()
         self._watches.clear()
 
-    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
+    def locate(self, sequence_id: SequenceId) -> tuple[list[cache_classes.Cache], int]:
         """Return the caches that hold a decoding sequence, and its row in them."""
         for row in self._joining:
             if row.sequence_id == sequence_id:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import ModelShape, find_int
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache import cache_classes
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def describe(
     """Return what is known of a loaded model."""
     weights = [array for _, array in parameters_of(loaded.model)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
-    caches = batching.make_caches(loaded.model)
+    caches = cache_classes.make_caches(loaded.model)
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
     return ModelInfo(
         model_id=source.model_id,

@@ -19,7 +19,7 @@ from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Drawn, MemoryUse
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache import batching, cache_classes
 from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decode_batch import JoiningRow
@@ -78,7 +78,7 @@ class ModelRunner:
         self._thread = OneThread()
         self._models: dict[AdapterName, Any] = {}
         """A module tree for each adapter, and the model by itself; they share its arrays."""
-        self._open: dict[SequenceId, list[batching.Cache]] = {}
+        self._open: dict[SequenceId, list[cache_classes.Cache]] = {}
         self._end_token_ids: tuple[int, ...] = ()
         self._lanes = Lanes(row_limit=settings.lane_row_limit, is_pipelined=settings.is_pipelined)
         self.blocks = RunnerBlocks(
@@ -103,7 +103,7 @@ class ModelRunner:
             model_loader.shape_of(loaded),
             kv_bytes_per_token,
             fixed_bytes,
-            kv_step_token_count=batching.CACHE_STEP_TOKEN_COUNT,
+            kv_step_token_count=cache_classes.step_token_count(self.fresh_caches()),
             lane_row_limit=self._settings.lane_row_limit if batching.can_batch(self.fresh_caches()) else 1,
             draft=self._load_draft(info),
         )
@@ -132,7 +132,7 @@ class ModelRunner:
         caches = self._open[sequence_id]
         # The logits stay lazy and are never evaluated: only the caches matter here.
         self._models[adapter](mx.array(list(token_ids))[None], cache=caches)
-        mx.eval(batching.cache_states(caches))
+        mx.eval(cache_classes.cache_states(caches))
 
     def prefill_measured(
         self,
@@ -148,7 +148,7 @@ class ModelRunner:
         logits = self._models[adapter](mx.array(list(token_ids))[None], cache=caches)[0]
         next_ids = mx.array(list(next_token_ids))
         measured = measure(logits, next_ids, wanted=[wanted] * len(next_token_ids))
-        mx.eval(batching.cache_states(caches), measured.arrays)
+        mx.eval(cache_classes.cache_states(caches), measured.arrays)
         return measured.read()
 
     def prefill_pooled(
@@ -164,7 +164,7 @@ class ModelRunner:
         hidden = mlx_lm.hidden_states(self._models[adapter], mx.array(list(token_ids))[None], caches)[0]
         pooled = hidden[-1] if pooling is Pooling.LAST_TOKEN else hidden.astype(mx.float32).sum(axis=0)
         pooled = pooled.astype(mx.float32)
-        mx.eval(batching.cache_states(caches), pooled)
+        mx.eval(cache_classes.cache_states(caches), pooled)
         return np.array(pooled)
 
     def join(self, sequence_id: SequenceId, row: DecodeRow) -> None:
@@ -205,22 +205,22 @@ class ModelRunner:
         self._models.clear()
         mx.clear_cache()
 
-    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
+    def locate(self, sequence_id: SequenceId) -> tuple[list[cache_classes.Cache], int]:
         """Return the caches that hold an open or decoding sequence, and its row in them."""
         if sequence_id in self._open:
             return self._open[sequence_id], 0
         return self._lanes.locate(sequence_id)
 
-    def adopt(self, sequence_id: SequenceId, caches: list[batching.Cache]) -> None:
+    def adopt(self, sequence_id: SequenceId, caches: list[cache_classes.Cache]) -> None:
         """Open a sequence with caches that were rebuilt."""
         self._open[sequence_id] = caches
 
-    def fresh_caches(self) -> list[batching.Cache]:
+    def fresh_caches(self) -> list[cache_classes.Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
-        caches = batching.make_caches(self._models[NO_ADAPTER])
+        caches = cache_classes.make_caches(self._models[NO_ADAPTER])
         if not self._settings.kv_bits:
             return caches
-        return batching.quantize_caches(
+        return cache_classes.quantize_caches(
             caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size
         )
 

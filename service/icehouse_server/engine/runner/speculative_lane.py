@@ -20,7 +20,7 @@ import mlx.core as mx
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import DraftCounts, SpeculationLimit
 from icehouse_server.engine.core.ports import Drawn
-from icehouse_server.engine.kv_cache import batching, rewind
+from icehouse_server.engine.kv_cache import cache_classes, rewind
 from icehouse_server.engine.runner.decode_batch import JoiningRow
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.sampler import sample
@@ -160,7 +160,7 @@ class SpeculativeLane:
             for place, drawn in enumerate(told)
         ]
 
-    def locate(self, sequence_id: SequenceId) -> tuple[list[batching.Cache], int]:
+    def locate(self, sequence_id: SequenceId) -> tuple[list[cache_classes.Cache], int]:
         """Return the caches, which hold every token but the one drawn last."""
         assert sequence_id in self._ids
         return self._caches, 0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.kv_cache import batching
+from icehouse_server.engine.kv_cache import batching, cache_classes
 from icehouse_server.engine.runner import mlx_lm
-from mlx_lm.generate import _extend_cache, _merge_caches
+from mlx_lm.generate import _merge_caches
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -27,7 +27,6 @@ from tests.fixtures.models.vocabulary import TURN_END_ID, write_tokenizer
 
 def test_the_private_functions_have_the_shape_we_call() -> None:
     assert list(inspect.signature(_merge_caches).parameters) == ["caches"]
-    assert list(inspect.signature(_extend_cache).parameters) == ["cache_a", "cache_b"]
     assert list(inspect.signature(_tokenizer_defaults).parameters) == ["model_path"]
 
 
@@ -53,8 +52,8 @@ def test_rows_join_leave_and_come_out_again(architecture: str, lengths: tuple[in
     model = build(architecture)
     rows = []
     for length in lengths:
-        caches = batching.make_caches(model)
-        mx.eval(model(mx.arange(5, 5 + length)[None], cache=caches), batching.cache_states(caches))
+        caches = cache_classes.make_caches(model)
+        mx.eval(model(mx.arange(5, 5 + length)[None], cache=caches), cache_classes.cache_states(caches))
         rows.append(caches)
     if not batching.can_batch(rows[0]):
         with pytest.raises(ValueError, match="batching"):
@@ -66,7 +65,7 @@ def test_rows_join_leave_and_come_out_again(architecture: str, lengths: tuple[in
         cache.filter([kept])
     out = [cache.extract(0) for cache in batch]
     alone = model(mx.array([[9]]), cache=rows[kept])
-    mx.eval(alone, batching.cache_states(out))
+    mx.eval(alone, cache_classes.cache_states(out))
     again = model(mx.array([[11]]), cache=out)
     expected = model(mx.array([[11]]), cache=rows[kept])
     assert mx.allclose(again, expected, atol=1e-4).item()

@@ -36,7 +36,7 @@ def test_quantized_kv_is_kept_natively(architecture: str, dtype: str, bits: int)
 
     tokens = prompt(3 * CHUNK + 7)
     recording = Recording(model, tokens, make_caches=make_caches)
-    assert recording.layout.cuttable_inside and not recording.layout.batchable
+    assert recording.layout.cuttable_inside
     region = recording.layout.cut_kv(recording.caches, start=0, stop=BLOCK)
     assert [name for name, _ in region.arrays][:6] == [
         "000.k", "000.k.biases", "000.k.scales", "000.v", "000.v.biases", "000.v.scales"

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.kv_cache import batching
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
 from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
 from icehouse_server.errors import Reason
@@ -83,7 +84,7 @@ def test_facts(architecture: str) -> None:
         layout.needs_checkpoint,
         layout.window_token_count,
         layout.cuttable_inside,
-        layout.batchable,
+        batching.can_batch(make_prompt_cache(model_of(architecture))),
     ) == FACTS[architecture]
 
 
@@ -118,7 +119,7 @@ def test_bytes_per_token_and_length_are_read_off_the_caches() -> None:
         (object(), "object is unknown and has no state"),
         (LayerCache(8), "LayerCache is unknown and cannot be made from its state"),
         (RotatingKVCache(64, keep=4), "RotatingKVCache keeps its first 4 tokens"),
-        (BatchKVCache([0]), "BatchKVCache is a batch"),
+        (BatchKVCache([0]), "BatchKVCache is unknown and can be merged into a batch"),
         (Subclassed(), "Subclassed is unknown and can be merged into a batch"),
     ],
 )
@@ -132,7 +133,7 @@ def test_what_cannot_be_cut_or_held_is_refused_by_name(cache: Any, why: str) -> 
 def test_an_unknown_class_is_held_whole_by_its_state() -> None:
     cache = Counting()
     layout = CacheLayout.of([CacheList(KVCache(), Counting()), Counting()], block_token_count=BLOCK)
-    assert layout.needs_checkpoint and not layout.batchable
+    assert layout.needs_checkpoint and not batching.can_batch([CacheList(KVCache(), Counting())])
     whole = CacheLayout.of([cache], block_token_count=BLOCK)
     cache.add(mx.array([[1.0, 2.0, 3.0, 4.0]]))
     taken = whole.cut_checkpoint([cache])
