@@ -18,7 +18,7 @@ from icehouse_server.engine.core.mailbox import Cancel, QueryStats, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.storage.paths import StorePaths
 
-from tests.fixtures.storage.ciphers import VAULT
+from tests.fixtures.storage.ciphers import CIPHER
 from tests.fixtures.storage.faults import Crash
 from tests.system.sim.checks import (
     check_agreement,
@@ -63,7 +63,7 @@ class Scenario:
             setup,
             shares=draw_shares(setup, random.Random(-1 - seed)),
             has_shared_prefixes=self._sharing_dice.random() < 0.4,
-            vault=VAULT if seed % 4 == 3 else None,
+            cipher=CIPHER if seed % 4 == 3 else None,
         )
         self.ledger = Ledger()
         self.clock = SimClock()

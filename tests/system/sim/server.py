@@ -103,7 +103,7 @@ class SimServer:
                 files=self.disk,
                 clock=clock,
                 post=self._post,
-                vault=setup.vault,
+                cipher=setup.cipher,
             )
         self.is_storage_dead = False
         self.is_closed = False

@@ -11,7 +11,7 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.settings import StorageSettings
 
 from tests.system.sim.model import ModelSpec
@@ -50,7 +50,7 @@ class Setup:
     shares: QuotaLimits
     has_shared_prefixes: bool = False
     """Whether requests may start from another tenant's prompts."""
-    vault: Vault | None = None
+    cipher: Cipher | None = None
     """Encrypts the SSD tier; restores must not care."""
 
     def prefix_settings(self, model: int) -> PrefixSettings:
@@ -66,7 +66,7 @@ class Setup:
             may_recompute=self.may_recompute,
             shares=self.shares,
             adapters=ADAPTER_DIGESTS,
-            name_secret=self.vault.name_secret if self.vault else b"",
+            name_secret=self.cipher.name_secret if self.cipher else b"",
         )
 
     def storage_settings(self, directory: str, model: int) -> StorageSettings:

@@ -12,6 +12,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import ReconcileReport
@@ -31,11 +32,14 @@ from icehouse_server.storage.directory.open import open_store
 from icehouse_server.storage.directory.quarantine import Leftovers, Quarantine
 from icehouse_server.storage.directory.reconcile import Finding, examine_row, repair
 from icehouse_server.storage.directory.space import Reclaim, Space, StoreCounters
-from icehouse_server.storage.encryption.cipher import Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
 from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _EVICTION_BATCH_COUNT = 8
 """Blocks evicted by one call, so that a read never waits long behind evictions."""
@@ -45,10 +49,10 @@ class BlockStore:
     """Blocks by hash on one disk. `lock`, then `open`, then anything, then `close`."""
 
     def __init__(
-        self, settings: StorageSettings, *, files: Files, clock: Clock, vault: Vault | None = None
+        self, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None = None
     ) -> None:
         self.settings = settings
-        self.vault = vault
+        self.cipher = cipher
         self.paths = StorePaths(os.path.abspath(settings.directory))
         self.files = files
         self.clock = clock
@@ -100,7 +104,7 @@ class BlockStore:
         if self._lock is None:
             self.lock()
         opened = open_store(
-            self.settings, paths=self.paths, files=self.files, clock=self.clock, vault=self.vault
+            self.settings, paths=self.paths, files=self.files, clock=self.clock, cipher=self.cipher
         )
         self._manifest = opened.manifest
         self.report = opened.report
@@ -261,7 +265,7 @@ class BlockStore:
     def check_row(self, record: BlockRecord) -> bool:
         """Compare one row with its file and repair what differs; True when they agreed."""
         found = examine_row(
-            record, files=self.files, paths=self.paths, now_time=self.clock.wall(), vault=self.vault
+            record, files=self.files, paths=self.paths, now_time=self.clock.wall(), cipher=self.cipher
         )
         if found is None:
             return True

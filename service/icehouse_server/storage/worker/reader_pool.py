@@ -15,10 +15,10 @@ import queue
 import threading
 from collections.abc import Callable
 from math import exp
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage, RegionKind
-from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage.block_facts import BlockFile
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.reader import (
@@ -28,7 +28,6 @@ from icehouse_server.storage.block_format.reader import (
     read_block,
     read_header,
 )
-from icehouse_server.storage.encryption.cipher import Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.loads import (
     BlockFailure,
@@ -40,6 +39,11 @@ from icehouse_server.storage.loads import (
     LoadRequest,
 )
 from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _RATE_WINDOW_S = 5.0
 """Seconds of reading after which an old rate weighs 1/e."""
@@ -95,31 +99,30 @@ class ReaderPool:
 
     def __init__(
         self,
+        settings: StorageSettings,
         *,
         files: Files,
-        paths: StorePaths,
         clock: Clock,
         post: Callable[[Loaded | LoadFailed | HeadsRead], object],
         report: Callable[[LoadReport | HeadReport], None],
-        fingerprint: Fingerprint,
-        vault: Vault | None,
-        share_beside_decode: float = 1.0,
+        cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        """Each reader works `share_beside_decode` of its time on loads that others decode beside.
+        """Each reader works its part of `share_beside_decode` of the time on loads that others decode beside.
 
         `pause` waits for so many seconds; by default it ends early when the pool stops.
         """
-        self._share_beside_decode = share_beside_decode
+        share = settings.share_beside_decode
+        self._share_beside_decode = share / settings.reader_thread_count if share < 1.0 else 1.0
         self._is_stopping = threading.Event()
         self._pause = pause or self._is_stopping.wait
         self._files = files
-        self._paths = paths
+        self._paths = StorePaths(settings.directory)
         self._clock = clock
         self._post = post
         self._report = report
-        self._fingerprint = fingerprint
-        self._vault = vault
+        self._fingerprint = settings.fingerprint
+        self._cipher = cipher
         self._rate = Rate()
         self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
 
@@ -168,7 +171,7 @@ class ReaderPool:
         for name in request.hashes:
             with contextlib.suppress(BlockFileError, OSError):
                 path = self._paths.block(self._fingerprint, name)
-                headers.append(read_header(self._files, path, name, vault=self._vault))
+                headers.append(read_header(self._files, path, name, cipher=self._cipher))
         self._post(HeadsRead(request.load_id, tuple(headers)))
         self._report(HeadReport())
 
@@ -179,7 +182,7 @@ class ReaderPool:
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         try:
             if not isinstance(job.results[0], BlockFailure):
-                descriptor, file = open_block(self._files, path, planned, vault=self._vault)
+                descriptor, file = open_block(self._files, path, planned, cipher=self._cipher)
                 try:
                     if index == 0:
                         self._begin(job, file)

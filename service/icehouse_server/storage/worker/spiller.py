@@ -105,7 +105,7 @@ class Spiller:
         elif not (self._breaker.is_open and self._store.is_open):
             self._drop(SpillDropCause.WRITES_OFF)
         else:
-            self._prepared = self._prepared or prepare_block(block, vault=self._store.vault)
+            self._prepared = self._prepared or prepare_block(block, cipher=self._store.cipher)
             self._write(self._prepared)
 
     def _write(self, prepared: PreparedBlock) -> None:
@@ -134,7 +134,7 @@ class Spiller:
         block = self._spills[1].block
         if self._store.index.covers(block) or block.header.hash == self._spills[0].block.header.hash:
             return
-        prepared = prepare_block(block, vault=self._store.vault)
+        prepared = prepare_block(block, cipher=self._store.cipher)
         space = self._store.space
         is_allowed = space.budget_allows(prepared.file_bytes, now_time=self._clock.wall())
         # The first one's row is yet to come, and the manifest may grow by it.

@@ -63,7 +63,7 @@ def stats_of(
         limit_bytes=store.settings.limit_bytes,
         free_bytes=free_bytes,
         free_floor_bytes=store.settings.free_floor_bytes,
-        is_encrypted=store.vault is not None,
+        is_encrypted=store.cipher is not None,
         writes_enabled=breaker.is_open,
         writes_detail=breaker.detail,
         spill_accepted_total=counters.spill_accepted,

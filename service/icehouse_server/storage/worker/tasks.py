@@ -92,7 +92,7 @@ class VerifyTask:
         counters.verified_block += 1
         try:
             file = verify_block(
-                store.files, store.paths.block(record.fingerprint, record.hash), vault=store.vault
+                store.files, store.paths.block(record.fingerprint, record.hash), cipher=store.cipher
             )
             check_row(record, file, store)
         except BlockFileError as error:
