@@ -13,8 +13,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, ModelConfig, TenantConfig
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
@@ -85,7 +84,7 @@ def build_cache_parts(
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
-        shares=QuotaLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
+        quotas=QuotaLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )

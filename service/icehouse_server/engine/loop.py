@@ -53,6 +53,7 @@ class EngineLoop:
     ) -> None:
         self._runner = runner
         self._prefix = prefix
+        self._cache, self._commands = prefix.cache, prefix.commands
         self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
         self._mailbox = mailbox
         self._clock = clock
@@ -73,7 +74,7 @@ class EngineLoop:
             guard=scheduling.guard,
             runner=runner,
             scheduler=scheduling.scheduler,
-            prefix=prefix,
+            cache=self._cache,
             park=self._park,
         )
         self._drain_deadline: float | None = None
@@ -116,17 +117,18 @@ class EngineLoop:
                 for request in message.requests:
                     self._output.emit(request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
-                message.reply(self.stats(), self._prefix.stats())
+                message.reply(self.stats(), self._cache.stats(None))
             elif isinstance(message, Command):
                 message.reply(error)
-        self._prefix.fail_commands(error)
+        self._commands.fail_early(error)
         self._requests.abandon(error)
         self._output.publish()
 
     def flush(self, *, deadline_time: float) -> None:
         """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
         assert self.is_done
-        flush(self._prefix.cache, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
+        under_way = self._cache.begin_flush()
+        flush(under_way, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
 
     def _take_in(self, timeout_s: float) -> None:
         for message in self._mailbox.take_all(timeout_s=timeout_s):
@@ -141,9 +143,9 @@ class EngineLoop:
         elif isinstance(message, Cancel):
             self._requests.cancel(message.request_id, message.error)
         elif isinstance(message, QueryStats):
-            self._prefix.query(lambda cache: message.reply(self.stats(), cache))
+            self._commands.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Command):
-            self._prefix.order(message)
+            self._commands.submit(message)
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:
@@ -202,7 +204,7 @@ class EngineLoop:
         self._prefix.lead(sequence)
         if not sequence.has_started:
             sequence.has_started = True
-            self._prefix.settle(sequence)
+            self._cache.settle(sequence.request, sequence.cache)
             self.counters.cached_token_total += sequence.cache.cached_token_count
             self._requests.emit(sequence, sequence.started())
         self._end_if_nothing_is_asked(sequence)
@@ -222,7 +224,7 @@ class EngineLoop:
             )
         elapsed_s = self._clock.monotonic() - began
         self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
-        self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
+        self._cache.note_prefill_rate(self.counters.prefill_tokens_per_s)
         sequence.processed_token_count = chunk.stop
         self._scheduler.note_chunk(chunk, elapsed_s)
         self._prefix.capture(sequence, is_end=sequence.is_prefilled)

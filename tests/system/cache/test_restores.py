@@ -124,7 +124,7 @@ def test_blocks_evicted_between_plan_and_load(tmp_path: Path) -> None:
 def test_one_missing_block_ends_the_match_there(tmp_path: Path, index: int) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
-        chain = sorted(served.cache.index, key=lambda entry: entry.start_token_index)
+        chain = sorted(served.cache._index, key=lambda entry: entry.start_token_index)
         name = chain[index].hash.hex()
         (path,) = (tmp_path / "blocks").rglob(f"{name}.safetensors")
         path.unlink()
@@ -157,14 +157,14 @@ def test_identical_prompts_side_by_side() -> None:
         served.step_until_idle()
         answers = [served.answer(name).tokens for name in "abc"]
         assert answers[0] == answers[1] == answers[2]
-        assert served.stats().ram.block_count == len({entry.hash for entry in served.cache.ram})
+        assert served.stats().ram.block_count == len({entry.hash for entry in served.cache._ram})
         served.check()
 
 
 def test_restored_or_recomputed_by_measured_rates(tmp_path: Path) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path, may_recompute=True) as served:
-        rates = served.cache.rates
+        rates = served.cache._rates
         rates.read_bytes_per_s, rates.adopt_tokens_per_s, rates.prefill_tokens_per_s = 1.0, 1e9, 1e9
         slow_disk = served.ask("slow disk", TOKENS, cache_use=CacheUse.READ_ONLY)
         assert slow_disk.cache.limit is ReuseLimit.RECOMPUTE_FASTER

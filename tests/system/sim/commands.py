@@ -94,7 +94,7 @@ class CommandIssuer:
         """Note the blocks that an order to evict is about to remove, and the last spill before it."""
         is_all = order.prompt_token_ids is None
         doom.spill_number = self._ledger.spill_number
-        doom.blocks |= {entry.hash for entry in (served.cache.index if is_all else _known(served, order))}
+        doom.blocks |= {entry.hash for entry in (served.cache.blocks() if is_all else _known(served, order))}
 
     def _check(
         self, served: SimServer, order: CacheCommand, answer: CacheAnswer | IcehouseError, doom: _Doom
@@ -131,5 +131,4 @@ class CommandIssuer:
 def _known(served: SimServer, order: Evict | Pin | Unpin) -> Sequence[Entry]:
     """Return the blocks that are wholly part of an order's prompt."""
     assert order.prompt_token_ids is not None
-    root = served.cache.root(order.scope)
-    return served.cache.index.known_chain(root=root, token_ids=order.prompt_token_ids)
+    return served.cache.known_chain(order.prompt_token_ids, order.scope)

@@ -34,7 +34,7 @@ from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.system.sim.pinning import PinWatch
 from tests.system.sim.server import Life, SimClock, SimServer
-from tests.system.sim.setup import ADAPTER_DIGESTS, draw_shares, make_setup
+from tests.system.sim.setup import ADAPTER_DIGESTS, draw_quotas, make_setup
 from tests.unit.storage.worker.test_crash import check_is_clean
 
 _USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
@@ -61,7 +61,7 @@ class Scenario:
         self._sharing_dice = random.Random(-2 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
-            shares=draw_shares(setup, random.Random(-1 - seed)),
+            quotas=draw_quotas(setup, random.Random(-1 - seed)),
             has_shared_prefixes=self._sharing_dice.random() < 0.4,
             cipher=CIPHER if seed % 4 == 3 else None,
         )

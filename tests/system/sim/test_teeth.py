@@ -157,7 +157,7 @@ def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
 
     def pin(self, token_ids, scope, *, pinned):
         report = real(self, token_ids, scope, pinned=pinned)
-        for entry in self._known(token_ids, scope)[-1:]:
+        for entry in self._cache.known_chain(token_ids, scope)[-1:]:
             entry.is_pinned = True
         return report
 

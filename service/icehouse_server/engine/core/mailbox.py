@@ -108,9 +108,9 @@ class QueryStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """Carry out an order to the prefix cache and call `reply` once; it must not block."""
+    """Carry out a command to the prefix cache and call `reply` once; it must not block."""
 
-    order: CacheCommand
+    command: CacheCommand
     reply: Callable[[CacheAnswer | IcehouseError], None]
 
 

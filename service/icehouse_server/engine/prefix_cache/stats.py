@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from icehouse_server.domain.blocks import Damage
@@ -20,14 +21,31 @@ from icehouse_server.domain.cache_stats import (
     TierStats,
 )
 from icehouse_server.domain.events import ReuseLimit
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.planner import Rates
+from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.storage.messages import StorageStats
 
 _OTHER_THAN_EXPECTED = (Damage.MISMATCH, Damage.HEADER, Damage.LAYOUT, Damage.OTHER_ABI)
 _NOT_ALL_THERE = (Damage.MISSING, Damage.TRUNCATED, Damage.IO)
 
 
-def cache_stats(cache: PrefixCache, storage: StorageStats | None, *, now: float) -> CacheStats:
+@dataclasses.dataclass(frozen=True, slots=True)
+class CountedParts:
+    """The parts of a prefix cache that its statistics are read from."""
+
+    settings: PrefixSettings
+    facts: CacheFacts
+    ram: RamTier
+    quotas: TenantQuotas
+    counters: PrefixCounters
+    rates: Rates
+
+
+def cache_stats(cache: CountedParts, storage: StorageStats | None, *, now: float) -> CacheStats:
     """Return all counters; `storage` is None when there is no SSD tier or it did not answer."""
     counters = cache.counters
     return CacheStats(
@@ -51,11 +69,11 @@ def cache_stats(cache: PrefixCache, storage: StorageStats | None, *, now: float)
         integrity=_integrity(storage),
         disk=_disk(storage) if storage is not None else None,
         last_reconcile=_reconcile(storage) if storage is not None else None,
-        tenants=cache.shares.snapshot(),
+        tenants=cache.quotas.snapshot(),
     )
 
 
-def _ram(cache: PrefixCache, now: float) -> TierStats:
+def _ram(cache: CountedParts, now: float) -> TierStats:
     entries = list(cache.ram)
     limit = cache.settings.block_token_count
     return TierStats(
@@ -96,7 +114,7 @@ def _ssd(storage: StorageStats) -> TierStats:
     )
 
 
-def _spill(cache: PrefixCache, storage: StorageStats | None) -> SpillStats:
+def _spill(cache: CountedParts, storage: StorageStats | None) -> SpillStats:
     drops = cache.counters.drop_totals.copy()
     if storage is None:
         return SpillStats(policy=cache.settings.spill_policy, drops=_drops(drops))
@@ -120,7 +138,7 @@ def _drops(totals: dict[SpillDropCause, int]) -> tuple[SpillDrops, ...]:
     return tuple(SpillDrops(cause, totals[cause]) for cause in SpillDropCause if totals.get(cause))
 
 
-def _promote(cache: PrefixCache, storage: StorageStats | None) -> PromoteStats:
+def _promote(cache: CountedParts, storage: StorageStats | None) -> PromoteStats:
     counters, rates = cache.counters, cache.rates
     return PromoteStats(
         load_total=counters.load_total,

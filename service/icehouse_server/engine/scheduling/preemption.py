@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from icehouse_server.engine.core.ports import Runner
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.prefix_cache.controller import CacheController
+from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Join, PrefillChunk, Scheduler, Work
 from icehouse_server.errors import Overloaded
@@ -24,13 +24,13 @@ class Preemption:
         guard: MemoryGuard,
         runner: Runner,
         scheduler: Scheduler,
-        prefix: CacheController,
+        cache: PrefixCache,
         park: Callable[[Sequence], None],
     ) -> None:
         self.guard = guard
         self._runner = runner
         self._scheduler = scheduler
-        self._prefix = prefix
+        self._cache = cache
         self._park = park
 
     def may_start(self, sequence: Sequence) -> bool:
@@ -94,7 +94,7 @@ class Preemption:
         if not excess:
             return 0
         # What is let go here is free for new arrays whether or not the allocator returned it yet.
-        return max(0, excess - self._prefix.yield_ram(excess))
+        return max(0, excess - self._cache.yield_ram(excess))
 
     def _youngest(self, spared: Sequence | None) -> Sequence | None:
         """Return the last comer that holds caches and is not `spared`."""

@@ -52,7 +52,7 @@ class EnginePort(Protocol):
         """Call `reply` once, on the inference thread, with the counters between two steps."""
         ...
 
-    def submit_command(self, order: CacheCommand, reply: CommandReply) -> None:
+    def submit_command(self, command: CacheCommand, reply: CommandReply) -> None:
         """Call `reply` once, on any thread, with the order's own answer or with an error."""
         ...
 

@@ -94,7 +94,7 @@ def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked(monkeypatch: p
         return size_bytes
 
     served.runner.active_bytes = lambda: 390  # what was let go is still the allocator's
-    monkeypatch.setattr(served.prefix, "yield_ram", give)
+    monkeypatch.setattr(served.prefix.cache, "yield_ram", give)
     served.submit("a", [1] * 10, max_output_tokens=5)
     served.run()
     assert isinstance(served.recorder.end_of("a"), Finished)

@@ -34,7 +34,7 @@ class RamTier:
         return iter(self._entries.values())
 
     def put(self, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
-        """Add regions to an entry; the caller has made room."""
+        """Add regions to an entry; the caller has made space."""
         before = entry.ram_bytes
         entry.ram.update(regions)
         self.used_bytes += entry.ram_bytes - before
@@ -52,7 +52,7 @@ class RamTier:
     def victims(self, needed_bytes: int, *, spared: Collection[BlockHash] = ()) -> list[Entry] | None:
         """Return the entries to evict so that `needed_bytes` fit, oldest first.
 
-        None when even all that are neither pinned nor spared would not make that room.
+        None when even all that are neither pinned nor spared would not make that space.
         """
         excess = self.used_bytes + needed_bytes - self.limit_bytes
         chosen: list[Entry] = []
@@ -64,12 +64,12 @@ class RamTier:
                 excess -= entry.ram_bytes
         return chosen if excess <= 0 else None
 
-    def drop(self, entry: Entry, *, by_order: bool = False) -> None:
+    def drop(self, entry: Entry, *, is_purge: bool = False) -> None:
         """Let go of an entry's arrays and count it as evicted, or as purged."""
         size_bytes = entry.ram_bytes
         if not self.forget(entry):
             return
-        if by_order:
+        if is_purge:
             self.purged_block_total += 1
         else:
             self.evicted_block_total += 1
