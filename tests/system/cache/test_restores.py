@@ -61,6 +61,21 @@ def test_a_load_that_storage_never_answers_ends_with_the_storage(tmp_path: Path)
         served.check()
 
 
+def test_a_tier_that_is_lost_before_a_planned_load_is_asked_for_is_planned_without(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        for name in "ab":
+            served.submit(name, TOKENS)
+        while len(served.controller._restores) < 2:
+            served.loop.step()
+        assert len(served.controller._loads) == 1, "both are planned, one is read"
+        served.mailbox.post(StorageFailed("the test broke it"))
+        served.is_storage_alive = False
+        served.step_until_idle()
+        assert [served.answer(name).cache.ssd_token_count for name in "ab"] == [0, 0]
+        served.check()
+
+
 def test_orders_are_answered_when_the_storage_goes_away(tmp_path: Path) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:

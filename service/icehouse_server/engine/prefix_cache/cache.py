@@ -211,9 +211,8 @@ class PrefixCache:
     # A restore: what is read, whether it came, and whether it was of use.
 
     def load(self, request: LoadRequest) -> bool:
-        """Have blocks read from SSD; False when the read queue is full."""
-        assert self.storage is not None
-        is_taken = self.storage.load(request)
+        """Have blocks read from SSD; False when the read queue is full, or the tier is lost by now."""
+        is_taken = self.storage is not None and self.storage.load(request)
         self._counters.load_total += is_taken
         return is_taken
 
