@@ -33,9 +33,6 @@ def test_functions_are_short(module: Module) -> None:
     assert long == []
 
 
-CONSTRUCTOR_EXCEPTIONS = {"Spills": "fed field by field from PrefixSettings, which it is to take as a whole"}
-
-
 def test_constructors_take_what_belongs_together_as_one() -> None:
     crowded = {
         node.name
@@ -46,7 +43,7 @@ def test_constructors_take_what_belongs_together_as_one() -> None:
         if isinstance(method, ast.FunctionDef) and method.name == "__init__"
         if len(method.args.args) + len(method.args.kwonlyargs) - 1 > CONSTRUCTOR_PARAMETER_LIMIT
     }
-    assert crowded == CONSTRUCTOR_EXCEPTIONS.keys(), "a group of parameters is missing its noun"
+    assert crowded == set(), "a group of parameters is missing its noun"
 
 
 def test_folders_are_small() -> None:
