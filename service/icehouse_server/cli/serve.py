@@ -36,7 +36,7 @@ _STUCK_S = 10.0
 
 
 def serve(loaded: LoadedConfig) -> None:
-    """Serve until a signal. Raises IcehouseError when the house cannot start or its engine dies."""
+    """Serve until a signal. Raises IcehouseError when the server cannot start or its engine dies."""
     give_back_large_arrays()
     asyncio.run(_serve(loaded.config, SystemClock()))
 

@@ -133,9 +133,9 @@ def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenL
     top, asked = (
         [
             logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
-            for t in told
+            for t in listed
         ]
-        for told in (entry.top, entry.asked)
+        for listed in (entry.top, entry.asked)
     )
     return logprobs_pb2.TokenLogprobs(
         token_id=entry.token_id,

@@ -34,7 +34,7 @@ class StatsReader:
     async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
         """Return the counters; raises Unavailable or EngineFailed when the engine does not run.
 
-        What the whole house does tells one tenant of the others, so it is for operators.
+        What the whole server does tells one tenant of the others, so it is for operators.
         """
         engine, cache = await self.ask()
         is_operator = caller.role is Role.OPERATOR

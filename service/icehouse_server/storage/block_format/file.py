@@ -182,7 +182,7 @@ class _Encryption:
     def __init__(self, file_key: FileKey, cipher: FileCipher) -> None:
         self.file_key = file_key
         self.cipher = cipher
-        self._room = memoryview(bytearray(2 * GROUP_BYTES))
+        self._scratch = memoryview(bytearray(2 * GROUP_BYTES))
 
     @classmethod
     def of(cls, block: HostBlock, cipher: Cipher | None) -> _Encryption | None:
@@ -197,9 +197,9 @@ class _Encryption:
         """Return a group's bytes, encrypted, valid until the next call."""
         begin = 0
         for part in group:
-            encryptor.update(part, self._room[begin : begin + part.nbytes])
+            encryptor.update(part, self._scratch[begin : begin + part.nbytes])
             begin += part.nbytes
-        return [self._room[:begin]]
+        return [self._scratch[:begin]]
 
 
 def _encode(
