@@ -156,7 +156,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
             store.lock()
             times.append(elapsed(store.open))
             assert len(store.index) == file_count and store.report.repair_count == 0
-            assert store.report.was_clean == (name == "start, clean")
+            assert store.report.clean == (name == "start, clean")
             assert store.close()
             store.unlock()
         low, median, high = statistics.quantiles(times, n=4)
@@ -165,7 +165,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
     store = BlockStore(settings(directory), files=SystemFiles(), clock=SystemClock())
     store.lock()
     seconds = elapsed(store.open)
-    assert store.report.adopted == file_count and store.report.manifest_rebuilt
+    assert store.report.adopted_count == file_count and store.report.manifest_rebuilt
     print(f"{'start, manifest rebuilt from files':<34} {seconds:5.2f} s  {file_count} blocks")
     store.close()
 

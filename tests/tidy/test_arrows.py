@@ -13,6 +13,7 @@ PACKAGE = "icehouse_server"
 ROOMS = (
     "clock",
     "errors",
+    "averages",
     "config",
     "domain",
     "telemetry",
@@ -32,11 +33,11 @@ ROOMS = (
     "engine.runner",
     "engine.scheduling",
     "engine",
-    "rpc.client",
     "rpc.access",
     "rpc.engine_client",
     "rpc.calls",
     "rpc.messages",
+    "rpc.client",  # above the messages: it reads them back through their map
     "rpc.monitoring",
     "rpc.services",
     "rpc",

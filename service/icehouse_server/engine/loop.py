@@ -6,6 +6,8 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 
 from __future__ import annotations
 
+import dataclasses
+
 from icehouse_server.clock import Clock
 from icehouse_server.domain.events import Failed, PrefillProgress
 from icehouse_server.domain.model import ModelInfo
@@ -29,7 +31,6 @@ from icehouse_server.engine.scheduling.scheduler import (
     PrefillChunk,
     RestoreSlice,
 )
-from icehouse_server.engine.stats import engine_stats
 from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
@@ -205,7 +206,7 @@ class EngineLoop:
         if not sequence.has_started:
             sequence.has_started = True
             self._cache.settle(sequence.request, sequence.cache)
-            self.counters.cached_token_total += sequence.cache.cached_token_count
+            self.counters.stats.cached_token_total += sequence.cache.cached_token_count
             self._requests.emit(sequence, sequence.started())
         self._end_if_nothing_is_asked(sequence)
 
@@ -224,7 +225,7 @@ class EngineLoop:
             )
         elapsed_s = self._clock.monotonic() - began
         self.counters.note_prefill(chunk.stop - chunk.start, elapsed_s)
-        self._cache.note_prefill_rate(self.counters.prefill_tokens_per_s)
+        self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
         sequence.processed_token_count = chunk.stop
         self._scheduler.note_chunk(chunk, elapsed_s)
         self._prefix.capture(sequence, is_end=sequence.is_prefilled)
@@ -293,16 +294,25 @@ class EngineLoop:
         self._prefix.end(sequence)
         self._runner.release([sequence.sequence_id])
         self._scheduler.park(sequence)
-        self.counters.parked_total += 1
+        self.counters.stats.parked_total += 1
 
     def stats(self) -> EngineStats:
-        """Return the engine's counters as of now."""
-        return engine_stats(
-            counters=self.counters,
-            scheduler=self._scheduler,
-            memory=self._runner.memory()._replace(limit_bytes=self._preemption.guard.limit_bytes),
+        """Return a copy of the engine's counters, completed with what is so now."""
+        memory = self._runner.memory()
+        return dataclasses.replace(
+            self.counters.stats,
+            uptime_s=self._clock.monotonic() - self._start_time,
             mailbox_count=len(self._mailbox),
             mailbox_limit=self._mailbox.limit,
+            waiting_count=self._scheduler.waiting_count,
             waiting_limit=self._queue.limits.request_limit,
-            uptime_s=self._clock.monotonic() - self._start_time,
+            loading_count=self._scheduler.loading_count,
+            prefilling_count=self._scheduler.prefilling_count,
+            decoding_count=self._scheduler.decoding_count,
+            decoding_limit=self._scheduler.limits.running_limit,
+            decode_step_p50_s=self.counters.decode_step_quantile_s(0.5),
+            decode_step_p99_s=self.counters.decode_step_quantile_s(0.99),
+            active_memory_bytes=memory.active_bytes,
+            peak_memory_bytes=memory.peak_bytes,
+            memory_limit_bytes=self._preemption.guard.limit_bytes,
         )

@@ -51,10 +51,10 @@ def test_a_prompt_cached_by_one_tenant_saves_another_nothing(tmp_path: Path, fac
     assert own.cache.cached_token_count == 6 * BLOCK
     with SteppedServer(tmp_path, facts=facts) as served:
         served.ask("a", tokens, tenant=A)
-        before = served.loop.counters.prefilled_token_total
+        before = served.loop.counters.stats.prefilled_token_total
         other = served.ask("b", tokens, tenant=B)
         # All of it was computed, up to the last token, which always runs: its first token waits as if cold.
-        assert served.loop.counters.prefilled_token_total - before == len(tokens) - 1
+        assert served.loop.counters.stats.prefilled_token_total - before == len(tokens) - 1
         assert (other.cache.cached_token_count, other.cache.limit) == (0, ReuseLimit.NO_MATCH)
 
 
@@ -64,13 +64,13 @@ def test_a_prompt_that_one_tenant_computes_right_now_is_not_followed_by_another(
         for name, tenant in (("a", A), ("b", B)):
             served.submit(name, tokens, tenant=tenant)
         served.step_until_idle()
-        assert served.loop.counters.prefilled_token_total == 2 * (len(tokens) - 1)
-        alone = served.loop.counters.prefilled_token_total
+        assert served.loop.counters.stats.prefilled_token_total == 2 * (len(tokens) - 1)
+        alone = served.loop.counters.stats.prefilled_token_total
         # The same at once from one tenant: the second follows the first.
         for name in ("c", "d"):
             served.submit(name, prompt(6 * BLOCK + 1, salt=1), tenant=A)
         served.step_until_idle()
-        assert served.loop.counters.prefilled_token_total - alone < 2 * (len(tokens) - 1)
+        assert served.loop.counters.stats.prefilled_token_total - alone < 2 * (len(tokens) - 1)
 
 
 @pytest.mark.parametrize("facts", [KV, WINDOWS, HYBRID])

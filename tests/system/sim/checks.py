@@ -5,7 +5,6 @@ from __future__ import annotations
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.storage.messages import StorageStats
 
 from tests.system.cache.stepped_server import check_accounts
 from tests.system.sim.server import SimServer
@@ -59,7 +58,9 @@ def check_rest(served: SimServer) -> None:
     assert ram.used_bytes <= ram.limit_bytes, (ram.used_bytes, ram.limit_bytes)
     for entry in served.cache._index:
         assert entry.ram or entry.ssd, f"an entry in neither tier: {entry}"
-    assert served.cache._counters.restore_failed_total == 0, "a plan promised what a restore did not find"
+    assert served.cache._counters.promote.failed_restore_total == 0, (
+        "a plan promised what a restore did not find"
+    )
 
 
 def check_agreement(served: SimServer) -> None:
@@ -91,7 +92,7 @@ def check_pins_agree(served: SimServer) -> None:
 
 
 def check_counters(
-    served: SimServer, engine: EngineStats, cache: CacheStats, storage: StorageStats | None
+    served: SimServer, engine: EngineStats, cache: CacheStats, storage: CacheStats | None
 ) -> None:
     """Every total is the sum of its parts; call it at rest."""
     ended = engine.finished_total + engine.cancelled_total + engine.failed_total
@@ -110,10 +111,11 @@ def check_counters(
     if storage is None:
         return
     spill = cache.spill
-    dropped = sum(count for _, count in storage.spill_dropped_totals)
-    assert storage.spill_accepted_total == storage.spill_persisted_total + dropped, storage
+    written = storage.spill
+    dropped = sum(drop.block_total for drop in written.drops)
+    assert written.accepted_block_total == written.persisted_block_total + dropped, storage
     assert (spill.queue_count, spill.queue_bytes) == (0, 0), spill
-    assert storage.load_queue_count == 0, storage
+    assert storage.promote.queue_count == 0, storage
     assert cache.ssd is not None and cache.ssd.block_count == sum(1 for e in served.cache._index if e.ssd)
-    limit = storage.daily_write_limit_bytes
-    assert limit == 0 or storage.written_today_bytes <= limit, storage
+    limit = written.daily_limit_bytes
+    assert limit == 0 or written.written_today_bytes <= limit, storage

@@ -237,7 +237,7 @@ class Scenario:
             check_pins_agree(served)
         if served.storage is not None and not served.is_storage_dead:
             assert served.store.is_open, "the directory was never opened again"
-            if not served.store.report.was_clean and not self.ledger.damaged:
+            if not served.store.report.clean and not self.ledger.damaged:
                 check_is_clean(self._life.directory)
         assert not self._live, f"requests that never ended: {list(self._live)}"
         assert self._commands.open_count == 0, f"{self._commands.open_count} orders were never answered"
@@ -255,9 +255,10 @@ class Scenario:
         self.ledger.seen["parked"] += engine.parked_total
         self.ledger.seen["evicted from RAM"] += cache.ram.evicted_block_total
         if storage is not None:
-            self.ledger.seen["evicted from SSD"] += storage.evicted_block_total
-            for cause, count in storage.spill_dropped_totals:
-                self.ledger.seen[f"drop {cause.name}"] += count
+            assert storage.ssd is not None
+            self.ledger.seen["evicted from SSD"] += storage.ssd.evicted_block_total
+            for drop in storage.spill.drops:
+                self.ledger.seen[f"drop {drop.cause.name}"] += drop.block_total
 
     # What fate does.
 

@@ -277,7 +277,7 @@ def test_requests_of_a_loop_that_broke_count_as_failed() -> None:
 
 
 def totals(served: SteppedLoop) -> tuple[int, int, int]:
-    counters = served.loop.counters
+    counters = served.loop.counters.stats
     return counters.finished_total, counters.cancelled_total, counters.failed_total
 
 

@@ -33,7 +33,6 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.storage.loads import HeadRequest, LoadId, LoadRequest
-from icehouse_server.storage.messages import StorageStats
 from icehouse_server.storage.record import BlockRecord
 
 
@@ -213,21 +212,21 @@ class PrefixCache:
     def load(self, request: LoadRequest) -> bool:
         """Have blocks read from SSD; False when the read queue is full, or the tier is lost by now."""
         is_taken = self.storage is not None and self.storage.load(request)
-        self._counters.load_total += is_taken
+        self._counters.promote.load_total += is_taken
         return is_taken
 
     def note_load_failed(self) -> None:
         """Count a load that brought nothing."""
-        self._counters.load_failed_total += 1
+        self._counters.promote.failed_load_total += 1
 
     def note_promoted(self, plan: PrefixPlan) -> None:
         """Count what a plan had loaded and a sequence's caches were rebuilt from."""
-        self._counters.promoted_block_total += len(plan.to_load)
-        self._counters.promoted_token_total += plan.report.ssd_token_count
+        self._counters.promote.promoted_block_total += len(plan.to_load)
+        self._counters.promote.promoted_token_total += plan.report.ssd_token_count
 
     def reject(self, entries: ReadSequence[Entry]) -> None:
         """Remove blocks that do not make a cache from both tiers, so that they are not tried again."""
-        self._counters.restore_failed_total += 1
+        self._counters.promote.failed_restore_total += 1
         stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
         if stored and self.storage is not None:
             self.storage.evict(stored)
@@ -360,7 +359,7 @@ class PrefixCache:
                 # Gone for whoever asks from now on: what pins or plans next must not count on it.
                 self.forget_stored(entry.hash)
 
-    def stats(self, storage: StorageStats | None) -> CacheStats:
+    def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's when they are given."""
         parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self._rates)
         return cache_stats(parts, storage, now=self._clock.monotonic())

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from icehouse_server.averages import MovingAverage
 from icehouse_server.domain.blocks import BlockHeader, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
@@ -18,7 +19,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.storage.loads import PlannedBlock
 
-_SMOOTHING = 0.3
+_ADOPT_WEIGHT = 0.3
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,12 +29,13 @@ class Rates:
     read_bytes_per_s: float = 0.0
     adopt_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    _adopt: MovingAverage = dataclasses.field(
+        default_factory=lambda: MovingAverage(weight=_ADOPT_WEIGHT), init=False, repr=False, compare=False
+    )
 
     def note_adopt(self, tokens_per_s: float) -> None:
         """Take in how fast caches were rebuilt once more."""
-        old = self.adopt_tokens_per_s
-        is_first = old == 0.0
-        self.adopt_tokens_per_s = tokens_per_s if is_first else old + _SMOOTHING * (tokens_per_s - old)
+        self.adopt_tokens_per_s = self._adopt.add(tokens_per_s)
 
     def restore_s(self, *, ssd_bytes: int, token_count: int) -> float:
         """Predict how long restoring takes, in seconds."""

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 
+from icehouse_server.averages import MovingAverage
 from icehouse_server.engine.scheduling.pass_cost import PassCostLearner, PassSize
 
-_SMOOTHING = 0.2
 _STEP_SHARE = 0.75
 """A slice's share of a decode step, where nobody set it: the gap between two tokens stays below two steps,
 what joining and leaving rows cost included (bench.load, 2-core x86)."""
@@ -57,7 +57,7 @@ class Turns:
         self._chunk_token_count = chunk_token_count
         self._grid_token_count = grid_token_count
         self._costs = PassCostLearner()
-        self._decode_step_s = 0.0
+        self._decode_step = MovingAverage()
         self._spent_s = 0.0
         self._has_joined = False
         self._has_prefilled = False
@@ -87,8 +87,7 @@ class Turns:
     def note_decode(self, elapsed_s: float, *, crowd: float) -> None:
         """End the turn with a decode step; what it took too long is left to be paid."""
         self._spent_s = max(0.0, self._spent_s - self._slice_s(crowd))
-        old = self._decode_step_s
-        self._decode_step_s = elapsed_s if old == 0.0 else old + _SMOOTHING * (elapsed_s - old)
+        self._decode_step.add(elapsed_s)
         self._has_joined = False
         self._has_prefilled = False
         self._has_restored = False
@@ -166,7 +165,7 @@ class Turns:
         return max(0.0, slice_s - self._spent_s) if slice_s else None
 
     def _slice_s(self, crowd: float) -> float:
-        slice_s = self._fixed_slice_s or _STEP_SHARE * self._decode_step_s
+        slice_s = self._fixed_slice_s or _STEP_SHARE * self._decode_step.value
         # Latency between tokens is kept while that leaves the many no worse off; then the many come first.
         return slice_s * min(_CROWD_LIMIT, max(1.0, crowd / _CROWD))
 

@@ -57,7 +57,6 @@ def open_store(
     is_clean = _matches_mark(files, paths)
     manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
     try:
-        loaded = clock.monotonic()
         now_time = clock.wall()
         walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
         unknown_bytes = 0
@@ -84,21 +83,20 @@ def open_store(
         raise
     counts = walk.counts
     report = ReconcileReport(
-        time=now_time,
-        was_clean=records is rows,
+        reconcile_time=now_time,
+        duration_s=walked - started,
+        clean=records is rows,
         manifest_rebuilt=rebuilt,
         row_count=len(rows) + len(edited),
         file_count=walk.file_count,
-        partials_deleted=counts[Finding.PARTIAL],
-        adopted=counts[Finding.ADOPTABLE],
-        quarantined=counts[Finding.INVALID] + counts[Finding.DIFFERS] + counts[Finding.EDITED_ROW],
-        rows_without_file=counts[Finding.MISSING],
-        other_abi_deleted=counts[Finding.OTHER_ABI],
-        unknown_files=counts[Finding.UNKNOWN],
-        restamped=counts[Finding.RESTAMPED],
-        unencrypted=_unencrypted_count(manifest, records) if cipher else 0,
-        manifest_s=loaded - started,
-        walk_s=walked - loaded,
+        partial_deleted_count=counts[Finding.PARTIAL],
+        adopted_count=counts[Finding.ADOPTABLE],
+        quarantined_count=counts[Finding.INVALID] + counts[Finding.DIFFERS] + counts[Finding.EDITED_ROW],
+        row_deleted_count=counts[Finding.MISSING],
+        other_layout_deleted_count=counts[Finding.OTHER_ABI],
+        unknown_file_count=counts[Finding.UNKNOWN],
+        restamped_count=counts[Finding.RESTAMPED],
+        unencrypted_block_count=_unencrypted_count(manifest, records) if cipher else 0,
     )
     return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
 

@@ -14,9 +14,9 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable
-from math import exp
 from typing import TYPE_CHECKING
 
+from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage, RegionKind
 from icehouse_server.storage.block_facts import BlockFile
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     # Of an optional extra: loaded only where a key is configured.
     from icehouse_server.storage.encryption.aes_gcm import Cipher
 
-_RATE_WINDOW_S = 5.0
-"""Seconds of reading after which an old rate weighs 1/e."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -56,21 +53,6 @@ class LoadReport:
     block_count: int
     failures: tuple[BlockFailure, ...]
     read_bytes: int
-    read_bytes_per_s: float
-
-
-class Rate:
-    """An exponential moving average of bytes per second, weighted by the time each sample took."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s = 0.0
-
-    def add(self, *, size_bytes: int, elapsed_s: float) -> None:
-        """Take a sample in. Two threads at once may lose one sample, which an average can bear."""
-        if elapsed_s <= 0 or size_bytes == 0:
-            return
-        old_weight = exp(-elapsed_s / _RATE_WINDOW_S) if self.bytes_per_s else 0.0
-        self.bytes_per_s = old_weight * self.bytes_per_s + (1 - old_weight) * size_bytes / elapsed_s
 
 
 class LoadJob:
@@ -123,7 +105,7 @@ class ReaderPool:
         self._report = report
         self._fingerprint = settings.fingerprint
         self._cipher = cipher
-        self._rate = Rate()
+        self._rate = MovingAverage()
         self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
 
     def submit(self, request: LoadRequest) -> None:
@@ -231,7 +213,7 @@ class ReaderPool:
         tensors = job.buffers.tensors if job.buffers and job.is_own_memory else ()
         read_bytes = _read_bytes(job, loaded)
         job.buffers = None
-        self._rate.add(size_bytes=read_bytes, elapsed_s=elapsed_s)
+        read_bytes_per_s = self._rate.add_rate(read_bytes, elapsed_s=elapsed_s)
         if loaded:
             last = request.blocks[len(loaded) - 1]
             self._post(
@@ -243,12 +225,12 @@ class ReaderPool:
                     failure=failures[0] if failures else None,
                     read_bytes=read_bytes,
                     read_s=elapsed_s,
-                    read_bytes_per_s=self._rate.bytes_per_s,
+                    read_bytes_per_s=read_bytes_per_s,
                 )
             )
         else:
             self._post(LoadFailed(request.load_id, failures[0]))
-        self._report(LoadReport(len(loaded), failures, read_bytes, self._rate.bytes_per_s))
+        self._report(LoadReport(len(loaded), failures, read_bytes))
 
 
 def _read_bytes(job: LoadJob, loaded: list[LoadedBlock]) -> int:

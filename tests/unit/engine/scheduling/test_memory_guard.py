@@ -98,7 +98,7 @@ def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked(monkeypatch: p
     served.submit("a", [1] * 10, max_output_tokens=5)
     served.run()
     assert isinstance(served.recorder.end_of("a"), Finished)
-    assert yielded and served.loop.counters.parked_total == 0
+    assert yielded and served.loop.counters.stats.parked_total == 0
 
 
 def test_memory_taken_by_others_refuses_with_numbers_instead_of_waiting_for_ever() -> None:
@@ -200,7 +200,7 @@ def test_a_join_that_finds_no_room_parks_the_youngest_beside_it() -> None:
     while not served.scheduler.decoding_count:
         served.loop.step()
     served.pressure_limit(300)  # both are held, and their lane cannot be copied
-    while not served.loop.counters.parked_total:
+    while not served.loop.counters.stats.parked_total:
         assert served.scheduler.decoding_count < 2, "no lane of two was ever made"
         served.loop.step()
     served.pressure_limit(10_000)

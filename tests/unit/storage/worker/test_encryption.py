@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import IntegrityStats
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.encryption.aes_gcm import Cipher
@@ -73,8 +74,8 @@ def test_spilled_and_loaded_after_a_restart(directory: Path) -> None:
         served.storage.verify()
         served.settle()
         stats = served.stats()
-    assert stats.is_encrypted and stats.load_failed_totals == () and stats.verified_block_total == 6
-    assert stats.reconcile.was_clean
+    assert stats.disk.is_encrypted and stats.integrity == IntegrityStats(verified_block_total=6)
+    assert stats.last_reconcile.clean
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -99,7 +100,7 @@ def test_forged_bytes_are_a_miss_and_counted(directory: Path) -> None:
         stats = served.stats()
         assert [block.header for block in loaded.blocks] == [chain[0].header]
         assert loaded.failure is not None and loaded.failure.cause is Damage.AUTH_TAG
-        assert dict(stats.load_failed_totals) == {Damage.AUTH_TAG: 1} and stats.quarantined_count == 1
+        assert (stats.integrity.seal_failure_total, stats.integrity.quarantined_file_count) == (1, 1)
         assert_holds(dataclasses.replace(loaded, tensors=()), chain[:1])
 
 
@@ -140,11 +141,11 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, cipher: Cipher 
     with server_of(directory, cipher) as served:
         assert served.take_inventory() == ()
         stats = served.stats()
-        assert (stats.foreign_block_count, stats.quarantined_count) == (3, 0)
-        assert stats.reconcile.unencrypted == 0, "they are taken for blocks in the clear"
+        assert (stats.disk.other_model_block_count, stats.integrity.quarantined_file_count) == (3, 0)
+        assert stats.last_reconcile.unencrypted_block_count == 0, "they are taken for blocks in the clear"
         served.storage.verify()
         served.settle()
-        assert served.stats().load_failed_totals == ()
+        assert served.stats().integrity.damaged_block_total == 0
         mine = chain_of(cipher, 1)
         served.spill(*mine)
         served.storage.load(plan(mine))
@@ -161,11 +162,11 @@ def test_another_keys_blocks_age_out_within_the_same_limit(directory: Path) -> N
     newer = chain_of(OTHER_CIPHER, 3, seed=5)
     file_bytes = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
     with server_of(directory, OTHER_CIPHER) as served:
-        used_bytes = served.stats().used_bytes
+        used_bytes = served.stats().disk.used_bytes
     with server_of(directory, OTHER_CIPHER, limit_bytes=used_bytes + file_bytes // 3) as served:
         served.spill(*newer)
         stats = served.stats()
-    assert stats.evicted_block_total >= 2 and stats.foreign_block_count < 3
+    assert stats.ssd.evicted_block_total >= 2 and stats.disk.other_model_block_count < 3
 
 
 def test_blocks_from_before_the_key_are_told_and_can_be_wiped(

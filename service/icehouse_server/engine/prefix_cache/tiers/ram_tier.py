@@ -10,6 +10,7 @@ import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from icehouse_server.domain.blocks import Region, RegionKind
+from icehouse_server.domain.cache_stats import TierStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 
@@ -20,9 +21,8 @@ class RamTier:
     def __init__(self, *, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.evicted_block_total = 0
-        self.evicted_byte_total = 0
-        self.purged_block_total = 0
+        self.stats = TierStats()
+        """What left the tier since start."""
         self.used_by: collections.Counter[BlockHash | None] = collections.Counter()
         """Bytes by the root that owns them."""
         self._entries: collections.OrderedDict[BlockHash, Entry] = collections.OrderedDict()
@@ -70,10 +70,10 @@ class RamTier:
         if not self.forget(entry):
             return
         if is_purge:
-            self.purged_block_total += 1
+            self.stats.purged_block_total += 1
         else:
-            self.evicted_block_total += 1
-            self.evicted_byte_total += size_bytes
+            self.stats.evicted_block_total += 1
+            self.stats.evicted_byte_total += size_bytes
 
     def forget(self, entry: Entry) -> bool:
         """Let go of an entry's arrays, which another block stands for; False when it had none here."""
