@@ -32,8 +32,11 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def sampling_proto(options: SamplingOptions) -> sampling_pb2.SamplingParams:
-    """Return the options, named as the message's fields, as a message; those left out stay unset."""
-    fields: dict[str, Any] = dict(options)
+    """Return the options, named as the message's fields, as a message; those left out stay unset.
+
+    Other keys are passed over: an option of a request is not one of its sampling.
+    """
+    fields: dict[str, Any] = {k: v for k, v in options.items() if k in SamplingOptions.__annotations__}
     sequences = fields.pop("bad_token_sequences", ())
     return sampling_pb2.SamplingParams(
         **fields, bad_token_sequences=[sampling_pb2.TokenSequence(ids=token_ids) for token_ids in sequences]
