@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants soak smoke audit clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-startup soak smoke audit packages clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -93,6 +93,10 @@ bench-telemetry: $(STAMP) ## Access log, metrics, traces and load reports: all o
 
 bench-tenants: $(STAMP) ## Can one tenant tell from the time that another one has a prompt cached?
 	@$(BIN)/python -m bench.tenants $(ARGS)
+
+bench-startup: $(STAMP) ## Process start to SERVING with a tiny model (ARGS='--baseline "/old/.venv/bin/icehouse"' compares).
+	@$(BIN)/python -m bench.startup $(ARGS)
+
 bench-speculation: $(STAMP) ## Decode with speculation against without, as ratios; outputs compared.
 	@$(BIN)/python -m bench.speculation $(ARGS)
 
@@ -112,6 +116,9 @@ build/audit/.stamp: .ci/audit-requirements.txt
 	@$(PYTHON) -m venv build/audit/venv
 	@build/audit/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+packages: $(STAMP) ## Build the three distributions; install and remove them in every order.
+	@$(BIN)/python .ci/packages.py
 
 audit: $(STAMP) build/audit/.stamp ## Known vulnerabilities of what is installed, and build/audit/sbom.json, a CycloneDX bill of materials.
 	@build/audit/venv/bin/python .ci/audit.py --python $(BIN)/python --sbom build/audit/sbom.json

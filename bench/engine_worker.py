@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from icehouse_server.bootstrap.preload import restart_with_openblas
+from icehouse_server.bootstrap.preload import load_openblas
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--prefill-step", type=int, default=0)
     arguments = parser.parse_args()
-    restart_with_openblas()
+    load_openblas()
     # Whatever libraries print must not end up between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
 

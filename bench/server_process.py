@@ -126,5 +126,5 @@ def free_port() -> int:
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment, so set that children import the project from here."""
-    paths = [str(ROOT), str(ROOT / "gen" / "python"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "service"), str(ROOT / "gen" / "python"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), **(extra or {})}

@@ -22,13 +22,13 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.storage.block_format.file import prepare_block
 from icehouse_server.storage.directory.store import BlockStore
-from icehouse_server.storage.encryption.aes_gcm import AesVault
+from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
 
 from bench.storage_tier import Shape, Tier, make_chain, settings, tier_read, tier_write
 
 LARGE = Shape(32, 8, 128)
-VAULT = AesVault(bytes(32))
+CIPHER = Cipher(bytes(32))
 
 
 def elapsed(action: Callable[[], object]) -> float:
@@ -116,10 +116,10 @@ def bench_bandwidth(root: Path, *, name: str, rounds: int, block_count: int, sha
         )
 
 
-def spill_and_restore(directory: Path, vault: AesVault | None, seed: int) -> tuple[float, float]:
+def spill_and_restore(directory: Path, cipher: Cipher | None, seed: int) -> tuple[float, float]:
     """Return the seconds of a spill and of the quickest restore of one chain, encrypted or not."""
-    chain = make_chain(4, shape=LARGE, seed=seed, vault=vault)
-    with Tier(directory, vault=vault) as tier:
+    chain = make_chain(4, shape=LARGE, seed=seed, cipher=cipher)
+    with Tier(directory, cipher=cipher) as tier:
         spill_s = elapsed(lambda: tier_write(tier, chain))
         return spill_s, min(elapsed(lambda: tier_read(tier, chain)) for _ in range(6))
 
@@ -131,10 +131,10 @@ def bench_encryption(root: Path, *, rounds: int) -> None:
     for number in range(-2, rounds):
         directory = Path(tempfile.mkdtemp(dir=root))
         times = {}
-        for vault in (None, VAULT) if number % 2 else (VAULT, None):
-            times[vault] = spill_and_restore(directory / ("key" if vault else "clear"), vault, number + 2)
-        spills.append(times[None][0] / times[VAULT][0])
-        restores.append(times[None][1] / times[VAULT][1])
+        for cipher in (None, CIPHER) if number % 2 else (CIPHER, None):
+            times[cipher] = spill_and_restore(directory / ("key" if cipher else "clear"), cipher, number + 2)
+        spills.append(times[None][0] / times[CIPHER][0])
+        restores.append(times[None][1] / times[CIPHER][1])
         shutil.rmtree(directory)
     for name, ratios in (("spill", spills[2:]), ("restore", restores[2:])):
         low, median, high = statistics.quantiles(ratios, n=4)
@@ -156,7 +156,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
             store.lock()
             times.append(elapsed(store.open))
             assert len(store.index) == file_count and store.report.repair_count == 0
-            assert store.report.was_clean == (name == "start, clean")
+            assert store.report.clean == (name == "start, clean")
             assert store.close()
             store.unlock()
         low, median, high = statistics.quantiles(times, n=4)
@@ -165,7 +165,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
     store = BlockStore(settings(directory), files=SystemFiles(), clock=SystemClock())
     store.lock()
     seconds = elapsed(store.open)
-    assert store.report.adopted == file_count and store.report.manifest_rebuilt
+    assert store.report.adopted_count == file_count and store.report.manifest_rebuilt
     print(f"{'start, manifest rebuilt from files':<34} {seconds:5.2f} s  {file_count} blocks")
     store.close()
 

@@ -20,7 +20,7 @@ from icehouse_server.domain.blocks import (
     root_hash,
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
-from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest, PlannedBlock
 from icehouse_server.storage.messages import Inventory, Outcome, Persisted, StorageClosed
@@ -56,9 +56,9 @@ def settings(directory: Path) -> StorageSettings:
     )
 
 
-def make_chain(count: int, *, shape: Shape, seed: int, vault: Vault | None = None) -> list[HostBlock]:
-    """Return blocks of one sequence with bf16 keys and values of this shape, named as with `vault`."""
-    secret = vault.name_secret if vault else b""
+def make_chain(count: int, *, shape: Shape, seed: int, cipher: Cipher | None = None) -> list[HostBlock]:
+    """Return blocks of one sequence with bf16 keys and values of this shape, named as with `cipher`."""
+    secret = cipher.name_secret if cipher else b""
     dimensions = (1, shape.head_count, TOKEN_COUNT, shape.width)
     size_bytes = 2 * int(np.prod(dimensions))
     noise = np.random.default_rng(seed)
@@ -92,14 +92,14 @@ def make_chain(count: int, *, shape: Shape, seed: int, vault: Vault | None = Non
 class Tier:
     """A running tier and its outcomes."""
 
-    def __init__(self, directory: Path, *, vault: Vault | None = None) -> None:
+    def __init__(self, directory: Path, *, cipher: Cipher | None = None) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.storage = Storage(
             settings(directory),
             files=SystemFiles(),
             clock=SystemClock(),
             post=self.outcomes.put,
-            vault=vault,
+            cipher=cipher,
         )
 
     def __enter__(self) -> Tier:

@@ -13,6 +13,7 @@ PACKAGE = "icehouse_server"
 ROOMS = (
     "clock",
     "errors",
+    "averages",
     "config",
     "domain",
     "telemetry",
@@ -33,11 +34,11 @@ ROOMS = (
     "engine.runner",
     "engine.scheduling",
     "engine",
-    "rpc.client",
     "rpc.access",
     "rpc.engine_client",
     "rpc.calls",
     "rpc.messages",
+    "rpc.client",  # above the messages: it reads them back through their map
     "rpc.monitoring",
     "rpc.services",
     "rpc",
@@ -56,7 +57,13 @@ ENGINE_FACES = {"engine", "engine.core"}
 # Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
     "mlx": ("engine.kv_cache.", "engine.runner.", "engine.sampling.", "bootstrap.machine"),
-    "mlx_lm": ("engine.kv_cache.", "engine.runner.forward.", "engine.runner.mlx_lm", "text.mlx_lm_parsers"),
+    "mlx_lm": (
+        "engine.kv_cache.cache_classes",
+        "engine.kv_cache.caches",
+        "engine.runner.forward.",
+        "engine.runner.mlx_lm",
+        "text.mlx_lm_parsers",
+    ),
     "transformers": ("engine.runner.mlx_lm",),
     "grpc": ("rpc.",),
     "grpc_health": ("rpc.",),

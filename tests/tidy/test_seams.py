@@ -1,8 +1,9 @@
-"""The environment, the clock, randomness and the cache's files have one door each."""
+"""The environment, the clock, randomness, the cache's files and mlx-lm's cache classes have one door each."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -92,4 +93,33 @@ def test_no_exception_is_swallowed(module: Module) -> None:
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or all(isinstance(statement, ast.Pass) for statement in node.body))
     ]
+    assert wrong == []
+
+
+CACHE_CLASS_NAME = re.compile(r"\w*(KV|Arrays)Cache|CacheList")
+CACHE_TABLE = "icehouse_server.engine.kv_cache.cache_classes"
+VALUES_ARE_COMPARED = ("icehouse_server.engine.kv_cache.opaque_state",)
+"""Tells arrays from plain scalars in a state, of whatever class."""
+
+ENGINE = [m for m in SERVICE if m.folder.partition(".")[0] == "engine"]
+
+
+@pytest.mark.parametrize("module", ENGINE, ids=lambda m: m.name)
+def test_cache_classes_are_told_apart_in_one_table(module: Module) -> None:
+    """Elsewhere no class of mlx-lm's caches is named, as a class or in a string, and no type is compared."""
+    if module.name == CACHE_TABLE:
+        return
+    wrong = []
+    for node in ast.walk(module.tree):
+        words: list[str] = []
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            words = [alias.name.rpartition(".")[2] for alias in node.names]
+        elif isinstance(node, ast.Name | ast.Attribute):
+            words = [dotted(node).rpartition(".")[2]]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = [node.value]
+        wrong += [f"{module.path}: {word}" for word in words if CACHE_CLASS_NAME.fullmatch(word)]
+        if isinstance(node, ast.Compare) and module.name not in VALUES_ARE_COMPARED:
+            calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and dotted(n.func) == "type"]
+            wrong += [f"{module.path}:{node.lineno}: a type is compared" for _ in calls]
     assert wrong == []

@@ -12,6 +12,7 @@ from tests.tidy.tree import SERVER, Module, functions_of, modules
 FILE_LINE_LIMIT = 500
 FUNCTION_LINE_LIMIT = 62
 FOLDER_MODULE_LIMIT = 12
+CONSTRUCTOR_PARAMETER_LIMIT = 8
 PREFIX_MODULE_LIMIT = 2
 
 SERVICE = modules(SERVER)
@@ -30,6 +31,19 @@ def test_functions_are_short(module: Module) -> None:
         if f.end_lineno is not None and f.end_lineno - f.lineno >= FUNCTION_LINE_LIMIT
     ]
     assert long == []
+
+
+def test_constructors_take_what_belongs_together_as_one() -> None:
+    crowded = {
+        node.name
+        for module in SERVICE
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        if len(method.args.args) + len(method.args.kwonlyargs) - 1 > CONSTRUCTOR_PARAMETER_LIMIT
+    }
+    assert crowded == set(), "a group of parameters is missing its noun"
 
 
 def test_folders_are_small() -> None:

@@ -6,19 +6,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from icehouse_server.bootstrap.encryption import open_vault
+from icehouse_server.bootstrap.encryption import open_cipher
 from icehouse_server.bootstrap.machine import cache_limit
 from icehouse_server.bootstrap.preload import runs_on_cpu
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, ModelConfig, TenantConfig
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.storage.encryption.cipher import KEY_DETAIL, sealed_fingerprint
+from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import Outcome
 from icehouse_server.storage.settings import StorageSettings
@@ -71,13 +70,13 @@ def build_cache_parts(
     """
     files = SystemFiles()
     has_storage = config.enabled and config.ssd_enabled
-    vault = open_vault(config, files) if has_storage else None
+    cipher = open_cipher(config, files) if has_storage else None
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
-    filed_as = sealed_fingerprint(fingerprint.value, vault.key_id) if vault else fingerprint.value
-    details = {**fingerprint.details, **({KEY_DETAIL: vault.key_id.hex()} if vault else {})}
+    filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
+    details = {**fingerprint.details, **({KEY_DETAIL: cipher.key_id.hex()} if cipher else {})}
     settings = PrefixSettings(
         fingerprint=filed_as,
-        name_secret=vault.name_secret if vault else b"",
+        name_secret=cipher.name_secret if cipher else b"",
         block_token_count=config.block_token_count,
         is_enabled=config.enabled,
         ram_limit_bytes=0,
@@ -85,7 +84,7 @@ def build_cache_parts(
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
-        shares=QuotaLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
+        quotas=QuotaLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )
@@ -108,7 +107,7 @@ def build_cache_parts(
             files=files,
             clock=clock,
             post=post,
-            vault=vault,
+            cipher=cipher,
         )
     return CacheParts(
         settings=settings,

@@ -16,18 +16,22 @@ import stat
 import subprocess
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from icehouse_server.config import CacheConfig
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.directory.lock import take_lock
-from icehouse_server.storage.encryption.cipher import Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _log = logging.getLogger("icehouse.boot")
 
 
-def open_vault(cache: CacheConfig, files: Files) -> Vault | None:
+def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     """Return what a server encrypts its blocks with; None when no key is configured.
 
     Makes the directory and its data key at the first start. Raises StartError: better no server
@@ -47,8 +51,8 @@ def open_vault(cache: CacheConfig, files: Files) -> Vault | None:
             files.close(lock)
     except OSError as error:
         raise _unusable(paths, error) from error
-    vault = _vault(opened.data_key)
-    _log.info("cache_key_opened", extra={"key": vault.key_id.hex(), "is_new": opened.is_new})
+    cipher = _cipher(opened.data_key)
+    _log.info("cache_key_opened", extra={"key": cipher.key_id.hex(), "is_new": opened.is_new})
     if opened.is_new and opened.other_key_count:
         _log.warning(
             "cache_key_unknown",
@@ -58,10 +62,10 @@ def open_vault(cache: CacheConfig, files: Files) -> Vault | None:
                 "under other keys stay, unread, until they age out. Was it meant to be another key?",
             },
         )
-    return vault
+    return cipher
 
 
-def find_vault(cache: CacheConfig, files: Files) -> Vault | None:
+def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     """Return what opens the directory's blocks, for looking only; None without a key that does."""
     if not cache.is_encrypted:
         return None
@@ -73,7 +77,7 @@ def find_vault(cache: CacheConfig, files: Files) -> Vault | None:
         data_key = data_keys.find_key(files, paths, master_key=master_key)
     except OSError as error:
         raise _unusable(paths, error) from error
-    return None if data_key is None else _vault(data_key)
+    return None if data_key is None else _cipher(data_key)
 
 
 def encryption() -> ModuleType:
@@ -90,10 +94,10 @@ def encryption() -> ModuleType:
     return data_keys
 
 
-def _vault(data_key: bytes) -> Vault:
-    from icehouse_server.storage.encryption.aes_gcm import AesVault
+def _cipher(data_key: bytes) -> Cipher:
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
-    return AesVault(data_key)
+    return Cipher(data_key)
 
 
 def _unusable(paths: StorePaths, error: OSError) -> StartError:

@@ -1,4 +1,4 @@
-"""OpenBLAS for MLX's CPU build on Linux: the launcher starts itself once more with it preloaded.
+"""OpenBLAS for MLX's CPU build on Linux: loaded in front of MLX, whose calls then find it first.
 
 The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of
 the demo model ran 6.4 times faster (`make bench-blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on
@@ -7,15 +7,18 @@ macOS or with CUDA.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
-import os
+import logging
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from icehouse_server.config.load import PRELOADED_VARIABLE, environment
+from icehouse_server.config.load import PRELOADED_VARIABLE
+
+_log = logging.getLogger("icehouse.boot")
 
 _KNOWN_PLACES = (
     "/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -49,7 +52,7 @@ def openblas_loaded() -> bool:
 
 
 def preload_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the environment to start again with, or None when there is no need or no way to."""
+    """Return the environment in which another program starts with OpenBLAS; None without need or way."""
     if not runs_on_cpu() or environ.get(PRELOADED_VARIABLE) or openblas_loaded():
         return None
     library = find_openblas()
@@ -59,14 +62,22 @@ def preload_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
     return {**environ, "LD_PRELOAD": preload, PRELOADED_VARIABLE: "1"}
 
 
-def restart_with_openblas() -> None:
-    """Replace this process by the same command with OpenBLAS preloaded; return if that is not needed.
+def load_openblas() -> None:
+    """Load OpenBLAS into this process, where MLX needs it; to be called before MLX is imported.
 
-    The guard variable keeps a library that cannot be loaded from starting a loop.
+    Its symbols are made global, and a library that is loaded later looks among those before it looks into
+    the libraries that it names itself: as with LD_PRELOAD, without a second start.
     """
-    environ = preload_environment(environment())
-    if environ is not None:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+    if not runs_on_cpu() or openblas_loaded():
+        return
+    library = find_openblas()
+    if library is None:
+        return
+    assert "mlx.core" not in sys.modules, "MLX is imported already, and has its BLAS"
+    try:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        _log.warning("openblas_not_loaded", extra={"path": library, "detail": str(error)})
 
 
 def _ask_ldconfig() -> Path | None:

@@ -15,9 +15,9 @@ from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.storage.messages import Outcome, Persisted
 from icehouse_server.telemetry.call_metrics import CallMetrics
-from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
 
 if TYPE_CHECKING:
+    from icehouse_server.telemetry.prometheus import PrometheusEndpoint
     from icehouse_server.telemetry.spans import Spans
 
 _log = logging.getLogger("icehouse.boot")
@@ -31,6 +31,9 @@ class TelemetryParts:
         self._endpoint: PrometheusEndpoint | None = None
         metrics: tuple[CallMetrics, ...] = ()
         if settings.metrics_port is not None:
+            # Slow to import: only who asks for metrics pays for it.
+            from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+
             meter = PrometheusMeter()
             self._endpoint = PrometheusEndpoint(meter, host=settings.metrics_host, port=settings.metrics_port)
             metrics = (CallMetrics(meter),)

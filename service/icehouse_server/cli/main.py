@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from icehouse_server.bootstrap.preload import load_openblas
 from icehouse_server.cli import flags, key, token
 from icehouse_server.cli.cache import commands
 from icehouse_server.cli.flags import with_settings
 from icehouse_server.cli.generate import generate
 from icehouse_server.cli.terminal.console import complain, out
+from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.cli.top.top import top
 from icehouse_server.config import LoadedConfig
 from icehouse_server.config.load import quiet_grpc
@@ -36,6 +38,10 @@ app = typer.Typer(
 
 def _serve(loaded: LoadedConfig) -> None:
     """Serve a model until SIGTERM or Ctrl-C."""
+    setup_logging(loaded.config.log)
+    if loaded.config.engine.preload_enabled:
+        load_openblas()
+    # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 
     serve(loaded)

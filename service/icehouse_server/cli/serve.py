@@ -16,10 +16,8 @@ from collections.abc import Iterator
 
 from icehouse_server.bootstrap.machine import give_back_large_arrays
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
-from icehouse_server.bootstrap.preload import restart_with_openblas
 from icehouse_server.bootstrap.server import Server, build_server
 from icehouse_server.cli.terminal.console import build_progress
-from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.config import Config, LoadedConfig
 from icehouse_server.domain.model import EngineState
@@ -38,11 +36,8 @@ _STUCK_S = 10.0
 
 
 def serve(loaded: LoadedConfig) -> None:
-    """Serve until a signal. Raises IcehouseError when the house cannot start or its engine dies."""
-    if loaded.config.engine.preload_enabled:
-        restart_with_openblas()
+    """Serve until a signal. Raises IcehouseError when the server cannot start or its engine dies."""
     give_back_large_arrays()
-    setup_logging(loaded.config.log)
     asyncio.run(_serve(loaded.config, SystemClock()))
 
 

@@ -23,7 +23,7 @@ FILE_VARIABLE = "ICEHOUSE_CONFIG"
 """Names the TOML file, like `--config`."""
 
 PRELOADED_VARIABLE = "ICEHOUSE_PRELOADED"
-"""Set by the launcher for the process that it starts again; never by people."""
+"""Set for a program that is started with OpenBLAS preloaded; never by people."""
 
 _OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE)
 

@@ -1,14 +1,18 @@
-"""Counters of the prefix cache: frozen snapshots, taken between steps.
+"""Counters of the prefix cache: the one shape of each, from where it is counted to where it is shown.
 
-`*_count` and `*_bytes` are now, `*_total` since start, times in seconds, rates per second.
-Field by field what `CacheStats` of the API shows.
+`*_count` and `*_bytes` are now, `*_total` since start, times in seconds, rates per second. The thread
+that owns an event counts it in a dataclass of its own; what leaves the thread is a copy
+(`dataclasses.replace`) that nobody counts in. Field by field what `CacheStats` of the API shows: a field
+that only one of them has fails a test.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Mapping
 
+from icehouse_server.averages import quantile
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import Tenant
 
@@ -21,8 +25,14 @@ class AgePercentiles:
     p90_s: float = 0.0
     p99_s: float = 0.0
 
+    @classmethod
+    def of(cls, ages_s: Iterable[float]) -> AgePercentiles:
+        """Return the percentiles of ages in seconds."""
+        ordered = sorted(ages_s)
+        return cls(*(quantile(ordered, share) for share in (0.5, 0.9, 0.99)))
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(slots=True)
 class TierStats:
     """The blocks of one tier, tails included."""
 
@@ -47,8 +57,13 @@ class MissTokens:
     reason: ReuseLimit
     token_total: int
 
+    @staticmethod
+    def of(totals: Mapping[ReuseLimit, int]) -> tuple[MissTokens, ...]:
+        """Return the reasons that occurred, in their order."""
+        return tuple(MissTokens(reason, totals[reason]) for reason in ReuseLimit if totals.get(reason))
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(slots=True)
 class LookupStats:
     """How prompts fared when they were looked up."""
 
@@ -91,8 +106,13 @@ class SpillDrops:
     cause: SpillDropCause
     block_total: int
 
+    @staticmethod
+    def of(totals: Mapping[SpillDropCause, int]) -> tuple[SpillDrops, ...]:
+        """Return the causes that occurred, in their order."""
+        return tuple(SpillDrops(cause, totals[cause]) for cause in SpillDropCause if totals.get(cause))
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(slots=True)
 class SpillStats:
     """From RAM to SSD. Accepted is not persisted: the row is the commit."""
 
@@ -110,7 +130,7 @@ class SpillStats:
     write_bytes_per_s: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class PromoteStats:
     """From SSD to use."""
 
@@ -125,9 +145,11 @@ class PromoteStats:
     restore_tokens_per_s: float = 0.0
     recompute_tokens_per_s: float = 0.0
     recompute_chosen_total: int = 0
+    failed_restore_total: int = 0
+    """Blocks that were read and did not make a cache: the request was prefilled instead."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class IntegrityStats:
     """What was found damaged. Damage is a miss, never an error of the request."""
 
@@ -139,6 +161,18 @@ class IntegrityStats:
     quarantined_bytes: int = 0
     seal_failure_total: int = 0
     """Encrypted blocks whose tag did not prove them."""
+    quarantined_block_total: int = 0
+    """Blocks put into quarantine; files leave it when room is needed, this only grows."""
+
+    @property
+    def damaged_block_total(self) -> int:
+        """Whatever was wrong with them."""
+        return (
+            self.checksum_failure_total
+            + self.header_mismatch_total
+            + self.missing_file_total
+            + self.seal_failure_total
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,23 +192,42 @@ class DiskStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ReconcileSummary:
+class ReconcileReport:
     """What was found and repaired when the directory was opened."""
 
-    reconcile_time: float
+    reconcile_time: float = 0.0
     """`Clock.wall`."""
-    duration_s: float
+    duration_s: float = 0.0
+    """Reading the manifest and walking the files, repairs included."""
     clean: bool = False
-    """The last stop was clean: files were not walked one by one."""
+    """The directory was exactly as the last clean stop left it: files were not walked one by one."""
     manifest_rebuilt: bool = False
     file_count: int = 0
     row_count: int = 0
     partial_deleted_count: int = 0
     adopted_count: int = 0
     quarantined_count: int = 0
+    """Files without a row that are not valid, and files that are not what their row says."""
     row_deleted_count: int = 0
+    """Rows without a file."""
     other_layout_deleted_count: int = 0
     unknown_file_count: int = 0
+    restamped_count: int = 0
+    """Files whose modification time had changed but nothing else."""
+    unencrypted_block_count: int = 0
+    """Blocks in the clear, of whatever model, in a directory that is served with a key."""
+
+    @property
+    def repair_count(self) -> int:
+        """Findings that had to be repaired; 0 means the directory was consistent."""
+        return (
+            self.partial_deleted_count
+            + self.adopted_count
+            + self.quarantined_count
+            + self.row_deleted_count
+            + self.other_layout_deleted_count
+            + int(self.manifest_rebuilt)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,51 +246,12 @@ class CacheStats:
     block_token_limit: int = 256
     unsupported_detail: str = ""
     """Why this model's prompts cannot be kept; empty when they can."""
-    ram: TierStats = TierStats()
+    ram: TierStats = dataclasses.field(default_factory=TierStats)
     ssd: TierStats | None = None
-    lookups: LookupStats = LookupStats()
-    spill: SpillStats = SpillStats()
-    promote: PromoteStats = PromoteStats()
-    integrity: IntegrityStats = IntegrityStats()
+    lookups: LookupStats = dataclasses.field(default_factory=LookupStats)
+    spill: SpillStats = dataclasses.field(default_factory=SpillStats)
+    promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
+    integrity: IntegrityStats = dataclasses.field(default_factory=IntegrityStats)
     disk: DiskStats | None = None
-    last_reconcile: ReconcileSummary | None = None
+    last_reconcile: ReconcileReport | None = None
     tenants: tuple[TenantShare, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReconcileReport:
-    """What the last start found in the directory and how long it took."""
-
-    time: float = 0.0
-    """Wall clock, seconds since the epoch."""
-    was_clean: bool = False
-    """The directory was exactly as the last clean shutdown left it; files were not walked."""
-    manifest_rebuilt: bool = False
-    row_count: int = 0
-    file_count: int = 0
-    partials_deleted: int = 0
-    adopted: int = 0
-    quarantined: int = 0
-    """Files without a row that are not valid, and files that are not what their row says."""
-    rows_without_file: int = 0
-    other_abi_deleted: int = 0
-    unknown_files: int = 0
-    restamped: int = 0
-    """Files whose modification time had changed but nothing else."""
-    unencrypted: int = 0
-    """Blocks in the clear, of whatever model, in a directory that is served with a key."""
-    manifest_s: float = 0.0
-    walk_s: float = 0.0
-    """Walking the files, repairs included."""
-
-    @property
-    def repair_count(self) -> int:
-        """Findings that had to be repaired; 0 means the directory was consistent."""
-        return (
-            self.partials_deleted
-            + self.adopted
-            + self.quarantined
-            + self.rows_without_file
-            + self.other_abi_deleted
-            + int(self.manifest_rebuilt)
-        )

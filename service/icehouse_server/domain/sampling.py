@@ -7,6 +7,8 @@ import dataclasses
 SEED_RANGE = 1 << 64
 """Seeds are 0 to this, exclusively."""
 
+DEFAULT_XTC_THRESHOLD = 0.1
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -23,7 +25,7 @@ class SamplingParams:
     """[0, 1); 0 switches the filter off."""
     xtc_probability: float = 0.0
     """[0, 1]; how often the likeliest tokens are left out; 0 switches the filter off."""
-    xtc_threshold: float = 0.1
+    xtc_threshold: float = DEFAULT_XTC_THRESHOLD
     """[0, 0.5]; tokens likelier than this are left out, all but the least likely of them."""
     repetition_penalty: float = 1.0
     """> 0; logits of tokens seen in prompt and output are divided by it, negative ones multiplied."""

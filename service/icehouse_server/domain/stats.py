@@ -1,8 +1,6 @@
-"""Counters as the engine publishes them: frozen snapshots, taken between steps.
+"""Counters of the engine, of each tenant and of the slowest requests, and all of them at one moment.
 
-What is known of the whole server at one moment.
-
-What one tenant runs and has used, as the edge counts it.
+As in `cache_stats`: counted in place by the thread that owns them, shown as copies.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState, ModelInfo
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class EngineStats:
     """The engine's own counters. `*_count` are now, `*_total` since start; bytes and seconds."""
 
@@ -72,7 +70,7 @@ class Snapshot:
     """As the edge counts them, in the order of their latest requests."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class TenantUse:
     """One tenant's numbers: `*_count` are now, `*_total` since it was first heard of."""
 
@@ -84,3 +82,34 @@ class TenantUse:
     prompt_token_total: int = 0
     cached_token_total: int = 0
     output_token_total: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlowRequest:
+    """One of the slowest recent requests. A stage that it did not come to is None."""
+
+    request_id: str
+    method: str
+    code: str
+    """Canonical gRPC status code."""
+    age_s: float
+    """Since it ended."""
+    total_duration_s: float
+    queue_duration_s: float
+    restore_duration_s: float
+    prefill_duration_s: float | None
+    decode_duration_s: float | None
+    prompt_token_count: int
+    cached_token_count: int
+    output_token_count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerStats:
+    """What a server shows a caller. `engine` is None for a tenant, `cache` also without a prefix cache."""
+
+    collect_time: float
+    """`Clock.wall`."""
+    engine: EngineStats | None = None
+    cache: CacheStats | None = None
+    slowest_requests: tuple[SlowRequest, ...] = ()

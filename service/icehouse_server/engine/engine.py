@@ -131,10 +131,10 @@ class Engine:
             reply(EngineStats(), None)
 
     def submit_command(
-        self, order: CacheCommand, reply: Callable[[CacheAnswer | IcehouseError], None]
+        self, command: CacheCommand, reply: Callable[[CacheAnswer | IcehouseError], None]
     ) -> None:
-        """Have an order to the prefix cache carried out; `reply` is called once, on some thread."""
-        if not self._mailbox.post(Command(order, reply)):
+        """Have a command to the prefix cache carried out; `reply` is called once, on some thread."""
+        if not self._mailbox.post(Command(command, reply)):
             reply(self._not_ready())
 
     def drain(self, *, grace_s: float) -> None:
@@ -184,8 +184,8 @@ class Engine:
         )
         limits = dataclasses.replace(
             self._settings.limits,
-            chunk_ends_at_last_block=prefix.checkpoint_block_token_count,
             cuts_before_last_token=prefix.cuts_before_last_token,
+            chunk_ends_at_last_block=prefix.cache.checkpoint_block_token_count,
             measured_chunk_token_count=measured,
         )
         guard = MemoryGuard(

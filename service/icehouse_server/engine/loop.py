@@ -28,7 +28,6 @@ from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.preemption import Preemption
 from icehouse_server.engine.scheduling.scheduler import PrefillChunk
-from icehouse_server.engine.stats import engine_stats
 from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
@@ -65,6 +64,7 @@ class EngineLoop:
     ) -> None:
         self._runner = runner
         self._prefix = prefix
+        self._cache, self._commands = prefix.cache, prefix.commands
         self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
         self._mailbox = mailbox
         self._clock = clock
@@ -124,17 +124,18 @@ class EngineLoop:
                 for request in message.requests:
                     self._output.emit(request.request_id, Failed(error))
             elif isinstance(message, QueryStats):
-                message.reply(self.stats(), self._prefix.stats())
+                message.reply(self.stats(), self._cache.stats(None))
             elif isinstance(message, Command):
                 message.reply(error)
-        self._prefix.fail_commands(error)
+        self._commands.fail_early(error)
         self._requests.abandon(error)
         self._output.publish()
 
     def flush(self, *, deadline_time: float) -> None:
         """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
         assert self.is_done
-        flush(self._prefix.cache, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
+        under_way = self._cache.begin_flush()
+        flush(under_way, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
 
     def _wait_s(self) -> float:
         """Return how long the mailbox may be waited at: what a step found decides, not what there is."""
@@ -157,9 +158,9 @@ class EngineLoop:
         elif isinstance(message, Cancel):
             self._requests.cancel(message.request_id, message.error)
         elif isinstance(message, QueryStats):
-            self._prefix.query(lambda cache: message.reply(self.stats(), cache))
+            self._commands.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Command):
-            self._prefix.order(message)
+            self._commands.submit(message)
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:
@@ -248,8 +249,8 @@ class EngineLoop:
         self._prefix.lead(sequence)
         if not sequence.has_started:
             sequence.has_started = True
-            self._prefix.settle(sequence)
-            self.counters.cached_token_total += sequence.cache.cached_token_count
+            self._cache.settle(sequence.request, sequence.cache)
+            self.counters.stats.cached_token_total += sequence.cache.cached_token_count
             self._requests.emit(sequence, sequence.started())
         self._end_if_nothing_is_asked(sequence)
 
@@ -291,7 +292,7 @@ class EngineLoop:
             self.counters.note_decode_step(elapsed_s)
         if timed.prefilled_token_count:
             self.counters.note_prefill_rate(timed.prefilled_token_count, prefill_s)
-            self._prefix.note_prefill_rate(self.counters.prefill_tokens_per_s)
+            self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
 
     def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:
         """Take what a chunk that ran came to: keep its blocks, tell its caller, let its sequence decode."""
@@ -340,18 +341,27 @@ class EngineLoop:
         self._prefix.end(sequence)
         self._runner.release([sequence.sequence_id])
         self._scheduler.park(sequence)
-        self.counters.parked_total += 1
+        self.counters.stats.parked_total += 1
 
     def stats(self) -> EngineStats:
-        """Return the engine's counters as of now."""
-        return engine_stats(
-            counters=self.counters,
-            scheduler=self._scheduler,
-            memory=self._runner.memory()._replace(limit_bytes=self._preemption.guard.limit_bytes),
+        """Return a copy of the engine's counters, completed with what is so now."""
+        memory = self._runner.memory()
+        return dataclasses.replace(
+            self.counters.stats,
+            uptime_s=self._clock.monotonic() - self._start_time,
             mailbox_count=len(self._mailbox),
             mailbox_limit=self._mailbox.limit,
+            waiting_count=self._scheduler.waiting_count,
             waiting_limit=self._queue.limits.request_limit,
-            uptime_s=self._clock.monotonic() - self._start_time,
+            loading_count=self._scheduler.loading_count,
+            prefilling_count=self._scheduler.prefilling_count,
+            decoding_count=self._scheduler.decoding_count,
+            decoding_limit=self._scheduler.limits.running_limit,
+            decode_step_p50_s=self.counters.decode_step_quantile_s(0.5),
+            decode_step_p99_s=self.counters.decode_step_quantile_s(0.99),
+            active_memory_bytes=memory.active_bytes,
+            peak_memory_bytes=memory.peak_bytes,
+            memory_limit_bytes=self._preemption.guard.limit_bytes,
         )
 
 

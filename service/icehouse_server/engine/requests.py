@@ -77,7 +77,7 @@ class Requests:
     def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
         """Answer the callers that nothing was taken in."""
         for request in requests:
-            self._counters.rejected_total += 1
+            self._counters.stats.rejected_total += 1
             self._output.emit(request.request_id, Failed(error))
 
     def find(self, sequence_id: SequenceId) -> Sequence | None:
@@ -147,17 +147,17 @@ class Requests:
         )
 
     def _accept(self, sequence: Sequence) -> None:
-        self._counters.accepted_total += 1
-        self._counters.prompt_token_total += len(sequence.request.prompt_token_ids)
+        self._counters.stats.accepted_total += 1
+        self._counters.stats.prompt_token_total += len(sequence.request.prompt_token_ids)
         self._by_request[sequence.request.request_id] = sequence
         self._by_id[sequence.sequence_id] = sequence
 
     def _count(self, error: IcehouseError) -> None:
         """What callers wanted, themselves or by a deadline, is a cancel; what the server did is a failure."""
         if isinstance(error, Cancelled | DeadlineExceeded):
-            self._counters.cancelled_total += 1
+            self._counters.stats.cancelled_total += 1
         else:
-            self._counters.failed_total += 1
+            self._counters.stats.failed_total += 1
 
     def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
         self._prefix.end(sequence)

@@ -38,7 +38,7 @@ def bind(
     if config.uds is not None:
         return _bind_uds(server, Path(config.uds).expanduser())
     if not is_loopback(config.host):
-        _refuse_open_door(config, security)
+        _refuse_open_address(config, security)
     return _bind_tcp(server, host=config.host, port=config.port, credentials=credentials)
 
 
@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
 
 
-def _refuse_open_door(config: ServerConfig, security: SecurityConfig) -> None:
+def _refuse_open_address(config: ServerConfig, security: SecurityConfig) -> None:
     missing = []
     if security.tls_certificate is None:
         missing.append("TLS (--tls-certificate, --tls-key)")

@@ -1,7 +1,7 @@
 """Authentication interceptor before every method: who calls, may they, and does their message come.
 
 A method of one request is served as if it took a stream of them. Nobody on the wire can tell, and the
-house gains three things: a caller is known before any of its message is read; a message that trickles
+server gains three things: a caller is known before any of its message is read; a message that trickles
 in holds nothing for longer than its timeout; bytes that are no message get a status of ours.
 """
 
@@ -49,7 +49,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's own handler behind the door; None for a method that is not there."""
+        """Return the method's own handler, authenticated; None for a method that is not there."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         return None if handler is None else self._guarded(handler, method)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from icehouse_server.domain.blocks import BlockHeader, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.encryption.cipher import FileVault
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import FileCipher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class BlockFile:
     header_checksum: int
     key_id: bytes = b""
     """The key it is encrypted under; none for a file in the clear."""
-    vault: FileVault | None = dataclasses.field(default=None, repr=False, compare=False)
+    cipher: FileCipher | None = dataclasses.field(default=None, repr=False, compare=False)
     """Decrypts its regions."""
 
     def region(self, kind: RegionKind) -> FileRegion | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NewType
 
-from icehouse_server.domain.blocks import Damage
-from icehouse_server.domain.cache_stats import ReconcileReport, SpillDropCause
+from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.storage.loads import BlockFailure, HeadsRead, Loaded, LoadFailed
 from icehouse_server.storage.record import BlockRecord
@@ -103,7 +102,8 @@ class StatsAnswer:
     """The answer to `request_stats`."""
 
     task_id: TaskId
-    stats: StorageStats
+    stats: CacheStats
+    """As far as the storage thread knows it: the SSD tier, its files, and what goes in and out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,57 +137,3 @@ Outcome = (
     | StorageFailed
     | StorageClosed
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StorageStats:
-    """The SSD tier's counters. `*_count` and `*_bytes` are now, `*_total` since start."""
-
-    block_count: int
-    """Of the served fingerprint, as are tokens, tails, pins and ages."""
-    tail_count: int
-    token_count: int
-    block_bytes: int
-    """Of all fingerprints."""
-    pinned_count: int
-    foreign_block_count: int
-    """Blocks of other fingerprints, which age out within the same limit."""
-    quarantined_count: int
-    quarantined_bytes: int
-    manifest_bytes: int
-    used_bytes: int
-    """All of the directory's bytes that the limit counts."""
-    limit_bytes: int
-    free_bytes: int
-    free_floor_bytes: int
-    is_encrypted: bool
-    """Whether blocks are encrypted on their way to the disk."""
-    writes_enabled: bool
-    writes_detail: str
-    spill_accepted_total: int
-    spill_persisted_total: int
-    spill_dropped_totals: tuple[tuple[SpillDropCause, int], ...]
-    """By this thread; blocks refused for want of credit are the engine's to count."""
-    spill_queue_count: int
-    spill_queue_bytes: int
-    spill_queue_limit_bytes: int
-    written_bytes_total: int
-    written_today_bytes: int
-    daily_write_limit_bytes: int
-    load_total: int
-    load_failed_totals: tuple[tuple[Damage, int], ...]
-    """Blocks that a load or `verify` could not use, by cause."""
-    load_queue_count: int
-    load_queue_limit: int
-    read_bytes_total: int
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    verified_block_total: int
-    """Blocks whose regions were read and hashed, by loads and by `verify`."""
-    quarantined_total: int
-    evicted_block_total: int
-    evicted_bytes_total: int
-    purged_block_total: int
-    age_percentiles_s: tuple[tuple[int, float], ...]
-    """(percent, seconds since last use) for 10, 50, 90 and 99 percent of the blocks."""
-    reconcile: ReconcileReport

@@ -199,6 +199,12 @@ _PROMOTE = (
         _cache(lambda c: c.promote.failed_load_total),
     ),
     counter(
+        "icehouse.cache.restores.failed",
+        "{restore}",
+        "Restores whose blocks were read and did not make a cache; the request was prefilled.",
+        _cache(lambda c: c.promote.failed_restore_total),
+    ),
+    counter(
         "icehouse.cache.promoted.blocks",
         "{block}",
         "Blocks rebuilt for use.",
@@ -232,6 +238,12 @@ _DISK = (
         "{file}",
         "Files in quarantine.",
         _cache(lambda c: c.integrity.quarantined_file_count),
+    ),
+    counter(
+        "icehouse.cache.quarantined.blocks",
+        "{block}",
+        "Blocks whose files were put into quarantine.",
+        _cache(lambda c: c.integrity.quarantined_block_total),
     ),
     gauge("icehouse.cache.disk.used", "By", "Bytes of all files.", _disk(lambda d: d.used_bytes)),
     gauge("icehouse.cache.disk.limit", "By", "Most bytes of all files.", _disk(lambda d: d.limit_bytes)),

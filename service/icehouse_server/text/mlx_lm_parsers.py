@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from icehouse_server.text.reply_format import ReplyFormat
+from icehouse_server.text.reply_format import ReplyFormat, TextMachine
 
 
 def read_reply_format(wrapper: Any) -> ReplyFormat:
@@ -42,8 +42,10 @@ def read_reply_format(wrapper: Any) -> ReplyFormat:
         call_end=wrapper.tool_call_end or "",
         parser_name=str(wrapper.init_kwargs.get("tool_parser_type") or ""),
         parse=wrapper.tool_parser,
-        make_machine=lambda has_tools, state: _Machine(
-            with_tools if has_tools else without_tools, state or initial or "normal"
+        make_machine=lambda has_tools, state: TextMachine(
+            (with_tools if has_tools else without_tools).make_state(state or initial or "normal"),
+            split=TextStateMachine.split,
+            flush=TextStateMachine.flush,
         ),
         hidden_markers={
             False: _contains(markers, special),
@@ -51,21 +53,6 @@ def read_reply_format(wrapper: Any) -> ReplyFormat:
         },
         initial_state=initial,
     )
-
-
-class _Machine:
-    """mlx-lm's text state machine with its state beside it."""
-
-    def __init__(self, machine: TextStateMachine, initial: str) -> None:
-        self._state = machine.make_state(initial)  # type: ignore[no-untyped-call]
-
-    def split(self, text: str) -> Sequence[tuple[str | None, str]]:
-        self._state, segments = TextStateMachine.split(self._state, text)  # type: ignore[no-untyped-call]
-        return list(segments)
-
-    def flush(self) -> tuple[str | None, str]:
-        self._state, held, name = TextStateMachine.flush(self._state)  # type: ignore[no-untyped-call]
-        return name, held
 
 
 def _special_tokens(wrapper: Any) -> list[str]:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 ParseCalls = Callable[[str, list[dict[str, Any]] | None], Any]
 """mlx-lm's parser of one call's text; raises what it likes. The second argument are the tools on offer."""
 
 
-class Machine(Protocol):
-    """Follows a text through its states: "normal", "reasoning", "tool", and states whose text is dropped."""
+class TextMachine:
+    """Follows a text through its states: "normal", "reasoning", "tool", and states whose text is dropped.
+
+    `split` and `flush` are mlx-lm's, which hand the next `state` back.
+    """
+
+    def __init__(self, state: Any, *, split: Callable[..., Any], flush: Callable[..., Any]) -> None:
+        self._state = state
+        self._split = split
+        self._flush = flush
 
     def split(self, text: str) -> Sequence[tuple[str | None, str]]:
         """Return the text that is certain now, in pieces, each with its state."""
-        ...
+        self._state, segments = self._split(self._state, text)
+        return list(segments)
 
     def flush(self) -> tuple[str | None, str]:
         """Return what was held back, at the end of the text."""
-        ...
+        self._state, held, name = self._flush(self._state)
+        return name, held
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class ReplyFormat:
     """Empty too where the end of the output is the end of the calls."""
     parser_name: str
     parse: ParseCalls | None
-    make_machine: Callable[[bool, str], Machine]
+    make_machine: Callable[[bool, str], TextMachine]
     """`make_machine(with_tools, state)`: a machine in its initial state, or in the one named."""
     hidden_markers: Mapping[bool, bool]
     """Whether markers are special tokens, which plain detokenization hides: without tools, with tools."""

@@ -31,10 +31,8 @@ from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -84,7 +82,7 @@ class SteppedServer:
         checkpoint_interval_tokens: int = 2 * BLOCK,
         checkpoint_padding_bytes: int = 0,
         may_recompute: bool = False,
-        shares: QuotaLimits | None = None,
+        quotas: QuotaLimits | None = None,
         adapters: Mapping[AdapterName, AdapterDigest] | None = None,
         files=None,
         clock=None,
@@ -128,7 +126,7 @@ class SteppedServer:
                 spill_policy=spill_policy,
                 min_prefix_token_count=min_prefix_token_count,
                 may_recompute=may_recompute,
-                shares=shares or QuotaLimits(),
+                quotas=quotas or QuotaLimits(),
                 adapters=adapters or {},
             ),
             facts=facts,
@@ -136,7 +134,7 @@ class SteppedServer:
             storage=self.storage,
             clock=self.clock,
         )
-        self.desk = CacheController(
+        self.controller = CacheController(
             cache=self.cache, runner=self.runner, clock=self.clock, adopt_budget_s=1.0
         )
         self.room = WaitingQueue(WaitingLimits(request_limit=100))
@@ -145,14 +143,14 @@ class SteppedServer:
                 running_limit=8,
                 prefilling_limit=4,
                 prefill_chunk_token_count=chunk,
-                chunk_ends_at_last_block=self.desk.checkpoint_block_token_count,
-                cuts_before_last_token=self.desk.cuts_before_last_token,
+                cuts_before_last_token=self.controller.cuts_before_last_token,
+                chunk_ends_at_last_block=self.cache.checkpoint_block_token_count,
             ),
             self.room,
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            prefix=self.desk,
+            prefix=self.controller,
             scheduling=SchedulingParts(
                 queue=self.room,
                 scheduler=self.scheduler,
@@ -181,7 +179,7 @@ class SteppedServer:
         self.mailbox.post(Drain(self.clock.now))
         self.holds_storage = False
         self.step_until_idle()
-        flush = Flush(self.desk.cache)
+        flush = self.cache.begin_flush()
         while flush.proceed():
             self.settle_storage()
             for message in self.mailbox.take_all(timeout_s=0):
@@ -285,17 +283,17 @@ class SteppedServer:
 
     def check(self) -> None:
         """Assert what always holds of the index and the RAM tier."""
-        indexed = {entry.hash: entry for entry in self.cache.index}
-        held = list(self.cache.ram)
+        indexed = {entry.hash: entry for entry in self.cache._index}
+        held = list(self.cache._ram)
         assert all(indexed.get(entry.hash) is entry for entry in held), "RAM holds what the index forgot"
         assert {e.hash for e in indexed.values() if e.ram} == {e.hash for e in held}
-        assert self.cache.ram.used_bytes == sum(entry.ram_bytes for entry in held)
-        check_shares(self.cache)
+        assert self.cache._ram.used_bytes == sum(entry.ram_bytes for entry in held)
+        check_accounts(self.cache)
         assert all(entry.ram or entry.ssd or entry.is_spilling for entry in indexed.values())
 
     def ram_starts(self) -> list[int]:
         """Return where the blocks in RAM start, the next to be evicted first."""
-        return [entry.start_token_index for entry in self.cache.ram]
+        return [entry.start_token_index for entry in self.cache._ram]
 
     def _take(self, outcome) -> None:
         if isinstance(outcome, StorageClosed):
@@ -303,11 +301,12 @@ class SteppedServer:
         self.mailbox.post(outcome)
 
 
-def check_shares(cache: PrefixCache) -> None:
-    """Assert that the bytes by owner are what the blocks say."""
+def check_accounts(cache: PrefixCache) -> None:
+    """Assert that the bytes by owner, and what is under way, are what the blocks say."""
+    assert set(cache._index.spilling) == {e for e in cache._index if e.is_spilling}
     for sizes, accounts in (
-        ([(e.owner, e.ram_bytes) for e in cache.ram], cache.ram.used_by),
-        ([(e.owner, e.ssd_bytes) for e in cache.index], cache.shares._stored_bytes),
+        ([(e.owner, e.ram_bytes) for e in cache._ram], cache._ram.used_by),
+        ([(e.owner, e.ssd_bytes) for e in cache._index], cache._quotas._stored_bytes),
     ):
         counted: Counter[BlockHash | None] = Counter()
         for owner, size_bytes in sizes:

@@ -127,7 +127,7 @@ def test_evict_reaches_a_block_on_its_way_to_ssd(tmp_path: Path) -> None:
         served.ask("a", tokens, max_output_tokens=0)
         served.holds_storage = True
         served.ask("b", tokens, max_output_tokens=0)
-        assert served.cache.spills.under_way_count == 3
+        assert served.cache._spills.under_way_count == 3
         answers = served.give(Evict(None))
         served.loop.step()
         served.holds_storage = False
@@ -143,7 +143,7 @@ def test_evicting_everything_reaches_every_tenant(tmp_path: Path) -> None:
         served.ask("b", prompt(2 * BLOCK + 1), tenant=Tenant("two"), max_output_tokens=0)
         report = served.order(Evict(None))
         assert isinstance(report, EvictReport) and report.ram_block_count == 4
-        assert len(served.cache.index) == 0
+        assert len(served.cache._index) == 0
 
 
 def test_verify_finds_damage_and_takes_it_out(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_promotion_makes_room_when_ram_is_full(tmp_path: Path) -> None:
         served.ask("first again", prompt(4 * BLOCK), max_output_tokens=6)
         served.check()
         assert served.ask("first once more", prompt(4 * BLOCK)).cache.ram_token_count >= 2 * BLOCK
-        assert served.cache.ram.used_bytes <= 4 * BLOCK_BYTES
+        assert served.cache._ram.used_bytes <= 4 * BLOCK_BYTES
 
 
 def test_what_follows_a_block_that_is_not_in_ram_can_be_used_at_once(tmp_path: Path) -> None:
@@ -83,12 +83,12 @@ def test_making_room_for_a_region_spares_the_block_that_gets_it() -> None:
 def test_a_block_that_can_never_fit_pushes_nobody_out() -> None:
     with SteppedServer(facts=HYBRID, ram_blocks=12, checkpoint_interval_tokens=1000) as served:
         served.ask("small", prompt(BLOCK + 1), max_output_tokens=1)
-        held = {entry.hash for entry in served.cache.ram}
+        held = {entry.hash for entry in served.cache._ram}
         assert held
         served.runner._checkpoint_padding_bytes = 100 * BLOCK_BYTES
         served.ask("huge", prompt(BLOCK + 1, salt=1), max_output_tokens=1)
         served.check()
-        assert held <= {entry.hash for entry in served.cache.ram}
+        assert held <= {entry.hash for entry in served.cache._ram}
 
 
 def test_nothing_is_counted_as_dropped_on_its_way_to_an_ssd_that_is_not_there() -> None:
@@ -127,7 +127,7 @@ def test_a_block_in_use_again_is_not_dropped_when_its_spill_ends(tmp_path: Path)
         served.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0)
         served.holds_storage = True
         served.ask("b", prompt(2 * BLOCK + 1, salt=1), max_output_tokens=0)
-        assert served.cache.spills.under_way_count > 0
+        assert served.cache._spills.under_way_count > 0
         assert served.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0).cache.ram_token_count == 2 * BLOCK
         served.holds_storage = False
         served.step_until_idle()

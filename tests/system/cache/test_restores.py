@@ -61,6 +61,21 @@ def test_a_load_that_storage_never_answers_ends_with_the_storage(tmp_path: Path)
         served.check()
 
 
+def test_a_tier_that_is_lost_before_a_planned_load_is_asked_for_is_planned_without(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        for name in "ab":
+            served.submit(name, TOKENS)
+        while len(served.controller._restores) < 2:
+            served.loop.step()
+        assert len(served.controller._loads) == 1, "both are planned, one is read"
+        served.mailbox.post(StorageFailed("the test broke it"))
+        served.is_storage_alive = False
+        served.step_until_idle()
+        assert [served.answer(name).cache.ssd_token_count for name in "ab"] == [0, 0]
+        served.check()
+
+
 def test_orders_are_answered_when_the_storage_goes_away(tmp_path: Path) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
@@ -124,7 +139,7 @@ def test_blocks_evicted_between_plan_and_load(tmp_path: Path) -> None:
 def test_one_missing_block_ends_the_match_there(tmp_path: Path, index: int) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
-        chain = sorted(served.cache.index, key=lambda entry: entry.start_token_index)
+        chain = sorted(served.cache._index, key=lambda entry: entry.start_token_index)
         name = chain[index].hash.hex()
         (path,) = (tmp_path / "blocks").rglob(f"{name}.safetensors")
         path.unlink()
@@ -157,14 +172,14 @@ def test_identical_prompts_side_by_side() -> None:
         served.step_until_idle()
         answers = [served.answer(name).tokens for name in "abc"]
         assert answers[0] == answers[1] == answers[2]
-        assert served.stats().ram.block_count == len({entry.hash for entry in served.cache.ram})
+        assert served.stats().ram.block_count == len({entry.hash for entry in served.cache._ram})
         served.check()
 
 
 def test_restored_or_recomputed_by_measured_rates(tmp_path: Path) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path, may_recompute=True) as served:
-        rates = served.cache.rates
+        rates = served.cache._rates
         rates.read_bytes_per_s, rates.adopt_tokens_per_s, rates.prefill_tokens_per_s = 1.0, 1e9, 1e9
         slow_disk = served.ask("slow disk", TOKENS, cache_use=CacheUse.READ_ONLY)
         assert slow_disk.cache.limit is ReuseLimit.RECOMPUTE_FASTER

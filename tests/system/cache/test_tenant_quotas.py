@@ -9,7 +9,7 @@ from icehouse_server.domain.cache_commands import Pin
 from icehouse_server.domain.cache_stats import SpillDropCause, TenantShare
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, CacheScope, Tenant
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.settings import QuotaLimits
 
 from tests.system.cache.stepped_server import (
     BLOCK,
@@ -27,7 +27,7 @@ A, B = Tenant("a"), Tenant("b")
 FILE_BYTES = 2_000
 """More than a file of one block takes here."""
 
-PROMISE_BYTES = 66_000
+UNDER_WAY_BYTES = 66_000
 """What a block on its way to SSD counts for, until its file's real size is known."""
 
 
@@ -51,10 +51,10 @@ def test_a_prompt_cached_by_one_tenant_saves_another_nothing(tmp_path: Path, fac
     assert own.cache.cached_token_count == 6 * BLOCK
     with SteppedServer(tmp_path, facts=facts) as served:
         served.ask("a", tokens, tenant=A)
-        before = served.loop.counters.prefilled_token_total
+        before = served.loop.counters.stats.prefilled_token_total
         other = served.ask("b", tokens, tenant=B)
         # All of it was computed, up to the last token, which always runs: its first token waits as if cold.
-        assert served.loop.counters.prefilled_token_total - before == len(tokens) - 1
+        assert served.loop.counters.stats.prefilled_token_total - before == len(tokens) - 1
         assert (other.cache.cached_token_count, other.cache.limit) == (0, ReuseLimit.NO_MATCH)
 
 
@@ -64,19 +64,19 @@ def test_a_prompt_that_one_tenant_computes_right_now_is_not_followed_by_another(
         for name, tenant in (("a", A), ("b", B)):
             served.submit(name, tokens, tenant=tenant)
         served.step_until_idle()
-        assert served.loop.counters.prefilled_token_total == 2 * (len(tokens) - 1)
-        alone = served.loop.counters.prefilled_token_total
+        assert served.loop.counters.stats.prefilled_token_total == 2 * (len(tokens) - 1)
+        alone = served.loop.counters.stats.prefilled_token_total
         # The same at once from one tenant: the second follows the first.
         for name in ("c", "d"):
             served.submit(name, prompt(6 * BLOCK + 1, salt=1), tenant=A)
         served.step_until_idle()
-        assert served.loop.counters.prefilled_token_total - alone < 2 * (len(tokens) - 1)
+        assert served.loop.counters.stats.prefilled_token_total - alone < 2 * (len(tokens) - 1)
 
 
 @pytest.mark.parametrize("facts", [KV, WINDOWS, HYBRID])
 def test_a_tenant_that_fills_its_share_of_ram_pushes_out_its_own_only(facts) -> None:
     share_bytes = 8 * BLOCK_BYTES
-    with SteppedServer(facts=facts, shares=QuotaLimits(ram_bytes=share_bytes)) as served:
+    with SteppedServer(facts=facts, quotas=QuotaLimits(ram_bytes=share_bytes)) as served:
         served.ask("b", prompt(2 * BLOCK + 1), tenant=B)
         before = share_of(served, B)
         for salt in range(1, 12):
@@ -93,7 +93,7 @@ def test_a_tenant_that_fills_its_share_of_ram_pushes_out_its_own_only(facts) -> 
 def test_a_tenant_has_one_share_for_all_its_adapters() -> None:
     share_bytes = 8 * BLOCK_BYTES
     adapters = {AdapterName("one"): AdapterDigest(b"1" * 32), AdapterName("two"): AdapterDigest(b"2" * 32)}
-    with SteppedServer(shares=QuotaLimits(ram_bytes=share_bytes), adapters=adapters) as served:
+    with SteppedServer(quotas=QuotaLimits(ram_bytes=share_bytes), adapters=adapters) as served:
         served.ask("b", prompt(2 * BLOCK + 1), tenant=B)
         before = share_of(served, B)
         for salt in range(1, 8):
@@ -101,14 +101,14 @@ def test_a_tenant_has_one_share_for_all_its_adapters() -> None:
                 served.ask("a", prompt(3 * BLOCK + 1, salt=salt), tenant=A, adapter=adapter)
                 served.check()
                 assert 0 < share_of(served, A).ram_bytes <= share_bytes
-        held = sum(entry.ram_bytes for entry in served.cache.ram)
+        held = sum(entry.ram_bytes for entry in served.cache._ram)
         assert held == share_of(served, A).ram_bytes + before.ram_bytes, "no root's bytes are left out"
         assert share_of(served, B) == before
 
 
 def test_a_tenant_that_fills_its_share_of_the_ssd_loses_its_own_only(tmp_path: Path) -> None:
-    limits = QuotaLimits(ssd_bytes=PROMISE_BYTES + 8 * FILE_BYTES)
-    with SteppedServer(tmp_path, ram_blocks=4, shares=limits) as served:
+    limits = QuotaLimits(ssd_bytes=UNDER_WAY_BYTES + 8 * FILE_BYTES)
+    with SteppedServer(tmp_path, ram_blocks=4, quotas=limits) as served:
         served.ask("b", prompt(2 * BLOCK + 1), tenant=B)
         for salt in range(1, 40):
             served.ask("a", prompt(3 * BLOCK + 1, salt=salt), tenant=A)
@@ -116,7 +116,7 @@ def test_a_tenant_that_fills_its_share_of_the_ssd_loses_its_own_only(tmp_path: P
             assert share_of(served, A).ssd_bytes <= limits.ssd_bytes
         assert share_of(served, A).ssd_bytes > 8 * FILE_BYTES
         held = share_of(served, B).ssd_bytes
-    with SteppedServer(tmp_path, ram_blocks=4, shares=limits) as served:
+    with SteppedServer(tmp_path, ram_blocks=4, quotas=limits) as served:
         assert served.ask("b", prompt(2 * BLOCK + 1), tenant=B).cache.ssd_token_count == 2 * BLOCK
         assert served.ask("a", prompt(3 * BLOCK + 1, salt=39), tenant=A).cache.ssd_token_count > 0
         assert served.ask("a", prompt(3 * BLOCK + 1, salt=1), tenant=A).cache.cached_token_count == 0
@@ -126,8 +126,8 @@ def test_a_tenant_that_fills_its_share_of_the_ssd_loses_its_own_only(tmp_path: P
 
 
 def test_a_share_full_of_pins_drops_what_would_go_to_ssd_and_counts_it(tmp_path: Path) -> None:
-    limits = QuotaLimits(ssd_bytes=PROMISE_BYTES + 3 * FILE_BYTES)
-    with SteppedServer(tmp_path, spill_policy="write_behind", shares=limits) as served:
+    limits = QuotaLimits(ssd_bytes=UNDER_WAY_BYTES + 3 * FILE_BYTES)
+    with SteppedServer(tmp_path, spill_policy="write_behind", quotas=limits) as served:
         drops = 0
         for salt in range(1, 60):
             tokens = prompt(BLOCK + 1, salt=salt)
@@ -145,7 +145,7 @@ def test_an_owner_that_could_not_be_told_shows_when_the_block_is_used(tmp_path: 
     with SteppedServer(tmp_path, facts=STATE_ONLY) as served:
         served.ask("a", prompt(6 * BLOCK + 1), tenant=A)
     with SteppedServer(tmp_path, facts=STATE_ONLY) as served:
-        assert {entry.owner for entry in served.cache.index} == {None}
+        assert {entry.owner for entry in served.cache._index} == {None}
         served.ask("a", prompt(6 * BLOCK + 1), tenant=A)
         assert share_of(served, A).ssd_bytes > 0
         served.check()

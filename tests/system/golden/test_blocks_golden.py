@@ -22,7 +22,7 @@ from icehouse_server.domain.blocks import (
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
 from icehouse_server.storage.block_format.file import prepare_block, write_block
-from icehouse_server.storage.encryption.aes_gcm import AesVault, unwrap_key
+from icehouse_server.storage.encryption.aes_gcm import Cipher, unwrap_key
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.paths import StorePaths
 
@@ -38,9 +38,9 @@ EXTRA_VECTOR = "2d5ca70ebb55c8b49ca63f56e8de90d827c13082a2818fb6437f14575ff29b52
 FILE_VECTOR = "c3621916f46bfbe49a71ac0a0b8a2c8740b49dfd67f71eaf49ae6b2d25d1a6dc"
 KEY_ID_VECTOR = "c6b07c9526a3f31f"
 NAME_SECRET_VECTOR = "efb4d94c3151390d154fd786c7ad36e7f5daca265e0028a338691da694c3850a"
-SEALED_NAME_VECTOR = "31c51aa2468740ee805be6c9494974eb3b25a1f0cc3b10832b47615a4a1223bc"
-SEALED_REGIONS_VECTOR = "bef458ed8b87e7c9cadb3d83cf4bdd149e512610ec49d528ab969bd0480d4c1fa63de8f4"
-SEALED_FILE_VECTOR = "bb538f69ab6031192901adb5aa41a4f12575c5eee48c413b509835d4fc6c1171"
+ENCRYPTED_NAME_VECTOR = "31c51aa2468740ee805be6c9494974eb3b25a1f0cc3b10832b47615a4a1223bc"
+ENCRYPTED_REGIONS_VECTOR = "bef458ed8b87e7c9cadb3d83cf4bdd149e512610ec49d528ab969bd0480d4c1fa63de8f4"
+ENCRYPTED_FILE_VECTOR = "bb538f69ab6031192901adb5aa41a4f12575c5eee48c413b509835d4fc6c1171"
 WRAPPED_KEY_VECTOR = "246d75815315bd8b40ac141ba1cbca56785ae73cbbafa7fd20f4c91a99312c946edff8132c8259b4"
 GOLDEN_FILE = (
     b'{"__metadata__":{"header_xxh3":"eae965d5ddc017ff","format":"icehouse.block","lay'
@@ -108,20 +108,22 @@ def test_file_name():
     )
 
 
-def test_sealed_file_bytes(tmp_path):
+def test_encrypted_file_bytes(tmp_path):
     """What a key encrypted once, this key opens for ever."""
-    vault = AesVault(bytes(range(32)), random_bytes=bytes)
-    assert (vault.key_id.hex(), vault.name_secret.hex()) == (KEY_ID_VECTOR, NAME_SECRET_VECTOR)
+    cipher = Cipher(bytes(range(32)), random_bytes=bytes)
+    assert (cipher.key_id.hex(), cipher.name_secret.hex()) == (KEY_ID_VECTOR, NAME_SECRET_VECTOR)
     clear = golden_block()
-    root = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT, secret=vault.name_secret)
-    name = block_hash(parent=root, token_ids=clear.header.token_ids, extra=b"image", secret=vault.name_secret)
+    root = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT, secret=cipher.name_secret)
+    name = block_hash(
+        parent=root, token_ids=clear.header.token_ids, extra=b"image", secret=cipher.name_secret
+    )
     header = dataclasses.replace(clear.header, hash=name, parent=root)
     files = SystemFiles()
     descriptor = files.create(str(tmp_path / "b"))
-    write_block(files, descriptor, prepare_block(HostBlock(header, clear.regions), vault=vault))
+    write_block(files, descriptor, prepare_block(HostBlock(header, clear.regions), cipher=cipher))
     files.close(descriptor)
     written = (tmp_path / "b").read_bytes()
-    assert name.hex() == SEALED_NAME_VECTOR
-    assert written[-36:].hex() == SEALED_REGIONS_VECTOR
-    assert hashlib.sha256(written).hexdigest() == SEALED_FILE_VECTOR
+    assert name.hex() == ENCRYPTED_NAME_VECTOR
+    assert written[-36:].hex() == ENCRYPTED_REGIONS_VECTOR
+    assert hashlib.sha256(written).hexdigest() == ENCRYPTED_FILE_VECTOR
     assert unwrap_key(bytes.fromhex(WRAPPED_KEY_VECTOR), master_key=bytes(32)) == bytes(range(32))

@@ -106,8 +106,8 @@ class EngineSeam:
     def request_stats(self, reply: StatsReply) -> None:
         self.engine.request_stats(reply)
 
-    def submit_command(self, order: Any, reply: CommandReply) -> None:
-        self.engine.submit_command(order, reply)
+    def submit_command(self, command: Any, reply: CommandReply) -> None:
+        self.engine.submit_command(command, reply)
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.storage.messages import StorageStats
 
-from tests.system.cache.stepped_server import check_shares
+from tests.system.cache.stepped_server import check_accounts
 from tests.system.sim.server import SimServer
 
 
 def check_ram(served: SimServer) -> None:
     """The RAM tier's account is right and within its budget plus what waits to be written."""
-    ram = served.cache.ram
+    ram = served.cache._ram
     held = {entry.hash: entry.ram_bytes for entry in ram}
     assert ram.used_bytes == sum(held.values()), (ram.used_bytes, held)
     assert all(held.values()), "an entry without arrays is in the RAM tier"
@@ -22,24 +21,24 @@ def check_ram(served: SimServer) -> None:
         f"{ram.used_bytes} bytes in RAM, limit {ram.limit_bytes}, waiting to be written {spilling_bytes}"
     )
     for entry in ram:
-        assert served.cache.index.get(entry.hash) is entry, "RAM holds a block that the index does not know"
-    check_shares(served.cache)
-    check_share_limits(served)
+        assert served.cache._index.get(entry.hash) is entry, "RAM holds a block that the index does not know"
+    check_accounts(served.cache)
+    check_quotas(served)
 
 
-def check_share_limits(served: SimServer) -> None:
-    """No tenant is over its share, but for what is on its way out of RAM."""
-    limits, cache = served.setup.shares, served.cache
+def check_quotas(served: SimServer) -> None:
+    """No tenant is over its quota, but for what is on its way out of RAM."""
+    limits, cache = served.setup.quotas, served.cache
     if limits.ram_bytes:
-        for kin in {cache.shares._kin_of(owner) for owner in cache.ram.used_by}:
-            used_bytes = sum(cache.ram.used_by[root] for root in kin)
-            leaving = (e.ram_bytes for e in cache.ram if e.owner in kin and e.is_spilling)
+        for kin in {cache._quotas._kin_of(owner) for owner in cache._ram.used_by}:
+            used_bytes = sum(cache._ram.used_by[root] for root in kin)
+            leaving = (e.ram_bytes for e in cache._ram if e.owner in kin and e.is_spilling)
             assert used_bytes <= limits.ram_bytes + sum(leaving), (kin, used_bytes, limits)
     if limits.ssd_bytes and cache.facts.has_kv and not served.setup.has_shared_prefixes:
         # Without kv, or behind blocks of another tenant, a chain has gaps on SSD, and after a restart its
         # owner shows only when it is used.
-        for kin in {cache.shares._kin_of(owner) for owner in cache.shares._stored_bytes}:
-            stored_bytes = sum(cache.shares._stored_bytes[root] for root in kin)
+        for kin in {cache._quotas._kin_of(owner) for owner in cache._quotas._stored_bytes}:
+            stored_bytes = sum(cache._quotas._stored_bytes[root] for root in kin)
             assert None in kin or stored_bytes <= limits.ssd_bytes, (kin, stored_bytes, limits)
 
 
@@ -53,13 +52,15 @@ def check_disk(served: SimServer) -> None:
 def check_rest(served: SimServer) -> None:
     """Nothing is under way, so nothing may be held for it, and all accounts agree."""
     assert served.runner.is_empty, vars(served.runner)
-    assert not served.desk._restores and not served.desk._loads, "restores were left behind"
-    assert not served.cache.eviction.leaving and not served.spilling(), "blocks wait to be written for ever"
-    ram = served.cache.ram
+    assert not served.controller._restores and not served.controller._loads, "restores were left behind"
+    assert not served.spilling(), "blocks wait to be written for ever"
+    ram = served.cache._ram
     assert ram.used_bytes <= ram.limit_bytes, (ram.used_bytes, ram.limit_bytes)
-    for entry in served.cache.index:
+    for entry in served.cache._index:
         assert entry.ram or entry.ssd, f"an entry in neither tier: {entry}"
-    assert served.cache.counters.restore_failed_total == 0, "a plan promised what a restore did not find"
+    assert served.cache._counters.promote.failed_restore_total == 0, (
+        "a plan promised what a restore did not find"
+    )
 
 
 def check_agreement(served: SimServer) -> None:
@@ -73,7 +74,7 @@ def check_agreement(served: SimServer) -> None:
     }
     theirs = {
         entry.hash: tuple(entry.ssd.get(kind, 0) for kind in RegionKind)
-        for entry in served.cache.index
+        for entry in served.cache._index
         if entry.ssd
     }
     assert theirs == mine, f"engine knows {len(theirs)} blocks on SSD, the SSD tier has {len(mine)}"
@@ -85,13 +86,13 @@ def check_pins_agree(served: SimServer) -> None:
     if served.storage is None or served.is_storage_dead or not served.store.is_open:
         return
     pinned = {record.hash for record in served.store.index if record.pinned}
-    for entry in served.cache.index:
+    for entry in served.cache._index:
         if entry.ssd:
             assert (entry.hash in pinned) is entry.is_pinned, f"{entry} is pinned in one tier only"
 
 
 def check_counters(
-    served: SimServer, engine: EngineStats, cache: CacheStats, storage: StorageStats | None
+    served: SimServer, engine: EngineStats, cache: CacheStats, storage: CacheStats | None
 ) -> None:
     """Every total is the sum of its parts; call it at rest."""
     ended = engine.finished_total + engine.cancelled_total + engine.failed_total
@@ -106,14 +107,15 @@ def check_counters(
     reused = lookups.ram_token_total + lookups.ssd_token_total
     assert reused == engine.cached_token_total, (lookups, engine)
     assert lookups.hit_total <= lookups.lookup_total
-    assert cache.ram.size_bytes == served.cache.ram.used_bytes
+    assert cache.ram.size_bytes == served.cache._ram.used_bytes
     if storage is None:
         return
     spill = cache.spill
-    dropped = sum(count for _, count in storage.spill_dropped_totals)
-    assert storage.spill_accepted_total == storage.spill_persisted_total + dropped, storage
+    written = storage.spill
+    dropped = sum(drop.block_total for drop in written.drops)
+    assert written.accepted_block_total == written.persisted_block_total + dropped, storage
     assert (spill.queue_count, spill.queue_bytes) == (0, 0), spill
-    assert storage.load_queue_count == 0, storage
-    assert cache.ssd is not None and cache.ssd.block_count == sum(1 for e in served.cache.index if e.ssd)
-    limit = storage.daily_write_limit_bytes
-    assert limit == 0 or storage.written_today_bytes <= limit, storage
+    assert storage.promote.queue_count == 0, storage
+    assert cache.ssd is not None and cache.ssd.block_count == sum(1 for e in served.cache._index if e.ssd)
+    limit = written.daily_limit_bytes
+    assert limit == 0 or written.written_today_bytes <= limit, storage

@@ -94,7 +94,7 @@ class CommandIssuer:
         """Note the blocks that an order to evict is about to remove, and the last spill before it."""
         is_all = order.prompt_token_ids is None
         doom.spill_number = self._ledger.spill_number
-        known = served.cache.index if is_all else _known(served, order)
+        known = list(served.cache.blocks() if is_all else _known(served, order))
         # Where a tenant's quota made it go, the file goes when the storage thread gets there.
         on_its_way = {e.hash for e in known if not e.ssd and self._ledger.is_being_evicted(e.hash)}
         doom.blocks |= {entry.hash for entry in known} - on_its_way
@@ -134,5 +134,4 @@ class CommandIssuer:
 def _known(served: SimServer, order: Evict | Pin | Unpin) -> Sequence[Entry]:
     """Return the blocks that are wholly part of an order's prompt."""
     assert order.prompt_token_ids is not None
-    root = served.cache.root(order.scope)
-    return served.cache.index.known_chain(root=root, token_ids=order.prompt_token_ids)
+    return served.cache.known_chain(order.prompt_token_ids, order.scope)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.request import CacheUse, GenerationRequest
@@ -19,7 +20,6 @@ from icehouse_server.storage.messages import (
     Outcome,
     Persisted,
     StatsAnswer,
-    StorageStats,
     Verified,
 )
 
@@ -74,7 +74,7 @@ class Ledger:
         self._eviction_numbers: dict[BlockHash, int] = {}
         self.promises: list[Promise] = []
         self._manifest_bytes = 0
-        self.last_stats: StorageStats | None = None
+        self.last_stats: CacheStats | None = None
         self.seen: Counter[str] = Counter()
         """What happened at all, so that a test can say the scenarios reach it."""
 
@@ -161,11 +161,11 @@ class Ledger:
         assert not strange, f"blocks nobody spilled: {[name.hex()[:8] for name in strange]}"
         if not (self.damaged or self.has_lost_rows or self.io_errors(served)):
             report = store.report
-            lies = (report.rows_without_file, report.quarantined, report.other_abi_deleted)
+            lies = (report.row_deleted_count, report.quarantined_count, report.other_layout_deleted_count)
             assert lies == (0, 0, 0) and not report.manifest_rebuilt, f"a row lied: {report}"
-        self.seen["adopted"] += store.report.adopted
-        self.seen["clean open"] += store.report.was_clean
-        self.seen["partial"] += store.report.partials_deleted
+        self.seen["adopted"] += store.report.adopted_count
+        self.seen["clean open"] += store.report.clean
+        self.seen["partial"] += store.report.partial_deleted_count
         self.committed = present
         self.may_be_gone = set()
         self.has_lost_rows = False

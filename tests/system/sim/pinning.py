@@ -37,21 +37,20 @@ class PinWatch:
                 if name not in self._ledger.ever_damaged:
                     self._check(served, name, before)
         self.is_excused = False
-        leaving = served.cache.eviction.leaving
         self._before = {
-            entry.hash: _Pinned(entry.ram_bytes, entry.hash in leaving)
-            for entry in served.cache.index
+            entry.hash: _Pinned(entry.ram_bytes, entry.is_leaving)
+            for entry in served.cache._index
             if entry.is_pinned and (entry.ram or entry.hash in self._ledger.committed)
         }
 
     def _check(self, served: SimServer, name: BlockHash, before: _Pinned) -> None:
-        entry = served.cache.index.get(name)
+        entry = served.cache._index.get(name)
         is_kept = entry is not None and entry.is_pinned and (entry.ram or entry.ssd)
         if is_kept and (before.was_leaving or not before.ram_bytes or entry.ram):
             return
         # A block that was on its way out when it was pinned may find no room to stay.
-        pinned_bytes = sum(e.ram_bytes for e in served.cache.ram if e.is_pinned)
-        has_no_room = pinned_bytes + before.ram_bytes > served.cache.ram.limit_bytes
+        pinned_bytes = sum(e.ram_bytes for e in served.cache._ram if e.is_pinned)
+        has_no_room = pinned_bytes + before.ram_bytes > served.cache._ram.limit_bytes
         assert before.was_leaving and has_no_room, f"pinned block {name.hex()[:8]} is gone"
 
     def check_before_restart(self, served: SimServer) -> None:
@@ -60,7 +59,7 @@ class PinWatch:
             return
         if served.setup.task_queue_count == 1:
             return
-        for entry in served.cache.index:
+        for entry in served.cache._index:
             record = served.store.index.get(entry.hash)
             # One that was written after the flush had given up waiting is not known to the engine.
             if entry.is_pinned and entry.ssd and record is not None:

@@ -18,7 +18,7 @@ from icehouse_server.engine.core.mailbox import Cancel, QueryStats, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.storage.paths import StorePaths
 
-from tests.fixtures.storage.ciphers import VAULT
+from tests.fixtures.storage.ciphers import CIPHER
 from tests.fixtures.storage.faults import Crash
 from tests.system.sim.checks import (
     check_agreement,
@@ -34,7 +34,7 @@ from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.system.sim.pinning import PinWatch
 from tests.system.sim.server import Life, SimClock, SimServer
-from tests.system.sim.setup import ADAPTER_DIGESTS, draw_shares, make_setup
+from tests.system.sim.setup import ADAPTER_DIGESTS, draw_quotas, make_setup
 from tests.unit.storage.worker.test_crash import check_is_clean
 
 _USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
@@ -61,9 +61,9 @@ class Scenario:
         self._sharing_dice = random.Random(-2 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
-            shares=draw_shares(setup, random.Random(-1 - seed)),
+            quotas=draw_quotas(setup, random.Random(-1 - seed)),
             has_shared_prefixes=self._sharing_dice.random() < 0.4,
-            vault=VAULT if seed % 4 == 3 else None,
+            cipher=CIPHER if seed % 4 == 3 else None,
         )
         self.ledger = Ledger()
         self.clock = SimClock()
@@ -237,7 +237,7 @@ class Scenario:
             check_pins_agree(served)
         if served.storage is not None and not served.is_storage_dead:
             assert served.store.is_open, "the directory was never opened again"
-            if not served.store.report.was_clean and not self.ledger.damaged:
+            if not served.store.report.clean and not self.ledger.damaged:
                 check_is_clean(self._life.directory)
         assert not self._live, f"requests that never ended: {list(self._live)}"
         assert self._commands.open_count == 0, f"{self._commands.open_count} orders were never answered"
@@ -255,9 +255,10 @@ class Scenario:
         self.ledger.seen["parked"] += engine.parked_total
         self.ledger.seen["evicted from RAM"] += cache.ram.evicted_block_total
         if storage is not None:
-            self.ledger.seen["evicted from SSD"] += storage.evicted_block_total
-            for cause, count in storage.spill_dropped_totals:
-                self.ledger.seen[f"drop {cause.name}"] += count
+            assert storage.ssd is not None
+            self.ledger.seen["evicted from SSD"] += storage.ssd.evicted_block_total
+            for drop in storage.spill.drops:
+                self.ledger.seen[f"drop {drop.cause.name}"] += drop.block_total
 
     # What fate does.
 

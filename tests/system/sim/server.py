@@ -107,7 +107,7 @@ class SimServer:
                 files=self.disk,
                 clock=clock,
                 post=self._post,
-                vault=setup.vault,
+                cipher=setup.cipher,
             )
         self.is_storage_dead = False
         self.is_closed = False
@@ -119,7 +119,9 @@ class SimServer:
             storage=_WatchedStorage(self.storage, ledger) if self.storage is not None else None,
             clock=clock,
         )
-        self.desk = CacheController(cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001)
+        self.controller = CacheController(
+            cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001
+        )
         self.guard = MemoryGuard(
             self.runner.memory_model(),
             limit_bytes=setup.memory_limit_bytes,
@@ -130,14 +132,14 @@ class SimServer:
         self.scheduler = Scheduler(
             dataclasses.replace(
                 setup.limits,
-                chunk_ends_at_last_block=self.desk.checkpoint_block_token_count,
-                cuts_before_last_token=self.desk.cuts_before_last_token,
+                chunk_ends_at_last_block=self.cache.checkpoint_block_token_count,
+                cuts_before_last_token=self.controller.cuts_before_last_token,
             ),
             self.room,
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            prefix=self.desk,
+            prefix=self.controller,
             scheduling=SchedulingParts(queue=self.room, scheduler=self.scheduler, guard=self.guard),
             model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
             tokenizer=FakeDecoder(),
@@ -217,7 +219,7 @@ class SimServer:
 
     def spilling(self) -> Sequence[BlockHash]:
         """Return the blocks that wait to be written."""
-        return [entry.hash for entry in self.cache.index if entry.is_spilling]
+        return [entry.hash for entry in self.cache._index.spilling]
 
     def _wait_in_flush(self) -> None:
         self.clock.now += 0.01

@@ -6,12 +6,11 @@ import dataclasses
 import random
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.settings import StorageSettings
 
 from tests.system.sim.model import ModelSpec
@@ -47,10 +46,10 @@ class Setup:
     spill_queue_bytes: int
     load_queue_count: int
     task_queue_count: int
-    shares: QuotaLimits
+    quotas: QuotaLimits
     has_shared_prefixes: bool = False
     """Whether requests may start from another tenant's prompts."""
-    vault: Vault | None = None
+    cipher: Cipher | None = None
     """Encrypts the SSD tier; restores must not care."""
 
     def prefix_settings(self, model: int) -> PrefixSettings:
@@ -64,9 +63,9 @@ class Setup:
             spill_policy=self.spill_policy,
             min_prefix_token_count=self.min_prefix_token_count,
             may_recompute=self.may_recompute,
-            shares=self.shares,
+            quotas=self.quotas,
             adapters=ADAPTER_DIGESTS,
-            name_secret=self.vault.name_secret if self.vault else b"",
+            name_secret=self.cipher.name_secret if self.cipher else b"",
         )
 
     def storage_settings(self, directory: str, model: int) -> StorageSettings:
@@ -132,7 +131,7 @@ def make_setup(dice: random.Random) -> Setup:
         spill_queue_bytes=_CREDIT_BYTES * dice.choice((1, 3, 60)),
         load_queue_count=dice.choice((1, 16)),
         task_queue_count=dice.choice((1, 64, 64)),
-        shares=QuotaLimits(),
+        quotas=QuotaLimits(),
         limits=dataclasses.replace(
             limits,
             prefill_grid_token_count=dice.choice((1, 2, BLOCK)),
@@ -141,7 +140,7 @@ def make_setup(dice: random.Random) -> Setup:
     )
 
 
-def draw_shares(setup: Setup, dice: random.Random) -> QuotaLimits:
+def draw_quotas(setup: Setup, dice: random.Random) -> QuotaLimits:
     """Draw each tenant's share of the tiers; most houses have none."""
     ram_bytes = dice.choice((0, 0, 0, setup.ram_limit_bytes // 2, setup.ram_limit_bytes // 5))
     blocks = dice.choice((0, 0, 0, 3, 10))

@@ -131,7 +131,7 @@ def test_a_block_pinned_while_it_was_to_leave_stays_when_the_disk_does_not_take_
     (leaving,) = bench.served.spilling()
     answer = bench.order(Pin(tuple(b"aaaabbbbc")))
     assert isinstance(answer, PinReport) and answer.block_count == 2
-    entry = bench.served.cache.index.get(leaving)
+    entry = bench.served.cache._index.get(leaving)
     assert entry is not None and entry.ram and entry.is_pinned
 
 
@@ -141,9 +141,9 @@ def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -
     prompt = b"abcdabcdabcdabcda"
     bench.ask(prompt, max_output_tokens=0)
     cache = bench.served.cache
-    blocks = cache.index.known_chain(root=cache.root(CacheScope()), token_ids=tuple(prompt))
+    blocks = cache.known_chain(prompt, CacheScope())
     assert len(blocks) == 4
-    cache.drop(blocks[2])
+    cache.purge(blocks[2:3], with_ssd=False)
     assert bench.ask(prompt, max_output_tokens=0).usage.cache.cached_token_count == 2 * BLOCK
 
 
@@ -171,7 +171,7 @@ def test_a_refused_pin_pins_nothing(directory: Path) -> None:
         bench.served.mailbox.post(Command(order, answers.append))
     bench.served.come_to_rest()
     assert isinstance(answers[0], Overloaded), answers
-    assert not any(entry.is_pinned for entry in bench.served.cache.index)
+    assert not any(entry.is_pinned for entry in bench.served.cache._index)
 
 
 def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(directory: Path) -> None:

@@ -157,7 +157,7 @@ def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
 
     def pin(self, token_ids, scope, *, pinned):
         report = real(self, token_ids, scope, pinned=pinned)
-        for entry in self._known(token_ids, scope)[-1:]:
+        for entry in self._cache.known_chain(token_ids, scope)[-1:]:
             entry.is_pinned = True
         return report
 
@@ -195,7 +195,7 @@ def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:
     real = spiller.Spiller.add
 
     def add(self, request):
-        self._counters.spill_persisted += 1
+        self._counters.spill.persisted_block_total += 1
         real(self, request)
 
     patch.setattr(spiller.Spiller, "add", add)

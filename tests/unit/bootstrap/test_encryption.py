@@ -11,7 +11,7 @@ from icehouse_server.bootstrap.encryption import (
     key_of_command,
     key_of_file,
     new_key_text,
-    open_vault,
+    open_cipher,
     read_master_key,
 )
 from icehouse_server.config import CacheConfig, load_config
@@ -121,7 +121,7 @@ def test_without_the_package_nothing_starts_in_the_clear(
     monkeypatch.delattr("icehouse_server.storage.directory.data_keys", raising=False)
     config = CacheConfig(directory=str(tmp_path), key_file=str(key_file(tmp_path, KEY.hex().encode())))
     with pytest.raises(StartError, match=r"icehouse\[encryption\]") as caught:
-        open_vault(config, SystemFiles())
+        open_cipher(config, SystemFiles())
     assert caught.value.reason is Reason.ENCRYPTION_MISSING
 
 
@@ -131,5 +131,5 @@ def test_a_directory_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
         directory=str(tmp_path / "file"), key_file=str(key_file(tmp_path, KEY.hex().encode()))
     )
     with pytest.raises(StartError) as caught:
-        open_vault(config, SystemFiles())
+        open_cipher(config, SystemFiles())
     assert caught.value.reason is Reason.STORE_UNUSABLE

@@ -1,5 +1,8 @@
-"""When the launcher starts itself again, and that it never does so twice."""
+"""OpenBLAS in front of MLX: when it is loaded, that MLX calls it then, and how another program gets it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,12 +40,41 @@ def test_nothing_happens_without_need_or_library(
     assert preload.preload_environment({}) is None
 
 
-def test_the_same_command_runs_again(linux_cpu: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, list[str], dict[str, str]]] = []
-    linux_cpu.setattr("os.execve", lambda *call: calls.append(call))
-    linux_cpu.setattr("sys.orig_argv", ["python", "-X", "utf8", "/bin/icehouse", "serve"])
-    linux_cpu.setattr(preload, "environment", dict)
-    preload.restart_with_openblas()
-    (_, arguments, environ) = calls[0]
-    assert arguments[1:] == ["-X", "utf8", "/bin/icehouse", "serve"]
-    assert environ["LD_PRELOAD"] == str(LIBRARY)
+def test_a_library_that_cannot_be_loaded_is_told_and_nothing_more(
+    linux_cpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    linux_cpu.setattr(preload, "find_openblas", lambda: Path("/nowhere/libopenblas.so.0"))
+    linux_cpu.delitem(sys.modules, "mlx.core", raising=False)
+    preload.load_openblas()
+    assert [record.message for record in caplog.records] == ["openblas_not_loaded"]
+
+
+_BOUND_TO = """
+import ctypes, os, sys
+from icehouse_server.bootstrap import preload
+if sys.argv[1] == "load":
+    preload.load_openblas()
+import mlx.core
+# Whose sgemm a library finds that is loaded later: asked of the loader as libmlx's relocations ask it.
+named = ctypes.CDLL(None)
+found = getattr(named, "cblas_sgemm", None)
+class Info(ctypes.Structure):
+    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p)]
+    _fields_ += [("name", ctypes.c_char_p), ("at", ctypes.c_void_p)]
+info = Info()
+if found is not None:
+    named.dladdr(ctypes.cast(found, ctypes.c_void_p), ctypes.byref(info))
+print(os.path.basename((info.file or b"").decode()))
+"""
+
+
+@pytest.mark.parametrize(("order", "owner"), [("load", "openblas"), ("leave", "")])
+def test_what_is_loaded_later_finds_openblas_first(order: str, owner: str) -> None:
+    if not preload.runs_on_cpu() or preload.find_openblas() is None:
+        pytest.skip("no CPU build of MLX, or no OpenBLAS on this machine")
+    environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    said = subprocess.run(
+        [sys.executable, "-c", _BOUND_TO, order], env=environ, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert (owner in said) if owner else said == "", said

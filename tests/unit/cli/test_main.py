@@ -69,7 +69,7 @@ def test_errors_are_one_line_and_an_exit_code(
     code: int,
     words: str,
 ) -> None:
-    monkeypatch.setattr("icehouse_server.cli.serve.setup_logging", lambda config: None)
+    monkeypatch.setattr("icehouse_server.cli.main.setup_logging", lambda config: None)
     assert run_main(monkeypatch, *arguments) == code
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     assert len(lines) == 1 and words in lines[0], lines

@@ -293,7 +293,7 @@ def test_requests_of_a_loop_that_broke_count_as_failed() -> None:
 
 
 def totals(served: SteppedLoop) -> tuple[int, int, int]:
-    counters = served.loop.counters
+    counters = served.loop.counters.stats
     return counters.finished_total, counters.cancelled_total, counters.failed_total
 
 
@@ -415,4 +415,4 @@ def test_a_device_that_runs_ahead_is_asked_for_its_last_tokens() -> None:
     alone.submit("a", range(1, 7), max_output_tokens=3)
     alone.run()
     assert served.recorder.tokens_of("a") == alone.recorder.tokens_of("a")
-    assert served.loop.counters.prefill_tokens_per_s == 40 + 0.2 * (10 - 40), "four tokens, then one"
+    assert served.loop.counters.stats.prefill_tokens_per_s == 40 + 0.2 * (10 - 40), "four tokens, then one"

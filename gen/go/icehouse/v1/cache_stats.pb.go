@@ -786,8 +786,11 @@ type CachePromoteStats struct {
 	RecomputeTokensPerSecond float64 `protobuf:"fixed64,10,opt,name=recompute_tokens_per_second,json=recomputeTokensPerSecond,proto3" json:"recompute_tokens_per_second,omitempty"`
 	// Lookups in which prefilling was predicted to be faster.
 	RecomputeChosenTotal int64 `protobuf:"varint,11,opt,name=recompute_chosen_total,json=recomputeChosenTotal,proto3" json:"recompute_chosen_total,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// Restores that failed although their blocks had been read: the blocks did not make a cache. The
+	// requests were prefilled instead, and the blocks are not used again.
+	FailedRestoreTotal int64 `protobuf:"varint,12,opt,name=failed_restore_total,json=failedRestoreTotal,proto3" json:"failed_restore_total,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *CachePromoteStats) Reset() {
@@ -897,6 +900,13 @@ func (x *CachePromoteStats) GetRecomputeChosenTotal() int64 {
 	return 0
 }
 
+func (x *CachePromoteStats) GetFailedRestoreTotal() int64 {
+	if x != nil {
+		return x.FailedRestoreTotal
+	}
+	return 0
+}
+
 // What was found damaged. Damage is a miss, never an error of the request.
 type CacheIntegrityStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -914,8 +924,11 @@ type CacheIntegrityStats struct {
 	QuarantinedBytes int64 `protobuf:"varint,6,opt,name=quarantined_bytes,json=quarantinedBytes,proto3" json:"quarantined_bytes,omitempty"`
 	// Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
 	SealFailureTotal int64 `protobuf:"varint,7,opt,name=seal_failure_total,json=sealFailureTotal,proto3" json:"seal_failure_total,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
+	// leave it to make room; this only grows.
+	QuarantinedBlockTotal int64 `protobuf:"varint,8,opt,name=quarantined_block_total,json=quarantinedBlockTotal,proto3" json:"quarantined_block_total,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *CacheIntegrityStats) Reset() {
@@ -993,6 +1006,13 @@ func (x *CacheIntegrityStats) GetQuarantinedBytes() int64 {
 func (x *CacheIntegrityStats) GetSealFailureTotal() int64 {
 	if x != nil {
 		return x.SealFailureTotal
+	}
+	return 0
+}
+
+func (x *CacheIntegrityStats) GetQuarantinedBlockTotal() int64 {
+	if x != nil {
+		return x.QuarantinedBlockTotal
 	}
 	return 0
 }
@@ -1133,8 +1153,14 @@ type CacheReconcileReport struct {
 	OtherLayoutDeletedCount int64 `protobuf:"varint,11,opt,name=other_layout_deleted_count,json=otherLayoutDeletedCount,proto3" json:"other_layout_deleted_count,omitempty"`
 	// Files that this software did not name, left alone.
 	UnknownFileCount int64 `protobuf:"varint,12,opt,name=unknown_file_count,json=unknownFileCount,proto3" json:"unknown_file_count,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
+	// were brought up to date.
+	RestampedCount int64 `protobuf:"varint,13,opt,name=restamped_count,json=restampedCount,proto3" json:"restamped_count,omitempty"`
+	// Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+	// removes them.
+	UnencryptedBlockCount int64 `protobuf:"varint,14,opt,name=unencrypted_block_count,json=unencryptedBlockCount,proto3" json:"unencrypted_block_count,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *CacheReconcileReport) Reset() {
@@ -1251,6 +1277,20 @@ func (x *CacheReconcileReport) GetUnknownFileCount() int64 {
 	return 0
 }
 
+func (x *CacheReconcileReport) GetRestampedCount() int64 {
+	if x != nil {
+		return x.RestampedCount
+	}
+	return 0
+}
+
+func (x *CacheReconcileReport) GetUnencryptedBlockCount() int64 {
+	if x != nil {
+		return x.UnencryptedBlockCount
+	}
+	return 0
+}
+
 var File_icehouse_v1_cache_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
@@ -1321,7 +1361,7 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x13written_today_bytes\x18\t \x01(\x03R\x11writtenTodayBytes\x12*\n" +
 	"\x11daily_limit_bytes\x18\n" +
 	" \x01(\x03R\x0fdailyLimitBytes\x123\n" +
-	"\x16write_bytes_per_second\x18\v \x01(\x01R\x13writeBytesPerSecond\"\x8f\x04\n" +
+	"\x16write_bytes_per_second\x18\v \x01(\x01R\x13writeBytesPerSecond\"\xc1\x04\n" +
 	"\x11CachePromoteStats\x12\x1d\n" +
 	"\n" +
 	"load_total\x18\x01 \x01(\x03R\tloadTotal\x12*\n" +
@@ -1337,7 +1377,8 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x19restore_tokens_per_second\x18\t \x01(\x01R\x16restoreTokensPerSecond\x12=\n" +
 	"\x1brecompute_tokens_per_second\x18\n" +
 	" \x01(\x01R\x18recomputeTokensPerSecond\x124\n" +
-	"\x16recompute_chosen_total\x18\v \x01(\x03R\x14recomputeChosenTotal\"\xf0\x02\n" +
+	"\x16recompute_chosen_total\x18\v \x01(\x03R\x14recomputeChosenTotal\x120\n" +
+	"\x14failed_restore_total\x18\f \x01(\x03R\x12failedRestoreTotal\"\xa8\x03\n" +
 	"\x13CacheIntegrityStats\x120\n" +
 	"\x14verified_block_total\x18\x01 \x01(\x03R\x12verifiedBlockTotal\x124\n" +
 	"\x16checksum_failure_total\x18\x02 \x01(\x03R\x14checksumFailureTotal\x122\n" +
@@ -1345,7 +1386,8 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x12missing_file_total\x18\x04 \x01(\x03R\x10missingFileTotal\x124\n" +
 	"\x16quarantined_file_count\x18\x05 \x01(\x03R\x14quarantinedFileCount\x12+\n" +
 	"\x11quarantined_bytes\x18\x06 \x01(\x03R\x10quarantinedBytes\x12,\n" +
-	"\x12seal_failure_total\x18\a \x01(\x03R\x10sealFailureTotal\"\xc1\x02\n" +
+	"\x12seal_failure_total\x18\a \x01(\x03R\x10sealFailureTotal\x126\n" +
+	"\x17quarantined_block_total\x18\b \x01(\x03R\x15quarantinedBlockTotal\"\xc1\x02\n" +
 	"\x0eCacheDiskStats\x12\x1d\n" +
 	"\n" +
 	"used_bytes\x18\x01 \x01(\x03R\tusedBytes\x12%\n" +
@@ -1357,7 +1399,7 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x10free_floor_bytes\x18\x05 \x01(\x03R\x0efreeFloorBytes\x125\n" +
 	"\x17other_model_block_count\x18\x06 \x01(\x03R\x14otherModelBlockCount\x12*\n" +
 	"\x11writes_off_detail\x18\a \x01(\tR\x0fwritesOffDetail\x12\x1c\n" +
-	"\tencrypted\x18\b \x01(\bR\tencrypted\"\xaa\x04\n" +
+	"\tencrypted\x18\b \x01(\bR\tencrypted\"\x8b\x05\n" +
 	"\x14CacheReconcileReport\x12A\n" +
 	"\x0ereconcile_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\rreconcileTime\x125\n" +
 	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\x12\x14\n" +
@@ -1372,7 +1414,9 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x11row_deleted_count\x18\n" +
 	" \x01(\x03R\x0frowDeletedCount\x12;\n" +
 	"\x1aother_layout_deleted_count\x18\v \x01(\x03R\x17otherLayoutDeletedCount\x12,\n" +
-	"\x12unknown_file_count\x18\f \x01(\x03R\x10unknownFileCount*\xde\x02\n" +
+	"\x12unknown_file_count\x18\f \x01(\x03R\x10unknownFileCount\x12'\n" +
+	"\x0frestamped_count\x18\r \x01(\x03R\x0erestampedCount\x126\n" +
+	"\x17unencrypted_block_count\x18\x0e \x01(\x03R\x15unencryptedBlockCount*\xde\x02\n" +
 	"\x0eSpillDropCause\x12 \n" +
 	"\x1cSPILL_DROP_CAUSE_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aSPILL_DROP_CAUSE_NO_CREDIT\x10\x01\x12!\n" +

@@ -421,6 +421,7 @@ class CachePromoteStats(_message.Message):
     RESTORE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     RECOMPUTE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     RECOMPUTE_CHOSEN_TOTAL_FIELD_NUMBER: _builtins.int
+    FAILED_RESTORE_TOTAL_FIELD_NUMBER: _builtins.int
     load_total: _builtins.int
     """Loads asked of the SSD tier."""
     failed_load_total: _builtins.int
@@ -443,6 +444,10 @@ class CachePromoteStats(_message.Message):
     """Tokens prefilled per second, the average that restoring is weighed against."""
     recompute_chosen_total: _builtins.int
     """Lookups in which prefilling was predicted to be faster."""
+    failed_restore_total: _builtins.int
+    """Restores that failed although their blocks had been read: the blocks did not make a cache. The
+    requests were prefilled instead, and the blocks are not used again.
+    """
     def __init__(
         self,
         *,
@@ -457,10 +462,11 @@ class CachePromoteStats(_message.Message):
         restore_tokens_per_second: _builtins.float = ...,
         recompute_tokens_per_second: _builtins.float = ...,
         recompute_chosen_total: _builtins.int = ...,
+        failed_restore_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_load_total", b"failed_load_total", "load_total", b"load_total", "promoted_block_total", b"promoted_block_total", "promoted_token_total", b"promoted_token_total", "queue_count", b"queue_count", "queue_limit", b"queue_limit", "read_byte_total", b"read_byte_total", "read_bytes_per_second", b"read_bytes_per_second", "recompute_chosen_total", b"recompute_chosen_total", "recompute_tokens_per_second", b"recompute_tokens_per_second", "restore_tokens_per_second", b"restore_tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_load_total", b"failed_load_total", "failed_restore_total", b"failed_restore_total", "load_total", b"load_total", "promoted_block_total", b"promoted_block_total", "promoted_token_total", b"promoted_token_total", "queue_count", b"queue_count", "queue_limit", b"queue_limit", "read_byte_total", b"read_byte_total", "read_bytes_per_second", b"read_bytes_per_second", "recompute_chosen_total", b"recompute_chosen_total", "recompute_tokens_per_second", b"recompute_tokens_per_second", "restore_tokens_per_second", b"restore_tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,6 +485,7 @@ class CacheIntegrityStats(_message.Message):
     QUARANTINED_FILE_COUNT_FIELD_NUMBER: _builtins.int
     QUARANTINED_BYTES_FIELD_NUMBER: _builtins.int
     SEAL_FAILURE_TOTAL_FIELD_NUMBER: _builtins.int
+    QUARANTINED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
     verified_block_total: _builtins.int
     """Blocks whose checksums were verified."""
     checksum_failure_total: _builtins.int
@@ -493,6 +500,10 @@ class CacheIntegrityStats(_message.Message):
     """Bytes in quarantine."""
     seal_failure_total: _builtins.int
     """Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place."""
+    quarantined_block_total: _builtins.int
+    """Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
+    leave it to make room; this only grows.
+    """
     def __init__(
         self,
         *,
@@ -503,10 +514,11 @@ class CacheIntegrityStats(_message.Message):
         quarantined_file_count: _builtins.int = ...,
         quarantined_bytes: _builtins.int = ...,
         seal_failure_total: _builtins.int = ...,
+        quarantined_block_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_failure_total", b"checksum_failure_total", "header_mismatch_total", b"header_mismatch_total", "missing_file_total", b"missing_file_total", "quarantined_bytes", b"quarantined_bytes", "quarantined_file_count", b"quarantined_file_count", "seal_failure_total", b"seal_failure_total", "verified_block_total", b"verified_block_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_failure_total", b"checksum_failure_total", "header_mismatch_total", b"header_mismatch_total", "missing_file_total", b"missing_file_total", "quarantined_block_total", b"quarantined_block_total", "quarantined_bytes", b"quarantined_bytes", "quarantined_file_count", b"quarantined_file_count", "seal_failure_total", b"seal_failure_total", "verified_block_total", b"verified_block_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -580,6 +592,8 @@ class CacheReconcileReport(_message.Message):
     ROW_DELETED_COUNT_FIELD_NUMBER: _builtins.int
     OTHER_LAYOUT_DELETED_COUNT_FIELD_NUMBER: _builtins.int
     UNKNOWN_FILE_COUNT_FIELD_NUMBER: _builtins.int
+    RESTAMPED_COUNT_FIELD_NUMBER: _builtins.int
+    UNENCRYPTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     clean: _builtins.bool
     """Whether the last stop was clean, so that files were not walked one by one."""
     manifest_rebuilt: _builtins.bool
@@ -600,6 +614,14 @@ class CacheReconcileReport(_message.Message):
     """Files of another layout version, deleted."""
     unknown_file_count: _builtins.int
     """Files that this software did not name, left alone."""
+    restamped_count: _builtins.int
+    """Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
+    were brought up to date.
+    """
+    unencrypted_block_count: _builtins.int
+    """Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+    removes them.
+    """
     @_builtins.property
     def reconcile_time(self) -> _timestamp_pb2.Timestamp:
         """When."""
@@ -623,10 +645,12 @@ class CacheReconcileReport(_message.Message):
         row_deleted_count: _builtins.int = ...,
         other_layout_deleted_count: _builtins.int = ...,
         unknown_file_count: _builtins.int = ...,
+        restamped_count: _builtins.int = ...,
+        unencrypted_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "reconcile_time", b"reconcile_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_count", b"adopted_count", "clean", b"clean", "duration", b"duration", "file_count", b"file_count", "manifest_rebuilt", b"manifest_rebuilt", "other_layout_deleted_count", b"other_layout_deleted_count", "partial_deleted_count", b"partial_deleted_count", "quarantined_count", b"quarantined_count", "reconcile_time", b"reconcile_time", "row_count", b"row_count", "row_deleted_count", b"row_deleted_count", "unknown_file_count", b"unknown_file_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_count", b"adopted_count", "clean", b"clean", "duration", b"duration", "file_count", b"file_count", "manifest_rebuilt", b"manifest_rebuilt", "other_layout_deleted_count", b"other_layout_deleted_count", "partial_deleted_count", b"partial_deleted_count", "quarantined_count", b"quarantined_count", "reconcile_time", b"reconcile_time", "restamped_count", b"restamped_count", "row_count", b"row_count", "row_deleted_count", b"row_deleted_count", "unencrypted_block_count", b"unencrypted_block_count", "unknown_file_count", b"unknown_file_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

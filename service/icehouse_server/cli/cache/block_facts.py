@@ -8,7 +8,7 @@ from datetime import datetime
 from icehouse_server.config.setting import size_text
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage.directory.reconcile import Discrepancy
-from icehouse_server.storage.encryption.cipher import KEY_DETAIL
+from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.record import BlockRecord
 
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from icehouse_server.bootstrap.encryption import find_vault
+from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.cli.cache.block_facts import (
     age_text,
     discrepancy_facts,
@@ -31,7 +31,7 @@ from icehouse_server.config.setting import size_text
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.directory.offline import OfflineStore, Rows, Verdict
 from icehouse_server.storage.directory.reconcile import Finding
-from icehouse_server.storage.encryption.cipher import KEY_DETAIL
+from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.record import BlockRecord
 
@@ -227,7 +227,7 @@ def _open(directory: Path | None) -> OfflineStore:
             metadata={"directory": str(where)},
         )
     files = SystemFiles()
-    return OfflineStore(str(where), files=files, clock=SystemClock(), vault=find_vault(config, files))
+    return OfflineStore(str(where), files=files, clock=SystemClock(), cipher=find_cipher(config, files))
 
 
 def _open_existing(directory: Path | None) -> OfflineStore:

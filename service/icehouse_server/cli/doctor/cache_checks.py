@@ -8,7 +8,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from icehouse_server.bootstrap.encryption import find_vault
+from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.cli.doctor.check import Check, Verdict
 from icehouse_server.config import CacheConfig, Config
 from icehouse_server.config.setting import size_text
@@ -71,13 +71,13 @@ def check_encryption(config: Config) -> Check:
         return Check("at rest", Verdict.OK, "blocks are in the clear, readable by their owner only")
     folder = cache.block_directory
     try:
-        vault = find_vault(cache, SystemFiles())
+        cipher = find_cipher(cache, SystemFiles())
     except StartError as error:
         return Check("at rest", Verdict.FAIL, error.message, "see docs/at-rest.md")
-    if vault is None and os.path.exists(StorePaths(str(folder)).data_keys):
+    if cipher is None and os.path.exists(StorePaths(str(folder)).data_keys):
         advice = "the cache would begin empty beside blocks under another key; was it meant to be that one?"
         return Check("at rest", Verdict.WARN, f"the key opens no data key in {folder}", advice)
-    key = f"data key {vault.key_id.hex()}" if vault else "the first start makes its data key"
+    key = f"data key {cipher.key_id.hex()}" if cipher else "the first start makes its data key"
     return Check("at rest", Verdict.OK, f"blocks are encrypted (AES-256-GCM), {key}")
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from icehouse_server.config import ServerConfig
-from icehouse_server.demo.build import OnProgress, licence_notice
+
+if TYPE_CHECKING:
+    from icehouse_server.demo.build import OnProgress
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -61,6 +64,9 @@ def _progress() -> Progress:
 
 
 def _show_notice() -> None:
+    # Imported here: it brings numpy and the tokenizers, and hardly any command makes the model.
+    from icehouse_server.demo.build import licence_notice
+
     err.print("making the demo model, Gemma 3 270M, once; its package says:")
     err.print(f"[dim]{escape(licence_notice())}[/]")
 

@@ -16,7 +16,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def setup_logging(config: LogConfig) -> None:
-    """Send the house's loggers to standard error; other libraries only from warnings on."""
+    """Send the server's loggers to standard error; other libraries only from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     root = logging.getLogger()

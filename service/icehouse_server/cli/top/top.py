@@ -16,7 +16,8 @@ from icehouse_server.config import load_config
 from icehouse_server.errors import ConfigError, Reason
 
 if TYPE_CHECKING:
-    from icehouse_server.rpc.client.watch_stats import Access, Glance, StatsWatch
+    from icehouse_server.domain.stats import ServerStats
+    from icehouse_server.rpc.client.watch_stats import Access, StatsWatch
 
 _HISTORY_COUNT = 30
 
@@ -58,9 +59,9 @@ def _print_once(watch: StatsWatch) -> None:
     from icehouse_server.cli.top.rates import rates_between
     from icehouse_server.cli.top.view import screen
 
-    with contextlib.closing(watch.glances(interval_s=1.0, wait=False)) as glances:
-        glance = next(glances)
-    out.print(screen(glance, rates_between(None, glance), address=watch.address, history=()))
+    with contextlib.closing(watch.samples(interval_s=1.0, wait=False)) as samples:
+        stats = next(samples)
+    out.print(screen(stats, rates_between(None, stats), address=watch.address, history=()))
 
 
 def _show(watch: StatsWatch, *, interval_s: float) -> None:
@@ -71,19 +72,19 @@ def _show(watch: StatsWatch, *, interval_s: float) -> None:
     from icehouse_server.cli.top.view import screen
 
     history: collections.deque[float] = collections.deque(maxlen=_HISTORY_COUNT)
-    earlier: Glance | None = None
+    earlier: ServerStats | None = None
     with Live(console=out, screen=True, auto_refresh=False) as live:
-        for glance, notice in _looks(watch, interval_s=interval_s):
-            rates = rates_between(earlier, glance)
+        for stats, notice in _looks(watch, interval_s=interval_s):
+            rates = rates_between(earlier, stats)
             if not notice:
                 history.append(rates.output_tokens_per_s)
             live.update(
-                screen(glance, rates, address=watch.address, history=history, notice=notice), refresh=True
+                screen(stats, rates, address=watch.address, history=history, notice=notice), refresh=True
             )
-            earlier = glance
+            earlier = stats
 
 
-def _looks(watch: StatsWatch, *, interval_s: float) -> Iterator[tuple[Glance, str]]:
+def _looks(watch: StatsWatch, *, interval_s: float) -> Iterator[tuple[ServerStats, str]]:
     """Yield looks and, when the server has gone, the last one once more with what happened.
 
     Raises CallFailed when there was none at first, or when the server refuses.
@@ -91,12 +92,12 @@ def _looks(watch: StatsWatch, *, interval_s: float) -> Iterator[tuple[Glance, st
     from icehouse_server.rpc.client.generate import CallFailed
 
     pause = threading.Event()
-    last: Glance | None = None
+    last: ServerStats | None = None
     while True:
         try:
-            for glance in watch.glances(interval_s=interval_s, wait=last is not None):
-                last = glance
-                yield glance, ""
+            for stats in watch.samples(interval_s=interval_s, wait=last is not None):
+                last = stats
+                yield stats, ""
         except CallFailed as error:
             if last is None or error.code != "UNAVAILABLE":
                 raise

@@ -12,7 +12,8 @@ from rich.text import Text
 from icehouse_server.cli.cache.block_facts import age_text
 from icehouse_server.cli.top.rates import Rates
 from icehouse_server.config.setting import size_text
-from icehouse_server.rpc.client.watch_stats import CacheGlance, EngineGlance, Glance, SlowGlance, TierGlance
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.stats import EngineStats, ServerStats, SlowRequest
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 10
@@ -21,21 +22,21 @@ _ALARM = "bold red"
 
 
 def screen(
-    glance: Glance, rates: Rates, *, address: str, history: Sequence[float], notice: str = ""
+    stats: ServerStats, rates: Rates, *, address: str, history: Sequence[float], notice: str = ""
 ) -> RenderableType:
     """Return the whole screen; `history` is of output tokens per second, `notice` a line of trouble."""
-    parts: list[RenderableType] = [_title(glance, address)]
+    parts: list[RenderableType] = [_title(stats, address)]
     if notice:
         parts.append(Text(notice, style=_ALARM))
-    if glance.engine is None:
+    if stats.engine is None:
         parts.append(
             Text("the server shows a tenant its own requests only; an operator's token shows the rest")
         )
     else:
-        parts.append(_now(glance.engine, rates, history))
-    if glance.cache is not None:
-        parts += [Text(), _tiers(glance.cache.tiers), _traffic(glance.cache, rates)]
-    parts += [Text(), _slowest(glance.slowest)]
+        parts.append(_now(stats.engine, rates, history))
+    if stats.cache is not None:
+        parts += [Text(), _tiers(stats.cache), _traffic(stats.cache, rates)]
+    parts += [Text(), _slowest(stats.slowest_requests)]
     return Group(*parts)
 
 
@@ -61,14 +62,14 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _title(glance: Glance, address: str) -> Text:
+def _title(stats: ServerStats, address: str) -> Text:
     title = Text.assemble(("icehouse ", "bold"), address)
-    if glance.engine is not None:
-        title.append(f" · up {age_text(0.0, now_time_s=glance.engine.uptime_s)}", style="dim")
+    if stats.engine is not None:
+        title.append(f" · up {age_text(0.0, now_time_s=stats.engine.uptime_s)}", style="dim")
     return title
 
 
-def _now(engine: EngineGlance, rates: Rates, history: Sequence[float]) -> Table:
+def _now(engine: EngineStats, rates: Rates, history: Sequence[float]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
@@ -108,47 +109,54 @@ def _now(engine: EngineGlance, rates: Rates, history: Sequence[float]) -> Table:
     return table
 
 
-def _tiers(tiers: Sequence[TierGlance]) -> Table:
+def _tiers(cache: CacheStats) -> Table:
     table = _table("tier", "blocks", "size", "", "evicted", "age", "reused")
-    for tier in tiers:
+    lookups = cache.lookups
+    for name, tier, reused in (
+        ("RAM", cache.ram, lookups.ram_token_total),
+        ("SSD", cache.ssd, lookups.ssd_token_total),
+    ):
+        if tier is None:
+            continue
         table.add_row(
-            tier.name,
+            name,
             f"{tier.block_count:,}",
             f"{size_text(tier.size_bytes)} of {size_text(tier.limit_bytes)}",
             ProgressBar(max(1, tier.limit_bytes), tier.size_bytes, width=_BAR_WIDTH),
             f"{tier.evicted_block_total:,}",
-            age_text(0.0, now_time_s=tier.median_age_s),
-            f"{tier.reused_token_total:,} tokens",
+            age_text(0.0, now_time_s=tier.age.p50_s),
+            f"{reused:,} tokens",
         )
     return table
 
 
-def _traffic(cache: CacheGlance, rates: Rates) -> Text:
-    limit_bytes = cache.write_queue_limit_bytes
-    queue = _share_text(cache.write_queue_bytes / limit_bytes if limit_bytes else None)
+def _traffic(cache: CacheStats, rates: Rates) -> Text:
+    spill, damaged = cache.spill, cache.integrity.damaged_block_total
+    limit_bytes = spill.queue_limit_bytes
+    queue = _share_text(spill.queue_bytes / limit_bytes if limit_bytes else None)
     text = Text.assemble(
         f"spill {size_text(round(rates.written_bytes_per_s))}/s, "
         f"restore {size_text(round(rates.read_bytes_per_s))}/s, write queue {queue} full, "
-        f"{cache.dropped_block_total:,} blocks not written, ",
-        (f"{cache.damaged_block_total:,} damaged", _ALARM if cache.damaged_block_total else ""),
+        f"{sum(drop.block_total for drop in spill.drops):,} blocks not written, ",
+        (f"{damaged:,} damaged", _ALARM if damaged else ""),
     )
-    if cache.writes_off_detail:
-        text.append(f"\nnothing is written: {printable(cache.writes_off_detail)}", style=_ALARM)
+    if cache.disk is not None and cache.disk.writes_off_detail:
+        text.append(f"\nnothing is written: {printable(cache.disk.writes_off_detail)}", style=_ALARM)
     return text
 
 
-def _slowest(slowest: Sequence[SlowGlance]) -> Table:
+def _slowest(slowest: Sequence[SlowRequest]) -> Table:
     table = _table("slowest", "ago", "total", "queue", "restore", "prefill", "decode", "tokens")
     for request in slowest:
         name = printable(request.request_id)
         table.add_row(
             Text(name if len(name) <= _ID_WIDTH else f"{name[: _ID_WIDTH - 1]}…"),
             age_text(0.0, now_time_s=request.age_s),
-            Text(duration_text(request.total_s), style="" if request.code == "OK" else _ALARM),
-            duration_text(request.queue_s),
-            duration_text(request.restore_s or None),
-            duration_text(request.prefill_s),
-            duration_text(request.decode_s),
+            Text(duration_text(request.total_duration_s), style="" if request.code == "OK" else _ALARM),
+            duration_text(request.queue_duration_s),
+            duration_text(request.restore_duration_s or None),
+            duration_text(request.prefill_duration_s),
+            duration_text(request.decode_duration_s),
             f"{request.cached_token_count:,}/{request.prompt_token_count:,} → {request.output_token_count:,}",
         )
     return table

@@ -1,59 +1,44 @@
-"""Counters of the engine, kept by its loop and shown as a frozen snapshot."""
+"""Counters of the engine, in the shape they are shown in, and the averages behind some of them."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
+
+from icehouse_server.averages import MovingAverage, quantile
+from icehouse_server.domain.stats import EngineStats
 
 _KEPT_STEP_COUNT = 512
-_SMOOTHING = 0.2
 
 
-@dataclasses.dataclass(slots=True)
 class Counters:
-    """Totals since start, and the last decode step durations in seconds."""
+    """Kept by the engine's loop. `stats` is counted in; whoever is shown it gets a copy."""
 
-    accepted_total: int = 0
-    rejected_total: int = 0
-    finished_total: int = 0
-    cancelled_total: int = 0
-    failed_total: int = 0
-    prompt_token_total: int = 0
-    cached_token_total: int = 0
-    prefilled_token_total: int = 0
-    output_token_total: int = 0
-    step_total: int = 0
-    parked_total: int = 0
-    prefill_tokens_per_s: float = 0.0
-    service_s: float = 0.0
-    """How long a request holds a slot, moving average."""
-    decode_steps_s: collections.deque[float] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=_KEPT_STEP_COUNT)
-    )
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self.service = MovingAverage()
+        """How long a request holds a slot, in seconds."""
+        self._prefill_rate = MovingAverage()
+        self._decode_steps_s: collections.deque[float] = collections.deque(maxlen=_KEPT_STEP_COUNT)
 
     def note_pass(self, *, prefilled_token_count: int, output_token_count: int) -> None:
         """Account for what a forward pass ran and what came of it."""
-        self.step_total += 1
-        self.prefilled_token_total += prefilled_token_count
-        self.output_token_total += output_token_count
+        self.stats.step_total += 1
+        self.stats.prefilled_token_total += prefilled_token_count
+        self.stats.output_token_total += output_token_count
 
     def note_prefill_rate(self, token_count: int, elapsed_s: float) -> None:
         """Account for the part of a pass that its prompt tokens took."""
-        rate = token_count / max(elapsed_s, 1e-9)
-        old = self.prefill_tokens_per_s
-        self.prefill_tokens_per_s = rate if old == 0.0 else old + _SMOOTHING * (rate - old)
+        self.stats.prefill_tokens_per_s = self._prefill_rate.add(token_count / max(elapsed_s, 1e-9))
 
     def note_decode_step(self, elapsed_s: float) -> None:
         """Account for a pass in which rows drew their next token."""
-        self.decode_steps_s.append(elapsed_s)
+        self._decode_steps_s.append(elapsed_s)
 
     def note_finished(self, service_s: float) -> None:
         """Account for a request that ran to its end."""
-        self.finished_total += 1
-        old = self.service_s
-        self.service_s = service_s if old == 0.0 else old + _SMOOTHING * (service_s - old)
+        self.stats.finished_total += 1
+        self.service.add(service_s)
 
-    def decode_step_quantile_s(self, quantile: float) -> float:
-        """Return the `quantile` (0..1) of the last decode steps; 0 before the first one."""
-        ordered = sorted(self.decode_steps_s)
-        return ordered[min(int(quantile * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+    def decode_step_quantile_s(self, share: float) -> float:
+        """Return what `share` (0 to 1) of the last decode steps took less than; 0 before the first one."""
+        return quantile(self._decode_steps_s, share)

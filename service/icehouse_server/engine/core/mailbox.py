@@ -38,7 +38,7 @@ class Mailbox(Generic[Item]):
 
     def offer(self, message: Item, *, work_count: int = 1) -> bool:
         """Put new work in, which counts as `work_count`; False, and nothing kept, when more than `limit`
-        would wait or the door is shut."""
+        would wait or it is closed."""
         with self._changed:
             if self._closed or self._work_count + work_count > self.limit:
                 return False
@@ -48,7 +48,7 @@ class Mailbox(Generic[Item]):
             return True
 
     def post(self, message: Item) -> bool:
-        """Put a control message in; False when the door is shut."""
+        """Put a control message in; False when it is closed."""
         with self._changed:
             if self._closed:
                 return False
@@ -64,7 +64,7 @@ class Mailbox(Generic[Item]):
             return self._drain()
 
     def close(self) -> list[Item]:
-        """Shut the door for good and return what was left behind it."""
+        """Close it for good and return what was left in it."""
         with self._changed:
             self._closed = True
             return self._drain()
@@ -108,9 +108,9 @@ class QueryStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """Carry out an order to the prefix cache and call `reply` once; it must not block."""
+    """Carry out a command to the prefix cache and call `reply` once; it must not block."""
 
-    order: CacheCommand
+    command: CacheCommand
     reply: Callable[[CacheAnswer | IcehouseError], None]
 
 

@@ -10,7 +10,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv_cache.caches import Cache
+from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host

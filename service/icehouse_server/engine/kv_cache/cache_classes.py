@@ -1,18 +1,22 @@
-"""Cache classes: which tokens lie where in a live cache's K/V arrays.
+"""Cache classes of mlx-lm: one entry each, with all that is done to a cache otherwise than by the model.
 
-Knows the storage order of mlx-lm 0.32's cache classes (`mlx_lm/models/cache.py`): linear, in place with spare
-room, or as a ring. Inference thread only.
+An entry knows the storage of its class in mlx-lm 0.32 (`mlx_lm/models/cache.py`): which kind of region it
+is kept in, where its tokens lie, how it is put back, quantized, and how guessed tokens are taken back.
+A class without an entry is kept whole by its state, if that can be proved to be enough (`opaque_state`); a
+subclass counts as such a class, because it may store differently. A new class is an entry in
+`CACHE_CLASSES` and a row in its test. CacheList is no entry: it only holds other caches.
 
-The parts of a model's caches: each cache that is not a CacheList, where it is and how it is cut.
+Rebuilt caches continue as uninterrupted ones would, bit for bit. Inference thread only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -23,90 +27,360 @@ from mlx_lm.models.cache import (
 )
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported, check_holdable
+from icehouse_server.engine.kv_cache import opaque_state
+from icehouse_server.engine.kv_cache.held import Held, keys_and_values, none_held
+from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
+from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS
+
+Cache = Any
+"""One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
+
+Arrays = Mapping[str, mx.array]
+"""A cache's arrays by suffix ("k", "v", "state.0000"), evaluated and nobody else's."""
+
+Undo = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """Tokens [end - count, end) of one sequence, at `first`, `first + 1`, ... along the token axis.
+class CacheClass:
+    """What every entry answers. Tokens are cut by `held`, a checkpoint is taken by `whole`."""
 
-    Indices wrap at the axis' length: a full ring starts at its oldest token. Arrays are
-    [1, heads, slots, width].
+    cache_type: type
+
+    kind: ClassVar[RegionKind]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Of the arrays that are cut by tokens, ascending."""
+    is_state: ClassVar[bool] = False
+    """A state in slots: several can be stacked, and only `mark` takes tokens back."""
+    is_plain: ClassVar[bool] = False
+    """Keys and values of every token, each an array with the tokens in front and spare room behind."""
+    takes_fused_attention: ClassVar[bool] = False
+    """Its keys and values are arrays that fused attention takes."""
+    masks_chunks: ClassVar[bool] = False
+    """A token sees its own chunk of the context, and models read the offset as a number to mask the rest."""
+
+    @property
+    def name(self) -> str:
+        return self.cache_type.__name__
+
+    @property
+    def step_token_count(self) -> int:
+        """Tokens by which such caches grow, each being copied then; of states, any number will do."""
+        return int(getattr(self.cache_type, "step", KVCache.step))
+
+    def check(self, cache: Cache) -> None:
+        """Raise CacheUnsupported when this cache can neither be cut nor held."""
+
+    def window_token_count(self, cache: Cache) -> int:
+        """Length of the sliding window; 0 for the other kinds."""
+        return 0
+
+    def facts(self, cache: Cache) -> tuple[int, ...]:
+        """What must be equal for a restore, beside class and window."""
+        return ()
+
+    def held(self, cache: Cache) -> Held:
+        """Describe where the tokens of one sequence's cache lie; of kv and window."""
+        raise AssertionError(f"{self.name} holds no tokens that can be cut")
+
+    def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
+        """Return (suffix, array) pairs, suffixes ascending, of the state now; of checkpoints.
+
+        Raises CacheUnsupported when the class proves to keep more than can be read.
+        """
+        raise AssertionError(f"{self.name} is cut by tokens")
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        """Return a cache that has seen so many tokens; `empty` is used up.
+
+        K/V arrays are [1, heads, slots, width]: those of kv have the tokens in front and may have more
+        slots, those of a window hold its last tokens in temporal order. Raises KeyError, IndexError or
+        ValueError when arrays are missing or damaged.
+        """
+        raise NotImplementedError(self.name)
+
+    def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
+        """Return the cache that keeps the same in fewer bits, or `empty` itself where there is none."""
+        return empty
+
+    def can_rewind(self, cache: Cache) -> bool:
+        """Tell whether tokens that were fed together can be taken back."""
+        return False
+
+    def rewind(self, cache: Cache, count: int) -> None:
+        """Take the last `count` tokens back, fewer than were fed in the last pass."""
+        raise AssertionError(f"{self.name} takes no tokens back")
+
+    def mark(self, cache: Cache) -> Undo:
+        """Remember where the cache stands; the result undoes every update since, of any number of tokens."""
+        raise AssertionError(f"{self.name} takes no tokens back")
+
+    def stacked(self, caches: Sequence[Cache]) -> Cache:
+        """Return one cache with a row for each of these states; they stay as they are."""
+        raise AssertionError(f"{self.name} is no state")
+
+
+class PlainKv(CacheClass):
+    """KVCache: K/V of unlimited context, in place with spare room. Taking back moves only its offset."""
+
+    __slots__ = ()
+    kind = RegionKind.KV
+    suffixes: ClassVar[tuple[str, ...]] = ("k", "v")
+    is_plain: ClassVar[bool] = True
+    takes_fused_attention: ClassVar[bool] = True
+
+    def held(self, cache: Cache) -> Held:
+        if cache.keys is None:
+            return none_held()
+        return Held(keys_and_values(cache), 0, cache.offset, cache.offset)
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        empty.keys, empty.values = arrays["k"], arrays["v"]
+        empty.offset = token_count
+        return empty
+
+    def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
+        return QuantizedKVCache(group_size=group_size, bits=bits)
+
+    def can_rewind(self, cache: Cache) -> bool:
+        return True
+
+    def rewind(self, cache: Cache, count: int) -> None:
+        _trim(cache, count)
+
+    def mark(self, cache: Cache) -> Undo:
+        offset = cache.offset
+        return lambda: self.rewind(cache, cache.offset - offset)
+
+
+class QuantizedKv(PlainKv):
+    """QuantizedKVCache: the same with three arrays for keys and three for values, kept as they are."""
+
+    __slots__ = ()
+    suffixes = ("k", "k.biases", "k.scales", "v", "v.biases", "v.scales")
+    is_plain = False
+    takes_fused_attention = False
+
+    def facts(self, cache: Cache) -> tuple[int, ...]:
+        return cache.group_size, cache.bits
+
+    def held(self, cache: Cache) -> Held:
+        if cache.keys is None:
+            return none_held()
+        (keys, key_scales, key_biases), (values, value_scales, value_biases) = cache.keys, cache.values
+        arrays = (keys, key_biases, key_scales, values, value_biases, value_scales)
+        return Held(tuple(zip(self.suffixes, arrays, strict=True)), 0, cache.offset, cache.offset)
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        empty.keys = (arrays["k"], arrays["k.scales"], arrays["k.biases"])
+        empty.values = (arrays["v"], arrays["v.scales"], arrays["v.biases"])
+        empty.offset = token_count
+        return empty
+
+    def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
+        return empty
+
+
+class ChunkedKv(CacheClass):
+    """ChunkedKVCache: K/V of the latest chunk and more, its front cut off before each pass.
+
+    So a pass's own tokens can be taken back: the chunk before them is there still.
     """
 
-    tensors: tuple[tuple[str, mx.array], ...]
-    """(suffix, array), suffixes ascending: "k", "k.biases", "k.scales", "v", ..."""
-    first: int
-    count: int
-    end: int
+    __slots__ = ()
+    kind = RegionKind.WINDOW
+    suffixes = ("k", "v")
+    takes_fused_attention = True
+    masks_chunks = True
 
-    def cut(self, start: int, stop: int) -> tuple[tuple[str, mx.array], ...]:
-        """Return tokens [start, stop) as lazy compact copies [1, heads, stop - start, width].
+    def window_token_count(self, cache: Cache) -> int:
+        return int(cache.chunk_size)
 
-        `mx.contiguous` copies whenever the slice is much smaller than its buffer, so a block
-        never keeps a whole cache alive.
-        """
-        assert 0 <= start < stop, (start, stop)
-        assert self.end - self.count <= start and stop <= self.end, (
-            f"Tokens [{start}, {stop}) were asked of a cache that holds [{self.end - self.count}, {self.end})"
-        )
-        return tuple((suffix, self._cut_one(array, start, stop)) for suffix, array in self.tensors)
+    def held(self, cache: Cache) -> Held:
+        if cache.keys is None:
+            return none_held()
+        count = cache.offset - cache.start_position
+        return Held(keys_and_values(cache), 0, count, cache.offset)
 
-    def _cut_one(self, array: mx.array, start: int, stop: int) -> mx.array:
-        slots = array.shape[2]
-        low = self.first + start - (self.end - self.count)
-        high = low + stop - start
-        if low >= slots:
-            low, high = low - slots, high - slots
-        if high <= slots:
-            return mx.contiguous(array[:, :, low:high, :])
-        return mx.concatenate([array[:, :, low:, :], array[:, :, : high - slots, :]], axis=2)
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        empty.keys, empty.values = arrays["k"], arrays["v"]
+        empty.offset = token_count
+        # What maybe_trim_front leaves at the start of the next forward pass, done already.
+        empty.start_position = token_count - empty.keys.shape[TOKEN_AXIS]
+        return empty
 
+    def can_rewind(self, cache: Cache) -> bool:
+        return True
 
-def held(cache: Any) -> Held:
-    """Describe a K/V cache of one sequence."""
-    kind = type(cache)
-    if cache.keys is None:
-        return Held((), 0, 0, 0)
-    if kind is QuantizedKVCache:
-        return Held(_quantized_tensors(cache), 0, cache.offset, cache.offset)
-    tensors = (("k", cache.keys), ("v", cache.values))
-    slots = cache.keys.shape[2]
-    if kind is KVCache:
-        return Held(tensors, 0, cache.offset, cache.offset)
-    if kind is ChunkedKVCache:
-        return Held(tensors, 0, cache.offset - cache.start_position, cache.offset)
-    assert kind is RotatingKVCache, kind
-    if cache._idx == slots or cache._idx >= cache.offset:
-        return Held(tensors, 0, cache._idx, cache.offset)
-    return Held(tensors, cache._idx, slots, cache.offset)
+    def rewind(self, cache: Cache, count: int) -> None:
+        _trim(cache, count)
+
+    def mark(self, cache: Cache) -> Undo:
+        # New array objects: an update writes into the ones that the cache has.
+        arrays = cache.keys[...], cache.values[...]
+        numbers = cache.offset, cache.start_position
+
+        def undo() -> None:
+            cache.keys, cache.values = arrays
+            cache.offset, cache.start_position = numbers
+
+        return undo
 
 
-def _quantized_tensors(cache: Any) -> tuple[tuple[str, mx.array], ...]:
-    (keys, key_scales, key_biases), (values, value_scales, value_biases) = cache.keys, cache.values
-    return (
-        ("k", keys),
-        ("k.biases", key_biases),
-        ("k.scales", key_scales),
-        ("v", values),
-        ("v.biases", value_biases),
-        ("v.scales", value_scales),
+class RotatingKv(CacheClass):
+    """RotatingKVCache: K/V of a sliding window, linear until it is full and a ring from then on.
+
+    A pass of several tokens puts it in temporal order, after a full window of those before, so nothing
+    is overwritten yet when some of them are taken back.
+    """
+
+    __slots__ = ()
+    kind = RegionKind.WINDOW
+    suffixes = ("k", "v")
+    takes_fused_attention = True
+
+    def check(self, cache: Cache) -> None:
+        if cache.keep:
+            raise CacheUnsupported(self.name, f"keeps its first {cache.keep} tokens for ever")
+
+    def window_token_count(self, cache: Cache) -> int:
+        return int(cache.max_size)
+
+    def held(self, cache: Cache) -> Held:
+        if cache.keys is None:
+            return none_held()
+        tensors, slots = keys_and_values(cache), cache.keys.shape[TOKEN_AXIS]
+        if cache._idx == slots or cache._idx >= cache.offset:
+            return Held(tensors, 0, cache._idx, cache.offset)
+        return Held(tensors, cache._idx, slots, cache.offset)
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        empty.keys, empty.values = arrays["k"], arrays["v"]
+        empty.offset = token_count
+        empty._idx = empty.keys.shape[TOKEN_AXIS]
+        return empty
+
+    def can_rewind(self, cache: Cache) -> bool:
+        return not cache.keep
+
+    def rewind(self, cache: Cache, count: int) -> None:
+        keys, values = cache.keys_and_values()
+        cache.keys, cache.values = keys[..., :-count, :], values[..., :-count, :]
+        cache.offset -= count
+        cache._idx -= count
+
+    def mark(self, cache: Cache) -> Undo:
+        # New array objects: an update writes into the ones that the cache has.
+        arrays = cache.keys[...], cache.values[...]
+        numbers = cache.offset, cache._idx
+
+        def undo() -> None:
+            cache.keys, cache.values = arrays
+            cache.offset, cache._idx = numbers
+
+        return undo
+
+
+class SlottedState(CacheClass):
+    """ArraysCache: a recurrent or convolution state in slots, known only where the sequence stands."""
+
+    __slots__ = ()
+    kind = RegionKind.CHECKPOINT
+    is_state = True
+
+    def facts(self, cache: Cache) -> tuple[int, ...]:
+        return (len(cache.cache),)
+
+    def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
+        assert cache.lengths is None, "The batch is in the middle of a padded prefill"
+        # A merge of empty caches leaves zeros here, which count down below zero: no padding at all.
+        padding = cache.left_padding
+        assert padding is None or (np.asarray(padding) <= 0).all(), "Padding is still to come"
+        # An unused slot is written too, as an array of no rows: a missing one must never pass for it.
+        unused = mx.zeros((0,), mx.uint8)
+        return [
+            (f"{slot:02d}", unused if array is None else mx.contiguous(array))
+            for slot, array in enumerate(cache.cache)
+        ]
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        for slot in range(len(empty.cache)):
+            array = arrays[f"{slot:02d}"]
+            empty[slot] = array if array.ndim > 1 else None
+        return empty
+
+    def mark(self, cache: Cache) -> Undo:
+        arrays = list(cache.cache)
+
+        def undo() -> None:
+            cache.cache = arrays
+
+        return undo
+
+    def stacked(self, caches: Sequence[Cache]) -> Cache:
+        rows: Any = ArraysCache(len(caches[0].cache))
+        rows.cache = [
+            None if arrays[0] is None else mx.concatenate(list(arrays), axis=0)
+            for arrays in zip(*(cache.cache for cache in caches), strict=True)
+        ]
+        return rows
+
+
+class OpaqueState(CacheClass):
+    """A class without an entry, kept by its `state` where that is proved to be all of it."""
+
+    __slots__ = ()
+    kind = RegionKind.CHECKPOINT
+
+    def check(self, cache: Cache) -> None:
+        opaque_state.check_holdable(self.cache_type)
+
+    def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
+        return opaque_state.cut(cache)
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        return opaque_state.rebuild(self.cache_type, arrays)
+
+
+CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
+    entry.cache_type: entry
+    for entry in (
+        PlainKv(KVCache),
+        QuantizedKv(QuantizedKVCache),
+        ChunkedKv(ChunkedKVCache),
+        RotatingKv(RotatingKVCache),
+        SlottedState(ArraysCache),
     )
+}
+"""All that this server knows of mlx-lm's cache classes."""
+
+PLAIN_KV: Final = CACHE_CLASSES[KVCache]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """One cache that is not a list: its place, and how it is cut."""
+def class_of(cache: Cache) -> CacheClass:
+    """Return the entry of a cache that is not a CacheList; a class without one is opaque."""
+    kind = type(cache)
+    return CACHE_CLASSES.get(kind) or OpaqueState(kind)
 
-    name: str
-    """"007", or "007.1" inside a CacheList; prefix of its tensors' names."""
-    path: tuple[int, ...]
-    cache_class: type
-    kind: RegionKind
-    window_token_count: int = 0
-    """Length of the sliding window; 0 for the other kinds."""
-    facts: tuple[int, ...] = ()
-    """What must be equal for a restore: (group size, bits), slots of an ArraysCache."""
+
+def is_list(cache: Cache) -> bool:
+    """Tell whether a cache only holds others, in its `caches`."""
+    return type(cache) is CacheList
+
+
+def leaves(caches: Sequence[Cache]) -> Iterator[Cache]:
+    """Yield every cache that is not a CacheList, depth first."""
+    return (leaf for leaf, _ in leaves_at(caches))
+
+
+def leaves_at(caches: Sequence[Cache], path: tuple[int, ...] = ()) -> Iterator[tuple[Cache, tuple[int, ...]]]:
+    """Yield every cache that is not a CacheList and its place, depth first."""
+    assert len(caches) <= (10 if path else 1000), f"Names of {len(caches)} caches would not sort"
+    for index, cache in enumerate(caches):
+        if is_list(cache):
+            yield from leaves_at(cache.caches, (*path, index))
+        else:
+            yield cache, (*path, index)
 
 
 def leaf(caches: Sequence[Any], path: tuple[int, ...]) -> Any:
@@ -126,33 +400,36 @@ def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
     parent.caches = tuple(cache if i == path[-1] else c for i, c in enumerate(parent.caches))
 
 
-def parts_of(caches: Sequence[Any], *, path: tuple[int, ...] = ()) -> Iterator[Part]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One cache of a model that is not a list: its place, its class, and what a restore must find equal."""
+
+    name: str
+    """"007", or "007.1" inside a CacheList; prefix of its tensors' names."""
+    path: tuple[int, ...]
+    cache_class: CacheClass
+    window_token_count: int = 0
+    """Length of the sliding window; 0 for the other kinds."""
+    facts: tuple[int, ...] = ()
+    """What must be equal for a restore: (group size, bits), slots of an ArraysCache."""
+
+    @property
+    def kind(self) -> RegionKind:
+        return self.cache_class.kind
+
+
+def parts_of(caches: Sequence[Cache]) -> Iterator[Part]:
     """Yield every cache that is not a CacheList, depth first.
 
     Raises CacheUnsupported naming the class that can neither be cut nor held.
     """
-    assert len(caches) <= (10 if path else 1000), f"Names of {len(caches)} caches would not sort"
-    for index, cache in enumerate(caches):
-        own_path = (*path, index)
-        if type(cache) is CacheList:
-            yield from parts_of(cache.caches, path=own_path)
-        else:
-            yield _part(cache, own_path)
+    for cache, path in leaves_at(caches):
+        entry = class_of(cache)
+        entry.check(cache)
+        name = ".".join([f"{path[0]:03d}", *map(str, path[1:])])
+        yield Part(name, path, entry, entry.window_token_count(cache), entry.facts(cache))
 
 
-def _part(cache: Any, path: tuple[int, ...]) -> Part:
-    kind = type(cache)
-    name = ".".join([f"{path[0]:03d}", *map(str, path[1:])])
-    if kind is KVCache:
-        return Part(name, path, kind, RegionKind.KV)
-    if kind is QuantizedKVCache:
-        return Part(name, path, kind, RegionKind.KV, facts=(cache.group_size, cache.bits))
-    if kind is ChunkedKVCache:
-        return Part(name, path, kind, RegionKind.WINDOW, window_token_count=cache.chunk_size)
-    if kind is RotatingKVCache:
-        if cache.keep:
-            raise CacheUnsupported(kind.__name__, f"keeps its first {cache.keep} tokens for ever")
-        return Part(name, path, kind, RegionKind.WINDOW, window_token_count=cache.max_size)
-    check_holdable(cache)
-    facts = (len(cache.cache),) if kind is ArraysCache else ()
-    return Part(name, path, kind, RegionKind.CHECKPOINT, facts=facts)
+def _trim(cache: Cache, count: int) -> None:
+    taken = cache.trim(count)
+    assert taken == count, f"{type(cache).__name__} took back {taken} of {count} tokens"

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
-Cache = Any
-"""One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
-
-CACHE_STEP_TOKEN_COUNT: int = KVCache.step
-"""Tokens by which the caches of attention layers grow, whole layers being copied each time."""
+from icehouse_server.engine.kv_cache.cache_classes import Cache, class_of, leaves, leaves_at, put
 
 
 def make_caches(model: Any) -> list[Cache]:
@@ -20,19 +16,18 @@ def make_caches(model: Any) -> list[Cache]:
 
 
 def quantize_caches(caches: Sequence[Cache], *, bits: int, group_size: int) -> list[Cache]:
-    """Return fresh caches with every KVCache replaced by a quantized one, inside CacheLists too."""
-    chosen: list[Cache] = []
-    for cache in caches:
-        if type(cache) is KVCache:
-            chosen.append(QuantizedKVCache(group_size=group_size, bits=bits))
-        elif type(cache) is CacheList:
-            parts = quantize_caches(cache.caches, bits=bits, group_size=group_size)
-            chosen.append(CacheList(*parts))  # type: ignore[no-untyped-call]
-        else:
-            chosen.append(cache)
+    """Return these fresh caches, those that have a quantized form replaced by it; lists are changed."""
+    chosen = list(caches)
+    for leaf, path in list(leaves_at(caches)):
+        put(chosen, path, class_of(leaf).quantized(leaf, bits=bits, group_size=group_size))
     return chosen
 
 
 def cache_states(caches: Sequence[Cache]) -> list[Any]:
     """Return the arrays that hold the caches' contents, for one eval."""
     return [cache.state for cache in caches]
+
+
+def step_token_count(caches: Sequence[Cache]) -> int:
+    """Return by how many tokens these caches grow at a time, at most; whole layers are copied each time."""
+    return max((class_of(leaf).step_token_count for leaf in leaves(caches)), default=1)

@@ -2,8 +2,8 @@
 
 Each layer's cache, or each part of a CacheList, is one of three things: K/V of unlimited context,
 cut at any token (kv); K/V of a sliding window, cut at any token still inside it (window); or a
-state that is only known where the sequence stands (checkpoint). What is none of the three is
-refused with `CacheUnsupported`; a subclass counts as unknown, because it may store differently.
+state that is only known where the sequence stands (checkpoint); `cache_classes` says which. What is none
+of the three is refused with `CacheUnsupported`.
 
 Inference thread only. Regions are lazy until `evaluate`; cutting never changes a cache.
 
@@ -22,9 +22,10 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.cache_classes import Held, Part, held, leaf, parts_of
+from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, parts_of
+from icehouse_server.engine.kv_cache.held import Held
 from icehouse_server.engine.kv_cache.load_target import KvShape
-from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported, cut_whole
+from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
 from icehouse_server.engine.kv_cache.restore import RestoreSource, Restoring
 
@@ -66,13 +67,13 @@ class CacheLayout:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Distinct cache class names in order of first appearance, parts of lists by their own name."""
-        return tuple(dict.fromkeys(part.cache_class.__name__ for part in self.parts))
+        return tuple(dict.fromkeys(part.cache_class.name for part in self.parts))
 
     @property
     def signature(self) -> str:
         """Every part's name, class, kind, window and facts: part of the fingerprint, never parsed."""
         return ";".join(
-            f"{p.name}:{p.cache_class.__name__}:{p.kind}:{p.window_token_count}:{','.join(map(str, p.facts))}"
+            f"{p.name}:{p.cache_class.name}:{p.kind}:{p.window_token_count}:{','.join(map(str, p.facts))}"
             for p in self.parts
         )
 
@@ -132,7 +133,7 @@ class CacheLayout:
             (f"{part.name}.{suffix}", array)
             for part in self.parts
             if part.kind is RegionKind.CHECKPOINT
-            for suffix, array in cut_whole(_of_class(leaf(caches, part.path), part))
+            for suffix, array in part.cache_class.whole(_found(caches, part))
         ]
         return ArrayRegion(RegionKind.CHECKPOINT, tuple(arrays))
 
@@ -181,11 +182,12 @@ class CacheLayout:
     def _held(self, caches: Sequence[Any], *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
         for part in self.parts:
             if part.kind in kinds:
-                yield part, held(_of_class(leaf(caches, part.path), part))
+                yield part, part.cache_class.held(_found(caches, part))
 
 
-def _of_class(cache: Any, part: Part) -> Any:
-    assert type(cache) is part.cache_class, (part.name, type(cache))
+def _found(caches: Sequence[Any], part: Part) -> Any:
+    cache = leaf(caches, part.path)
+    assert class_of(cache) == part.cache_class, (part.name, part.cache_class.name, type(cache))
     return cache
 
 
@@ -206,7 +208,7 @@ class KvCutting:
     def step(self, caches: Sequence[Any]) -> None:
         """Copy the next layer's tokens, evaluated."""
         part = self._parts[self._done_count]
-        arrays = held(leaf(caches, part.path)).cut(self._start, self._stop)
+        arrays = part.cache_class.held(_found(caches, part)).cut(self._start, self._stop)
         mx.eval([array for _, array in arrays])
         self._arrays += [(f"{part.name}.{suffix}", array) for suffix, array in arrays]
         self._done_count += 1

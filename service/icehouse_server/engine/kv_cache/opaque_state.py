@@ -1,4 +1,4 @@
-"""Opaque state: caches that cannot be cut by tokens, kept whole (ArraysCache, and unknown classes).
+"""Opaque states: caches of classes without an entry, kept whole by what their `state` says.
 
 An unknown class is trusted only as far as it can be proved: its state must hold arrays and plain
 scalars, a copy made by `from_state` must equal the live cache in every attribute, and it must not
@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
 
 from icehouse_server.engine.kv_cache.regions import can_hold
 from icehouse_server.errors import IcehouseError, Reason
@@ -30,68 +29,42 @@ class CacheUnsupported(IcehouseError):
         )
 
 
-def check_holdable(cache: Any) -> None:
+def check_holdable(cache_type: type) -> None:
     """Raise CacheUnsupported unless the class has a readable state and a way back from it."""
-    kind = type(cache)
-    if kind is ArraysCache:
-        return
-    state = getattr(kind, "state", None)
+    state = getattr(cache_type, "state", None)
     if not isinstance(state, property):
-        raise CacheUnsupported(kind.__name__, "is unknown and has no state")
-    if not callable(getattr(kind, "from_state", None)) or state.fset is None:
-        raise CacheUnsupported(kind.__name__, "is unknown and cannot be made from its state")
-    if hasattr(kind, "merge"):
+        raise CacheUnsupported(cache_type.__name__, "is unknown and has no state")
+    if not callable(getattr(cache_type, "from_state", None)) or state.fset is None:
+        raise CacheUnsupported(cache_type.__name__, "is unknown and cannot be made from its state")
+    if hasattr(cache_type, "merge"):
         # Its batch form might pass for a single one, or come back from a batch as another class.
-        raise CacheUnsupported(kind.__name__, "is unknown and can be merged into a batch")
+        raise CacheUnsupported(cache_type.__name__, "is unknown and can be merged into a batch")
 
 
-def cut_whole(cache: Any) -> list[tuple[str, mx.array]]:
+def cut(cache: Any) -> list[tuple[str, mx.array]]:
     """Return (suffix, array) pairs, suffixes ascending, of the whole state now.
 
-    Raises CacheUnsupported when an unknown class proves not to be made of its state alone.
+    Raises CacheUnsupported when the class proves not to be made of its state alone.
     """
-    if type(cache) is ArraysCache:
-        return _cut_arrays_cache(cache)
+    owner = type(cache).__name__
     state = cache.state
     copy = type(cache).from_state(state)
     if not _equal(vars(copy), vars(cache)):
-        raise CacheUnsupported(type(cache).__name__, "keeps more than its state says")
+        raise CacheUnsupported(owner, "keeps more than its state says")
     arrays: list[mx.array] = []
-    tree = _encode(state, arrays, owner=type(cache).__name__)
+    tree = _encode(state, arrays, owner=owner)
     encoded = np.frombuffer(json.dumps(tree).encode(), dtype=np.uint8)
     named = [(f"state.{index:04d}", mx.contiguous(array)) for index, array in enumerate(arrays)]
     return [("state", mx.array(encoded)), *named]
 
 
-def rebuild_whole(template: Any, arrays: Mapping[str, mx.array]) -> Any:
-    """Return an evaluated cache of the template's class with the state that `cut_whole` took.
+def rebuild(cache_type: Any, arrays: Mapping[str, mx.array]) -> Any:
+    """Return a cache of this class with the state that `cut` took.
 
-    The template is used up. Raises KeyError or ValueError when arrays are missing or damaged.
+    Raises KeyError or ValueError when arrays are missing or damaged.
     """
-    # New array objects: assigning into a cache must never reach a block's own array.
-    own = {suffix: mx.contiguous(array) for suffix, array in arrays.items()}
-    mx.eval(own)
-    if type(template) is ArraysCache:
-        for slot in range(len(template.cache)):
-            array = own[f"{slot:02d}"]
-            template[slot] = array if array.ndim > 1 else None
-        return template
-    tree = json.loads(np.asarray(own["state"]).tobytes())
-    return type(template).from_state(_decode(tree, own))
-
-
-def _cut_arrays_cache(cache: Any) -> list[tuple[str, mx.array]]:
-    assert cache.lengths is None, "The batch is in the middle of a padded prefill"
-    # A merge of empty caches leaves zeros here, which count down below zero: no padding at all.
-    assert cache.left_padding is None or (np.asarray(cache.left_padding) <= 0).all(), (
-        "Padding is still to come"
-    )
-    # An unused slot is written too, as an array of no rows: a missing one must never pass for it.
-    unused = mx.zeros((0,), mx.uint8)
-    return [
-        (f"{slot:02d}", unused if array is None else mx.contiguous(array))
-        for slot, array in enumerate(cache.cache)
-    ]
+    tree = json.loads(np.asarray(arrays["state"]).tobytes())
+    return cache_type.from_state(_decode(tree, arrays))
 
 
 def _encode(value: Any, arrays: list[mx.array], *, owner: str) -> Any:

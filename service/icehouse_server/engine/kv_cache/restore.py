@@ -14,20 +14,15 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.models.cache import ChunkedKVCache, QuantizedKVCache
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import Part, leaf, put
 from icehouse_server.engine.kv_cache.load_target import KvTarget
-from icehouse_server.engine.kv_cache.opaque_state import rebuild_whole
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion
 from icehouse_server.errors import Reason, StorageError
 
 _STEP_TOKEN_COUNT: Final = 256
 """mlx-lm grows K/V arrays by this many slots; an array with room to spare is not copied on update."""
-
-_SUFFIXES: Final = ("k", "v")
-_QUANTIZED_SUFFIXES: Final = ("k", "k.biases", "k.scales", "v", "v.biases", "v.scales")
 
 
 class Restoring:
@@ -75,51 +70,33 @@ class Restoring:
         try:
             rebuilt = self._rebuild(part, leaf(self._caches, part.path))
         except (KeyError, IndexError, ValueError) as error:
-            raise _unusable(f"cannot rebuild {part.name} ({part.cache_class.__name__}): {error}") from error
+            raise _unusable(f"cannot rebuild {part.name} ({part.cache_class.name}): {error}") from error
         put(self._caches, part.path, rebuilt)
         self._done_count += 1
         return self._done_count < len(self._parts)
 
-    def _rebuild(self, part: Part, template: Any) -> Any:
-        if part.kind is RegionKind.CHECKPOINT:
-            return self._rebuild_checkpoint(part, template)
-        if part.kind is RegionKind.WINDOW:
-            return self._rebuild_window(part, template)
-        suffixes = _QUANTIZED_SUFFIXES if part.cache_class is QuantizedKVCache else _SUFFIXES
-        arrays = {suffix: self._join_kv(f"{part.name}.{suffix}") for suffix in suffixes}
+    def _rebuild(self, part: Part, empty: Any) -> Any:
+        arrays = self._arrays_of(part)
         mx.eval(arrays)
-        if part.cache_class is QuantizedKVCache:
-            template.keys = (arrays["k"], arrays["k.scales"], arrays["k.biases"])
-            template.values = (arrays["v"], arrays["v.scales"], arrays["v.biases"])
-        else:
-            template.keys, template.values = arrays["k"], arrays["v"]
-        template.offset = self.token_count
-        return template
+        return part.cache_class.rebuild(empty, arrays, token_count=self.token_count)
 
-    def _rebuild_window(self, part: Part, template: Any) -> Any:
-        kept = min(self.token_count, part.window_token_count)
-        template.keys = self._join_window(f"{part.name}.k", kept)
-        template.values = self._join_window(f"{part.name}.v", kept)
-        mx.eval(template.keys, template.values)
-        template.offset = self.token_count
-        if part.cache_class is ChunkedKVCache:
-            # What maybe_trim_front leaves at the start of the next forward pass, done already.
-            template.start_position = self.token_count - kept
-        else:
-            template._idx = kept
-        return template
-
-    def _rebuild_checkpoint(self, part: Part, template: Any) -> Any:
+    def _arrays_of(self, part: Part) -> dict[str, mx.array]:
+        suffixes = part.cache_class.suffixes
+        if part.kind is RegionKind.KV:
+            return {suffix: self._join_kv(f"{part.name}.{suffix}") for suffix in suffixes}
+        if part.kind is RegionKind.WINDOW:
+            kept = min(self.token_count, part.window_token_count)
+            return {suffix: self._join_window(f"{part.name}.{suffix}", kept) for suffix in suffixes}
         block = next((b for b in self._source.blocks if b.end_token_index == self.token_count), None)
         if block is None or block.checkpoint is None:
             raise _unusable(f"there is no checkpoint at token {self.token_count}")
         prefix = f"{part.name}."
-        arrays = {
-            name.removeprefix(prefix): array
+        # New array objects: assigning into a cache must never reach a block's own array.
+        return {
+            name.removeprefix(prefix): mx.contiguous(array)
             for name, array in block.checkpoint.arrays
             if name.startswith(prefix)
         }
-        return rebuild_whole(template, arrays)
 
     def _check_kv_cover(self) -> None:
         """Raise StorageError unless blocks from token 0, then what was loaded, reach the end."""

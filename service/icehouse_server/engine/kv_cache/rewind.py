@@ -1,59 +1,35 @@
-"""Rewind of a draft model's caches: where they stood before guesses were fed one by one, and back again."""
+"""Rewinding caches: tokens that were guessed are taken back, each cache in the way of its class.
+
+Inference thread only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
-from mlx_lm.models.cache import (
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
-
-from icehouse_server.engine.kv_cache.caches import Cache
+from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
 
 
 def can_rewind(caches: Sequence[Cache]) -> bool:
-    """Tell whether tokens can be taken back out of these caches, however they were fed."""
-    parts = [part for cache in caches for part in (cache.caches if type(cache) is CacheList else (cache,))]
-    return bool(parts) and all(
-        type(part) in (KVCache, QuantizedKVCache) or (type(part) is RotatingKVCache and part.keep == 0)
-        for part in parts
-    )
+    """Tell whether tokens that were fed together can be taken back out of these caches."""
+    found = list(leaves(caches))
+    return bool(found) and all(class_of(leaf).can_rewind(leaf) for leaf in found)
 
 
-class CacheMark(NamedTuple):
-    """Where one cache stood: its arrays, which later updates leave alone, and its numbers."""
-
-    cache: Cache
-    arrays: tuple[Any, Any] | None
-    offset: int
-    place: int
-
-
-def mark(caches: Sequence[Cache]) -> list[CacheMark]:
-    """Remember where caches that `can_rewind` stand. Windows are kept as they are; KV is only cut back."""
-    marks: list[CacheMark] = []
-    for cache in caches:
-        if type(cache) is CacheList:
-            marks += mark(cache.caches)
-        elif type(cache) is RotatingKVCache:
-            # New array objects: an update writes into the ones that the cache has.
-            window: Any = cache
-            arrays = (window.keys[...], window.values[...])
-            marks.append(CacheMark(cache, arrays, cache.offset, cache._idx))
-        else:
-            marks.append(CacheMark(cache, None, cache.offset, 0))
-    return marks
+def rewind(caches: Sequence[Cache], count: int) -> None:
+    """Take the last `count` tokens back, fewer than were fed in the last pass; `can_rewind` said so."""
+    if not count:
+        return
+    for leaf in leaves(caches):
+        class_of(leaf).rewind(leaf, count)
 
 
-def return_to(marks: Sequence[CacheMark]) -> None:
+def mark(caches: Sequence[Cache]) -> list[Undo]:
+    """Remember where caches that `can_rewind`, or states, stand; for `return_to`."""
+    return [class_of(leaf).mark(leaf) for leaf in leaves(caches)]
+
+
+def return_to(marks: Iterable[Undo]) -> None:
     """Undo every update since the marks were made."""
-    for cache, arrays, offset, place in marks:
-        if arrays is None:
-            cache.trim(cache.offset - offset)
-        else:
-            cache.keys, cache.values = arrays
-            cache.offset, cache._idx = offset, place
+    for undo in marks:
+        undo()

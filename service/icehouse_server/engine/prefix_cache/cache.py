@@ -6,17 +6,22 @@ in decode alike, so that a cancelled request leaves its blocks behind and no ste
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Region, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
+from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, Tier
+from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, ReuseLimit
-from icehouse_server.domain.ids import BlockHash, CacheScope
+from icehouse_server.domain.ids import BlockHash, CacheScope, RequestId
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
+from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats
 from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
@@ -27,6 +32,7 @@ from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.storage.loads import HeadRequest, LoadId, LoadRequest
 from icehouse_server.storage.record import BlockRecord
 
 
@@ -44,75 +50,110 @@ class PrefixCache:
     ) -> None:
         self.settings = settings
         self.facts = facts
-        self.index = BlockIndex(
-            IndexRules(
-                block_token_count=settings.block_token_count,
-                has_kv=facts.has_kv,
-                cuttable_inside=facts.cuttable_inside,
-                needs_checkpoint=facts.needs_checkpoint,
-                window_token_count=facts.window_token_count,
-                name_secret=settings.name_secret,
-            )
-        )
-        self.ram = RamTier(limit_bytes=settings.ram_limit_bytes)
-        self.rates = Rates()
-        self.counters = PrefixCounters()
-        self.shares = TenantQuotas(
-            limits=settings.shares,
-            fingerprint=settings.fingerprint,
-            adapters=settings.adapters,
-            index=self.index,
-            ram=self.ram,
-        )
-        self.spills = Spills(
-            index=self.index,
-            facts=facts,
-            fingerprint=settings.fingerprint,
-            policy=settings.spill_policy,
-            min_prefix_token_count=settings.min_prefix_token_count,
-            runner=runner,
-            storage=storage,
-            counters=self.counters,
-            shares=self.shares,
-        )
-        self.eviction = RamEviction(ram=self.ram, index=self.index, spills=self.spills, shares=self.shares)
-        self.planner = Planner(
-            self.index,
-            settings.fingerprint,
-            self.rates,
-            settings.may_recompute,
-            settings.min_reuse_token_count,
-        )
         self._runner = runner
         self._clock = clock
+        self._index = BlockIndex(IndexRules(facts, settings.block_token_count, settings.name_secret))
+        self._ram = RamTier(limit_bytes=settings.ram_limit_bytes)
+        self._rates = Rates()
+        self._counters = PrefixCounters()
+        self._quotas = TenantQuotas(settings, index=self._index, ram=self._ram)
+        self._spills = Spills(
+            settings,
+            facts=facts,
+            index=self._index,
+            quotas=self._quotas,
+            counters=self._counters,
+            runner=runner,
+            storage=storage,
+        )
+        self._eviction = RamEviction(
+            ram=self._ram, index=self._index, spills=self._spills, quotas=self._quotas
+        )
+        self._planner = Planner(settings, self._index, self._rates)
         self._capture_rules = CaptureRules(
             facts, settings.block_token_count, settings.checkpoint_interval_tokens
         )
+        self._is_inventory_due = storage is not None
+
+    # What may be reused, and by whom.
 
     @property
     def storage(self) -> StoragePort | None:
         """The SSD tier; None without one, and when it is lost."""
-        return self.spills.storage
+        return self._spills.storage
+
+    @property
+    def is_inventory_due(self) -> bool:
+        """Whether nobody knows yet what the SSD holds."""
+        return self._is_inventory_due
 
     @property
     def is_supported(self) -> bool:
         return self.settings.is_enabled and not self.facts.unsupported_detail
 
-    def root(self, scope: CacheScope) -> BlockHash:
-        """Return h0 for this model, tenant and adapter."""
-        return self.shares.root(scope)
+    @property
+    def can_share(self) -> bool:
+        """Whether any block that one sequence just computed lets another one start there; else only what was
+        captured at the end of a prompt, or of a sequence, does."""
+        return self.is_supported and self.facts.has_kv and not self.facts.needs_checkpoint
 
-    def shared_root(self, scope: CacheScope | None) -> BlockHash | None:
-        """Return h0 of whose blocks may stand for missing ones; None for nobody's."""
-        return None if scope is None else self.root(scope)
+    @property
+    def checkpoint_block_token_count(self) -> int:
+        """Block size when prefill must stop at a prompt's last full block to take a checkpoint, else 0."""
+        needs_one = self.is_supported and self.facts.needs_checkpoint
+        return self.settings.block_token_count if needs_one else 0
 
     def may_read(self, sequence: Sequence) -> bool:
         """Whether this sequence may reuse what is cached now."""
         reads = sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
         return self.is_supported and reads and not sequence.measures_prompt
 
+    def may_write(self, sequence: Sequence) -> bool:
+        """Whether this request's blocks are kept for others."""
+        return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
+
+    def root(self, scope: CacheScope) -> BlockHash:
+        """Return h0 for this model, tenant and adapter."""
+        return self._quotas.root(scope)
+
+    def shared_root(self, scope: CacheScope | None) -> BlockHash | None:
+        """Return h0 of whose blocks may stand for missing ones; None for nobody's."""
+        return None if scope is None else self.root(scope)
+
+    # A prompt: what is known of it, and the plan.
+
+    def ask_headers(
+        self,
+        load_id: LoadId,
+        token_ids: ReadSequence[int],
+        *,
+        scope: CacheScope,
+        shared_scope: CacheScope | None,
+    ) -> bool:
+        """Have the headers of blocks read that may begin like the rest of this prompt.
+
+        False when nothing more is to be known of it, or the read queue is full.
+        """
+        if self.storage is None:
+            return False
+        unread = self._index.unread_blocks(
+            root=self.root(scope),
+            token_ids=token_ids,
+            token_limit=len(token_ids) - 1,
+            shared_root=self.shared_root(shared_scope),
+        )
+        names = tuple(entry.hash for entry in unread)
+        return bool(names) and self.storage.read_heads(HeadRequest(load_id, names))
+
+    def learn_headers(self, headers: Iterable[BlockHeader]) -> None:
+        """Take in the tokens of blocks that only the SSD knew."""
+        for header in headers:
+            entry = self._index.get(header.hash)
+            if entry is not None and entry.token_ids is None:
+                entry.token_ids = header.token_ids
+
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> PrefixPlan:
-        """Say what of a prompt is reused and from where, and count the lookup."""
+        """Say what of a prompt is reused and from where, and note the use."""
         request = sequence.request
         if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
@@ -121,7 +162,7 @@ class PrefixCache:
         if sequence.measures_prompt:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.PROMPT_LOGPROBS))
         root = self.root(request.scope)
-        plan = self.planner.plan(
+        plan = self._planner.plan(
             root=root,
             token_ids=sequence.input_token_ids,
             with_ssd=with_ssd and self.storage is not None,
@@ -129,16 +170,16 @@ class PrefixCache:
         )
         own = plan.entries
         if request.shared_tenant is not None:
-            parents = {root, *self.index.chain_names(root, sequence.input_token_ids)}
+            parents = {root, *self._index.chain_names(root, sequence.input_token_ids)}
             own = tuple(entry for entry in own if entry.parent in parents)
-        self.shares.claim(own, root)
-        self._note_use(plan.entries)
+        self._quotas.claim(own, root)
+        self._eviction.note_use(plan.entries, now=self._clock.monotonic(), request_id=request.request_id)
         return plan
 
     def reusable(self, sequence: Sequence) -> list[BlockHash]:
         """Return the names of the blocks that a plan for this sequence would use; nothing is counted."""
         request = sequence.request
-        plan = self.planner.plan(
+        plan = self._planner.plan(
             root=self.root(request.scope),
             token_ids=sequence.input_token_ids,
             with_ssd=self.storage is not None,
@@ -146,9 +187,77 @@ class PrefixCache:
         )
         return [entry.hash for entry in plan.entries]
 
+    def explain(self, command: Explain) -> Explanation:
+        """Say what would be reused of a prompt, and how long that would take; notes no use."""
+        prompt = command.prompt_token_ids
+        plan = self._planner.plan(
+            root=self.root(command.scope),
+            token_ids=prompt,
+            with_ssd=self.storage is not None,
+            shared_root=self.shared_root(command.shared_scope),
+        )
+        ssd_bytes = self._planner.ssd_bytes(plan)
+        restore_s = self._rates.restore_s(ssd_bytes=ssd_bytes, token_count=plan.token_count)
+        rest_s = self._rates.prefill_s(len(prompt) - plan.token_count)
+        cold_s = self._rates.prefill_s(len(prompt))
+        return Explanation(
+            cache=dataclasses.replace(plan.report, restore_s=restore_s),
+            blocks=tuple(_block_match(entry) for entry in plan.entries),
+            predicted_ttft_s=restore_s + rest_s if cold_s else None,
+            predicted_cold_ttft_s=cold_s or None,
+        )
+
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count how a lookup ended, once its restore is done or given up."""
-        self.counters.note_lookup(len(request.prompt_token_ids), report)
+        self._counters.note_lookup(len(request.prompt_token_ids), report)
+
+    def start_chain(self, sequence: Sequence, token_count: int) -> None:
+        """Note that the sequence's caches begin with `token_count` reused tokens."""
+        request, tokens = sequence.request, sequence.input_token_ids[:token_count]
+        sequence.chain[:] = self._index.chain_names(self.root(request.scope), tokens)
+        shared = self.shared_root(request.shared_scope)
+        sequence.shared_chain[:] = [] if shared is None else self._index.chain_names(shared, tokens)
+
+    # A restore: what is read, whether it came, and whether it was of use.
+
+    def load(self, request: LoadRequest) -> bool:
+        """Have blocks read from SSD; False when the read queue is full, or the tier is lost by now."""
+        is_taken = self.storage is not None and self.storage.load(request)
+        self._counters.promote.load_total += is_taken
+        return is_taken
+
+    def note_load_failed(self) -> None:
+        """Count a load that brought nothing."""
+        self._counters.promote.failed_load_total += 1
+
+    def note_promoted(self, plan: PrefixPlan) -> None:
+        """Count what a plan had loaded and a sequence's caches were rebuilt from."""
+        self._counters.promote.promoted_block_total += len(plan.to_load)
+        self._counters.promote.promoted_token_total += plan.report.ssd_token_count
+
+    def reject(self, entries: ReadSequence[Entry]) -> None:
+        """Remove blocks that do not make a cache from both tiers, so that they are not tried again."""
+        self._counters.promote.failed_restore_total += 1
+        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
+        if stored and self.storage is not None:
+            self.storage.evict(stored)
+        for entry in entries:
+            self._purge(entry)
+            self.forget_stored(entry.hash)
+
+    def note_prefill_rate(self, tokens_per_s: float) -> None:
+        """Remember how fast this machine computes prompts."""
+        self._rates.prefill_tokens_per_s = tokens_per_s
+
+    def note_read_rate(self, bytes_per_s: float) -> None:
+        """Remember how fast blocks are read from SSD."""
+        self._rates.read_bytes_per_s = bytes_per_s
+
+    def note_adopt_rate(self, tokens_per_s: float) -> None:
+        """Remember how fast caches are rebuilt."""
+        self._rates.note_adopt(tokens_per_s)
+
+    # Blocks on their way into RAM, and out of it.
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the blocks that are complete at the sequence's position; with `is_end` the tail too."""
@@ -166,12 +275,56 @@ class PrefixCache:
             names.append(self._keep(sequence, start, position))
         if len(names) == known_count:
             return
-        found = (self.index.get(name) for name in names)
-        self.ram.touch([entry for entry in found if entry is not None], self._clock.monotonic())
+        found = (self._index.get(name) for name in names)
+        self._ram.touch([entry for entry in found if entry is not None], self._clock.monotonic())
+
+    def find(self, block: BlockHash) -> Entry | None:
+        """Return a known block."""
+        return self._index.get(block)
+
+    def promote(self, sequence: Sequence, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
+        """Put regions that this sequence read from SSD into RAM, where they are not there again by now."""
+        if entry.token_ids is None:
+            entry.token_ids = sequence.tokens(entry.start_token_index, entry.end_token_index)
+        missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
+        self._store(sequence, entry, missing)
+
+    def yield_ram(
+        self,
+        size_bytes: int,
+        *,
+        spared: Collection[BlockHash] = (),
+        is_urgent: bool = True,
+        request_id: RequestId | None = None,
+    ) -> int:
+        """Let go of blocks in RAM so that requests have memory; return the bytes that are free now.
+
+        Urgent, blocks are dropped; else those that the SSD tier takes, for `request_id`, are free when they
+        are written.
+        """
+        if is_urgent:
+            return self._eviction.yield_bytes(size_bytes, spared=spared)
+        return self._eviction.yield_by_spilling(size_bytes, spared=spared, request_id=request_id)
+
+    def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
+        """Return the bytes that `yield_ram` could let go of, and those that are on their way."""
+        return self._eviction.yieldable_bytes(spared=spared)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of blocks that go from RAM as soon as they are written."""
+        return self._eviction.leaving_bytes
+
+    def begin_flush(self) -> Flush:
+        """Return what brings to SSD all that RAM holds and SSD lacks."""
+        return Flush(self._spills, [entry for entry in self._ram if self._spills.wants(entry)])
+
+    # What the SSD tier reports.
 
     def take_inventory(self, records: ReadSequence[BlockRecord]) -> None:
         """Replace what is known of the SSD tier."""
-        for entry in list(self.index):
+        self._is_inventory_due = False
+        for entry in list(self._index):
             if entry.ssd:
                 self.forget_stored(entry.hash)
         # A chain from its beginning, so that each block finds its owner in the one before it.
@@ -180,10 +333,10 @@ class PrefixCache:
 
     def forget_stored(self, block: BlockHash) -> None:
         """Note that a block is gone from SSD."""
-        entry = self.index.get(block)
+        entry = self._index.get(block)
         if entry is not None:
-            self.shares.note_stored(entry, change_bytes=-entry.ssd_bytes)
-            self.index.forget_stored(block)
+            self._quotas.note_stored(entry, change_bytes=-entry.ssd_bytes)
+            self._index.forget_stored(block)
 
     def note_persisted(self, record: BlockRecord) -> None:
         """Note that a block is committed on SSD: pinned there as here, and instead of shorter ones."""
@@ -191,91 +344,104 @@ class PrefixCache:
         if self.storage is not None:
             if entry.is_pinned and not record.pinned:
                 self.storage.pin([entry.hash])
-            shorter = [other.hash for other in self._superseded(entry) if other.ssd]
+            shorter = [other.hash for other in self._index.superseded(entry) if other.ssd]
             if shorter:
                 self.storage.evict(shorter)
         self.spill_ended(record.hash)
 
-    def lose_storage(self) -> None:
-        """The SSD tier is gone for good: forget it and go on with RAM alone."""
-        self.spills.lose_storage()
-        for entry in list(self.index):
-            self.forget_stored(entry.hash)
-        self.eviction.lose_storage()
-
-    @property
-    def can_share(self) -> bool:
-        """Whether any block that one sequence just computed lets another one start there; else only what was
-        captured at the end of a prompt, or of a sequence, does."""
-        return self.is_supported and self.facts.has_kv and not self.facts.needs_checkpoint
-
-    def start_chain(self, sequence: Sequence, token_count: int) -> None:
-        """Note that the sequence's caches begin with `token_count` reused tokens."""
-        request, tokens = sequence.request, sequence.input_token_ids[:token_count]
-        sequence.chain[:] = self.index.chain_names(self.root(request.scope), tokens)
-        shared = self.shared_root(request.shared_scope)
-        sequence.shared_chain[:] = [] if shared is None else self.index.chain_names(shared, tokens)
-
-    def drop(self, entry: Entry) -> None:
-        """Remove a block from RAM by order."""
-        self.ram.drop(entry, by_order=True)
-        self.index.discard_if_empty(entry)
-
-    def reject(self, entries: ReadSequence[Entry]) -> None:
-        """Remove blocks that do not make a cache from both tiers, so that they are not tried again."""
-        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
-        if stored and self.storage is not None:
-            self.storage.evict(stored)
-        for entry in entries:
-            self.drop(entry)
-            self.forget_stored(entry.hash)
-
     def spill_ended(self, block: BlockHash) -> None:
         """Note that a spill was persisted or dropped; the RAM copy of an evicted block goes now."""
-        entry = self.index.get(block)
-        if entry is None:
-            return
-        self.spills.end(entry)
-        self.eviction.spill_ended(entry)
-        self.index.discard_if_empty(entry)
+        entry = self._index.get(block)
+        if entry is not None:
+            self._eviction.spill_ended(entry)
+
+    def lose_storage(self) -> None:
+        """The SSD tier is gone for good: forget it and go on with RAM alone."""
+        self._is_inventory_due = False
+        for entry in list(self._index):
+            self.forget_stored(entry.hash)
+        self._eviction.lose_storage()
+
+    # What commands ask for.
+
+    def blocks(self) -> list[Entry]:
+        """Return every known block."""
+        return list(self._index)
+
+    def known_chain(self, token_ids: ReadSequence[int], scope: CacheScope) -> list[Entry]:
+        """Return every known block that is wholly part of this prompt, in order."""
+        return list(self._index.known_chain(root=self.root(scope), token_ids=token_ids))
+
+    def pin(self, entries: ReadSequence[Entry], *, pinned: bool) -> bool:
+        """Pin or unpin blocks in both tiers; False, and nothing changed, when too much waits for the SSD."""
+        stored = [entry.hash for entry in entries if entry.ssd]
+        if stored and self.storage is not None:
+            is_taken = self.storage.pin(stored) if pinned else self.storage.unpin(stored)
+            if not is_taken:
+                return False
+        for entry in entries:
+            entry.is_pinned = pinned
+        return True
+
+    def purge(self, entries: ReadSequence[Entry], *, with_ssd: bool) -> None:
+        """Remove blocks from RAM, pinned ones too; from the index as well where the SSD removes them."""
+        for entry in entries:
+            entry.is_pinned = False
+            self._purge(entry)
+            if with_ssd:
+                # Gone for whoever asks from now on: what pins or plans next must not count on it.
+                self.forget_stored(entry.hash)
+
+    def stats(self, storage: CacheStats | None) -> CacheStats:
+        """Return the counters, with the SSD tier's when they are given."""
+        parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self._rates)
+        return cache_stats(parts, storage, now=self._clock.monotonic())
+
+    def _purge(self, entry: Entry) -> None:
+        self._ram.drop(entry, is_purge=True)
+        self._index.discard_if_empty(entry)
 
     def _add_stored(self, record: BlockRecord) -> Entry:
-        known = self.index.get(record.hash)
+        known = self._index.get(record.hash)
         before_bytes = 0 if known is None else known.ssd_bytes
-        entry = self.index.add_stored(record)
-        self.shares.note_stored(entry, change_bytes=entry.ssd_bytes - before_bytes)
+        entry = self._index.add_stored(record)
+        self._quotas.note_stored(entry, change_bytes=entry.ssd_bytes - before_bytes)
         return entry
 
     def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its hash."""
-        parent = sequence.chain[-1] if sequence.chain else self.root(sequence.request.scope)
+        root = self.root(sequence.request.scope)
+        parent = sequence.chain[-1] if sequence.chain else root
         tokens = sequence.tokens(start, stop)
         kinds = self._capture_rules.kinds_at(sequence, stop)
         if not kinds:
-            return self.index.name_of(parent=parent, token_ids=tokens)
-        entry = self.index.add(parent=parent, start_token_index=start, token_ids=tokens)
-        self.shares.claim([entry], self.root(sequence.request.scope))
+            return self._index.name_of(parent=parent, token_ids=tokens)
+        entry = self._index.add(parent=parent, start_token_index=start, token_ids=tokens)
+        self._quotas.claim([entry], root)
         missing = [kind for kind in kinds if kind not in entry.ram]
         if missing:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
-            self.store(entry, regions, chain=sequence.chain)
-        self._supersede(entry)
-        if self._is_cut_off(sequence) and self.spills.wants(entry) and self.spills.has_credit(entry):
-            self.spills.send(entry)
-        self.index.discard_if_empty(entry)
+            self._store(sequence, entry, regions)
+        self._eviction.supersede(entry)
+        if self._is_cut_off(sequence):
+            self._spills.offer(entry, request_id=sequence.request.request_id)
+        self._index.discard_if_empty(entry)
         return entry.hash
 
-    def store(
-        self, entry: Entry, regions: Mapping[RegionKind, Region], *, chain: ReadSequence[BlockHash]
-    ) -> None:
-        """Put regions into RAM if room can be made for them; `chain` is what the block follows."""
+    def _store(self, sequence: Sequence, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
+        """Put regions of a block of the sequence into RAM if space can be made for them."""
         spared = {entry.hash}
-        if self.facts.has_kv and not self.spills.is_on:
+        if self.facts.has_kv and not self._spills.is_on:
             # Without an SSD tier a block is worth nothing once one before it is gone.
-            spared.update(chain)
-        size_bytes = sum(region.size_bytes for region in regions.values())
-        if self.eviction.make(size_bytes, spared=spared, owner=entry.owner):
-            self.ram.put(entry, regions)
+            spared.update(sequence.chain)
+        has_space = self._eviction.make_space(
+            sum(region.size_bytes for region in regions.values()),
+            spared=spared,
+            owner=entry.owner,
+            request_id=sequence.request.request_id,
+        )
+        if has_space:
+            self._ram.put(entry, regions)
 
     def _is_cut_off(self, sequence: Sequence) -> bool:
         """Whether some block before has its kv on SSD only: what follows is then read from there."""
@@ -283,44 +449,17 @@ class PrefixCache:
         return self.facts.has_kv and not all(self._has_kv_in_ram(pair) for pair in pairs)
 
     def _has_kv_in_ram(self, names: ReadSequence[BlockHash | None]) -> bool:
-        found = (self.index.get(name) for name in names if name is not None)
+        found = (self._index.get(name) for name in names if name is not None)
         return any(entry is not None and RegionKind.KV in entry.ram for entry in found)
 
-    def _supersede(self, entry: Entry) -> None:
-        """Let go of shorter blocks in RAM that this one can stand for."""
-        if entry.ram:
-            for other in self._superseded(entry):
-                self.ram.forget(other)
-                self.index.discard_if_empty(other)
 
-    def _superseded(self, entry: Entry) -> list[Entry]:
-        """Return the shorter blocks with the same beginning that nobody pinned."""
-        tokens = entry.token_ids
-        if tokens is None or not self.facts.cuttable_inside:
-            return []
-        return [
-            other
-            for other in self.index.children(entry.parent)
-            if other.token_count < entry.token_count
-            and not other.is_pinned
-            and all(entry.has(kind, with_ssd=True) for kind in (*other.ram, *other.ssd))
-            and other.hash == self.index.name_of(parent=entry.parent, token_ids=tokens[: other.token_count])
-        ]
-
-    def _note_use(self, entries: ReadSequence[Entry]) -> None:
-        now = self._clock.monotonic()
-        self.ram.touch(entries, now)
-        stored = [entry.hash for entry in reversed(entries) if entry.ssd]
-        if stored and self.storage is not None:
-            self.storage.touch(stored)
-        spared = [entry.hash for entry in entries]
-        for entry in entries:
-            entry.hit_count += 1
-            self.eviction.keep(entry)
-            is_early = self.settings.spill_policy == "write_behind"
-            if is_early and self.spills.wants(entry) and self.spills.has_credit(entry):
-                self.spills.send(entry, spared=spared)
-
-    def may_write(self, sequence: Sequence) -> bool:
-        """Whether this request's blocks are kept for others."""
-        return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
+def _block_match(entry: Entry) -> BlockMatch:
+    return BlockMatch(
+        hash=entry.hash,
+        start_token_index=entry.start_token_index,
+        token_count=entry.token_count,
+        size_bytes=entry.ram_bytes or sum(entry.ssd.values()),
+        tier=Tier.RAM if entry.ram else Tier.SSD,
+        has_checkpoint=entry.has(RegionKind.CHECKPOINT, with_ssd=True),
+        pinned=entry.is_pinned,
+    )

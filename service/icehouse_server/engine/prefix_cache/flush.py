@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 
 _log = logging.getLogger("icehouse.engine")
 
 
 class Flush:
-    """Every block in RAM that is worth it on its way to SSD, most recently used first."""
+    """Blocks in RAM on their way to SSD, the last of `entries` first; on no request's account."""
 
-    def __init__(self, cache: PrefixCache) -> None:
-        self._spills = cache.spills
-        self._spills.request_id = None
-        self._waiting: list[Entry] = [entry for entry in cache.ram if self._spills.wants(entry)]
+    def __init__(self, spills: Spills, entries: Sequence[Entry]) -> None:
+        self._spills = spills
+        self._waiting = list(entries)
 
     @property
     def left_count(self) -> int:
@@ -31,17 +30,16 @@ class Flush:
             # With nothing under way the queue will not be emptier than it is: what does not fit never will.
             if self._spills.under_way_count and not self._spills.has_credit(self._waiting[-1]):
                 break
-            self._spills.send(self._waiting.pop())
+            self._spills.send(self._waiting.pop(), request_id=None)
         return self.left_count > 0
 
 
-def flush(cache: PrefixCache, *, wait: Callable[[float], None], clock: Clock, deadline_time: float) -> None:
+def flush(under_way: Flush, *, wait: Callable[[float], None], clock: Clock, deadline_time: float) -> None:
     """Spill until everything is written or dropped, or the deadline passes; say how far it came.
 
-    `wait` takes in what the storage thread tells, for at most so many seconds.
+    `wait` takes in what the storage thread reports, for at most so many seconds.
     """
     began_time = clock.monotonic()
-    under_way = Flush(cache)
     block_count = under_way.left_count
     if not block_count:
         return

@@ -9,13 +9,17 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from icehouse_server.averages import MovingAverage
 from icehouse_server.domain.blocks import BlockHeader, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
-from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, Match
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.storage.loads import PlannedBlock
+
+_ADOPT_WEIGHT = 0.3
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +29,13 @@ class Rates:
     read_bytes_per_s: float = 0.0
     adopt_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    _adopt: MovingAverage = dataclasses.field(
+        default_factory=lambda: MovingAverage(weight=_ADOPT_WEIGHT), init=False, repr=False, compare=False
+    )
+
+    def note_adopt(self, tokens_per_s: float) -> None:
+        """Take in how fast caches were rebuilt once more."""
+        self.adopt_tokens_per_s = self._adopt.add(tokens_per_s)
 
     def restore_s(self, *, ssd_bytes: int, token_count: int) -> float:
         """Predict how long restoring takes, in seconds."""
@@ -57,12 +68,9 @@ class PrefixPlan:
 class Planner:
     """Reads the index; changes nothing."""
 
+    settings: PrefixSettings
     index: BlockIndex
-    fingerprint: Fingerprint
     rates: Rates
-    may_recompute: bool
-    min_reuse_token_count: int = 0
-    """Shorter matches are left alone: rebuilding caches costs more than computing so few tokens."""
 
     def plan(
         self,
@@ -78,11 +86,12 @@ class Planner:
             self.index.match, root=root, token_ids=token_ids, token_limit=limit, shared_root=shared_root
         )
         match = find(with_ssd=with_ssd)
-        if match.token_count < min(self.min_reuse_token_count, limit):
+        if match.token_count < min(self.settings.min_reuse_token_count, limit):
+            # Rebuilding caches costs more than computing so few tokens.
             match = Match((), 0, match.known_token_count)
         reason = self._limit_of(match, limit)
         plan = self._split(match, token_ids, reason)
-        if plan.to_load and self.may_recompute and self._recompute_is_faster(plan):
+        if plan.to_load and self.settings.may_recompute and self._recompute_is_faster(plan):
             match = find(with_ssd=False)
             plan = self._split(match, token_ids, ReuseLimit.RECOMPUTE_FASTER)
         return plan
@@ -104,7 +113,7 @@ class Planner:
             return ReuseLimit.NONE
         if match.known_token_count == 0:
             return ReuseLimit.NO_MATCH
-        if match.known_token_count > match.token_count and self.index.rules.needs_checkpoint:
+        if match.known_token_count > match.token_count and self.index.rules.facts.needs_checkpoint:
             return ReuseLimit.NO_CHECKPOINT
         return ReuseLimit.DIVERGED
 
@@ -130,7 +139,7 @@ class Planner:
                 wanted = min(entry.end_token_index, match.token_count) - entry.start_token_index
                 to_load.append(PlannedBlock(self._header(entry, token_ids), missing, wanted))
         ssd_tokens = sum(block.token_count for block in to_load)
-        if to_load and not self.index.rules.has_kv:
+        if to_load and not self.index.rules.facts.has_kv:
             # One checkpoint stands for everything before it.
             ssd_tokens = match.token_count
         report = CacheReport(
@@ -146,8 +155,8 @@ class Planner:
         return BlockHeader(
             hash=entry.hash,
             parent=entry.parent,
-            fingerprint=self.fingerprint,
+            fingerprint=self.settings.fingerprint,
             start_token_index=entry.start_token_index,
             token_ids=known,
-            block_token_limit=self.index.rules.block_token_count,
+            block_token_limit=self.settings.block_token_count,
         )

@@ -1,6 +1,6 @@
 """Restore of one prompt, from plan to caches: what it is made from, and how often it was tried.
 
-Blocks that came from SSD on their way back into RAM, where the next request will look first.
+Promotion: blocks that came from SSD on their way back into RAM, where the next request will look first.
 
 Inference thread only. The sequence that was restored from them goes on at once; its caches are copied
 out again in slices behind its decode steps, one sequence at a time, so that however many were restored
@@ -140,14 +140,14 @@ class Promotions:
             self._cutting = None
 
     def _is_due(self, sequence: Sequence) -> bool:
-        has_told = len(sequence.output_token_ids) > 1
+        has_first_token = len(sequence.output_token_ids) > 1
         is_decoding = sequence.phase is Phase.DECODING
-        return bool(sequence.unkept) and is_decoding and has_told and self._cache.may_write(sequence)
+        return bool(sequence.unkept) and is_decoding and has_first_token and self._cache.may_write(sequence)
 
     def _copy(self, sequence: Sequence) -> bool:
         """Copy a slice of the sequence's next block; True when nothing of it is left to do."""
         block = sequence.unkept[0]
-        entry = self._cache.index.get(block.hash)
+        entry = self._cache.find(block.hash)
         if entry is None:
             return True
         start, stop = entry.start_token_index, entry.end_token_index
@@ -159,8 +159,5 @@ class Promotions:
             if region is None:
                 return False
             regions[RegionKind.KV] = region
-        if entry.token_ids is None:
-            entry.token_ids = sequence.tokens(start, stop)
-        missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
-        self._cache.store(entry, missing, chain=sequence.chain)
+        self._cache.promote(sequence, entry, regions)
         return True

@@ -16,6 +16,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import DraftFootprint
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
+from icehouse_server.engine.kv_cache.cache_classes import Undo
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
 from icehouse_server.errors import ModelError, Reason
@@ -74,15 +75,16 @@ class DraftModel:
             )
         facts = model_loader.describe(loaded, source, own, "")
         # One token more shows what a token takes; windows are counted as they grow.
+        step = kv_caches.step_token_count(caches)
         sizes = []
-        for token_count in (1, kv_caches.CACHE_STEP_TOKEN_COUNT + 1):
+        for token_count in (1, step + 1):
             caches = kv_caches.make_caches(loaded.model)
             loaded.model(mx.zeros((1, token_count), dtype=mx.int32), cache=caches)
             mx.eval(kv_caches.cache_states(caches))
             sizes.append(sum(int(cache.nbytes) for cache in caches))
         footprint = DraftFootprint(
             weight_bytes=facts.weight_bytes,
-            kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // kv_caches.CACHE_STEP_TOKEN_COUNT),
+            kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step),
         )
         known = min(facts.vocabulary_size, info.vocabulary_size)
         return cls(loaded.model, vocabulary_size=known, footprint=footprint)
@@ -117,7 +119,7 @@ class DraftModel:
     def _guesses(self, rows: Sequence[DraftedRow], count: int) -> mx.array:
         fed = mx.array([token for drafted in rows for token in drafted.behind], dtype=mx.uint32)
         shares = [Share(drafted.row, len(drafted.behind), logit_count=1) for drafted in rows]
-        marks: list[rewind.CacheMark] = []
+        marks: list[Undo] = []
         guesses: list[mx.array] = []
         for _ in range(count):
             output = self._forward.run(fed, shares)

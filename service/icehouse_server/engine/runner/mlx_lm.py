@@ -22,7 +22,7 @@ from mlx_lm.utils import (
 )
 from transformers import AutoTokenizer
 
-from icehouse_server.engine.kv_cache.caches import Cache
+from icehouse_server.engine.kv_cache.cache_classes import Cache
 
 _BODIES = ("model", "transformer", "backbone")
 

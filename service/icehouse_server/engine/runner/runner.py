@@ -20,6 +20,7 @@ from icehouse_server.engine.core.ports import Chunk, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
+from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
@@ -104,7 +105,7 @@ class ModelRunner:
             model_loader.shape_of(loaded),
             kv_bytes_per_token,
             fixed_bytes,
-            kv_step_token_count=kv_caches.CACHE_STEP_TOKEN_COUNT,
+            kv_step_token_count=kv_caches.step_token_count(self.fresh_caches()),
             draft=self._load_draft(info),
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
@@ -156,15 +157,15 @@ class ModelRunner:
         self._model = None
         mx.clear_cache()
 
-    def caches(self, sequence_id: SequenceId) -> list[kv_caches.Cache]:
+    def caches(self, sequence_id: SequenceId) -> list[Cache]:
         """Return a sequence's own caches, to be read; valid until the next pass."""
         return self._sequences[sequence_id].row.caches
 
-    def adopt(self, sequence_id: SequenceId, caches: list[kv_caches.Cache], *, token_count: int) -> None:
+    def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
         """Open a sequence with caches that were rebuilt and hold so many tokens."""
         self._sequences[sequence_id] = OpenSequence(sequence_id, Row(caches, token_count=token_count))
 
-    def fresh_caches(self) -> list[kv_caches.Cache]:
+    def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
         caches = kv_caches.make_caches(self._model)
         if not self._settings.kv_bits:

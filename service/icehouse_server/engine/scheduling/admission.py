@@ -66,15 +66,15 @@ class Admission:
         """
         requests_ahead, tokens_ahead = self._queue.tokens_ahead_of(request.priority)
         tokens_ahead += self._scheduler.prefill_backlog_tokens
-        rate = self._counters.prefill_tokens_per_s
+        rate = self._counters.stats.prefill_tokens_per_s
         if rate <= 0.0:
             return Prediction(requests_ahead, tokens_ahead, None)
         share = 0.5 if self._scheduler.decoding_count else 1.0
         ttft_s = tokens_ahead / (rate * share)
         free_slots = self._scheduler.free_slot_count
-        if requests_ahead >= free_slots and self._counters.service_s > 0.0:
+        if requests_ahead >= free_slots and self._counters.service.value > 0.0:
             turns = (requests_ahead - free_slots + 1) / max(1, self._scheduler.limits.running_limit)
-            ttft_s = max(ttft_s, turns * self._counters.service_s)
+            ttft_s = max(ttft_s, turns * self._counters.service.value)
         return Prediction(requests_ahead, tokens_ahead, ttft_s)
 
     def _full(self, prediction: Prediction) -> Overloaded:

@@ -46,7 +46,7 @@ UNPROVED = Caller(None, Role.OPERATOR)
 """Everyone, where the configuration asks for no credentials."""
 
 current: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller", default=UNPROVED)
-"""Set by the door for the task of one call, before its message is read."""
+"""Set by the interceptor for the task of one call, before its message is read."""
 
 
 def peer_kind(peer: str | None) -> PeerKind:

@@ -26,7 +26,7 @@ class Security:
         self._interval_s = config.reload_s
         self._certificates = certificates_of(config)
         self._tokens = None if config.token_file is None else TokenFile(Path(config.token_file).expanduser())
-        self._told: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self.credentials: grpc.ServerCredentials | None = None
         """What to listen with, once loaded; None is plain text."""
         self.authenticator = Authenticator(
@@ -57,7 +57,7 @@ class Security:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Look at the files now. What cannot be used is told once and changes nothing."""
+        """Look at the files now. What cannot be used is logged once and changes nothing."""
         if self._certificates is not None:
             await self._refresh_one("certificate", self._certificates.refresh)
         if self._tokens is not None:
@@ -67,13 +67,13 @@ class Security:
         try:
             changed = await asyncio.to_thread(refresh)
         except StartError as error:
-            if self._told.get(name) != error.message:
-                self._told[name] = error.message
+            if self._logged.get(name) != error.message:
+                self._logged[name] = error.message
                 _logger.error(
                     "old_secrets_kept",
                     extra={"kind": name, "reason": error.reason.value, "detail": error.message},
                 )
             return
-        self._told.pop(name, None)
+        self._logged.pop(name, None)
         if changed:
             _logger.info("new_secrets_taken", extra={"kind": name})

@@ -34,37 +34,16 @@ WAITING_RETRY_S = 1.0
 
 @dataclasses.dataclass(slots=True)
 class Account:
-    """One tenant's numbers: `*_count` are now, `*_total` since the account was opened."""
+    """One tenant's numbers since the account was opened, and what it may still use."""
 
-    tenant: Tenant
+    use: TenantUse
     budget: TokenBudget | None
-    waiting_count: int = 0
-    running_count: int = 0
-    accepted_total: int = 0
-    refused_total: int = 0
-    prompt_token_total: int = 0
-    cached_token_total: int = 0
-    output_token_total: int = 0
-
-    @property
-    def use(self) -> TenantUse:
-        """The numbers, as they are now."""
-        return TenantUse(
-            self.tenant,
-            waiting_count=self.waiting_count,
-            running_count=self.running_count,
-            accepted_total=self.accepted_total,
-            refused_total=self.refused_total,
-            prompt_token_total=self.prompt_token_total,
-            cached_token_total=self.cached_token_total,
-            output_token_total=self.output_token_total,
-        )
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open and nothing is owed."""
         owes = self.budget is not None and self.budget.level < self.budget.limit
-        return not (self.waiting_count or self.running_count or owes)
+        return not (self.use.waiting_count or self.use.running_count or owes)
 
 
 class Stay:
@@ -76,17 +55,17 @@ class Stay:
         self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
         self._output_token_count = 0
         self._has_started = False
-        account.waiting_count += 1
-        account.accepted_total += 1
-        account.prompt_token_total += self._prompt_token_count
+        account.use.waiting_count += 1
+        account.use.accepted_total += 1
+        account.use.prompt_token_total += self._prompt_token_count
 
     def note(self, event: Event) -> None:
         """Follow the request: it started, it drew tokens, it finished."""
         if isinstance(event, Started) and not self._has_started:
             self._has_started = True
-            self._account.waiting_count -= 1
-            self._account.running_count += 1
-            self._account.cached_token_total += event.cache.cached_token_count
+            self._account.use.waiting_count -= 1
+            self._account.use.running_count += 1
+            self._account.use.cached_token_total += event.cache.cached_token_count
         elif isinstance(event, Delta):
             self._output_token_count += len(event.token_ids)
         elif isinstance(event, Finished):
@@ -95,10 +74,10 @@ class Stay:
     def end(self) -> None:
         """Close the request, however it ended: a started one has used its prompt and what it drew."""
         if self._has_started:
-            self._account.running_count -= 1
+            self._account.use.running_count -= 1
         else:
-            self._account.waiting_count -= 1
-        self._account.output_token_total += self._output_token_count
+            self._account.use.waiting_count -= 1
+        self._account.use.output_token_total += self._output_token_count
         if self._account.budget is not None:
             used = self._prompt_token_count + self._output_token_count if self._has_started else 0
             self._account.budget.give_back(self.reserved_token_count - used)
@@ -125,7 +104,7 @@ class Tenants:
         try:
             self._check(account, requests)
         except (Overloaded, InvalidRequest):
-            account.refused_total += 1
+            account.use.refused_total += 1
             raise
         stays = tuple(Stay(account, request) for request in requests)
         if account.budget is not None:
@@ -141,7 +120,7 @@ class Tenants:
         if account is None:
             rate = self.limits.tokens_per_minute
             budget = TokenBudget(tokens_per_minute=rate, clock=self._clock) if rate else None
-            account = self._accounts[tenant] = Account(tenant, budget)
+            account = self._accounts[tenant] = Account(TenantUse(tenant), budget)
             self._forget_idle()
         self._accounts.move_to_end(tenant)
         return account
@@ -159,15 +138,16 @@ class Tenants:
         limit = self.limits.waiting_limit
         if limit and len(requests) > limit:
             raise too_many_completions(len(requests), limit)
-        if limit and account.waiting_count + len(requests) > limit:
+        tenant, waiting_count = account.use.tenant, account.use.waiting_count
+        if limit and waiting_count + len(requests) > limit:
             raise Overloaded(
                 Reason.TENANT_QUEUE_FULL,
-                f"{account.waiting_count} requests of {_named(account.tenant)} wait, which is its limit; "
+                f"{waiting_count} requests of {_named(tenant)} wait, which is its limit; "
                 "try again when one has started",
                 retry_after_s=WAITING_RETRY_S,
                 metadata={
-                    "tenant": account.tenant,
-                    "waiting_count": account.waiting_count,
+                    "tenant": tenant,
+                    "waiting_count": waiting_count,
                     "waiting_limit": limit,
                 },
             )
@@ -178,12 +158,12 @@ class Tenants:
         if wait_s > 0.0:
             raise Overloaded(
                 Reason.TOKEN_RATE_EXCEEDED,
-                f"{_named(account.tenant)} may use {account.budget.limit} tokens per minute and has "
+                f"{_named(tenant)} may use {account.budget.limit} tokens per minute and has "
                 f"{account.budget.level} left; this request may use {wanted}; try again in {wait_s:.1f} s, "
                 "or ask for less output",
                 retry_after_s=wait_s,
                 metadata={
-                    "tenant": account.tenant,
+                    "tenant": tenant,
                     "tokens_per_minute": account.budget.limit,
                     "tokens_left": account.budget.level,
                     "tokens_wanted": wanted,

@@ -56,9 +56,9 @@ class Call:
             self.started = self.started or event
         elif isinstance(event, Finished):
             # Of several completions: the first one's account with the output of all.
-            told = self.usage or dataclasses.replace(event.usage, output_token_count=0)
-            output_token_count = told.output_token_count + event.usage.output_token_count
-            self.usage = dataclasses.replace(told, output_token_count=output_token_count)
+            usage = self.usage or dataclasses.replace(event.usage, output_token_count=0)
+            output_token_count = usage.output_token_count + event.usage.output_token_count
+            self.usage = dataclasses.replace(usage, output_token_count=output_token_count)
 
 
 class Calls:
@@ -94,7 +94,7 @@ class Calls:
         self._running_count += 1
         self._idle.clear()
         try:
-            self._check_room()
+            self._check_limit()
             yield call
             if trailers := self._see_out(call, context, grpc.StatusCode.OK):
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
@@ -105,17 +105,17 @@ class Calls:
             self._see_out(call, context, self._cancel_code(call))
             raise
         except Exception:
-            # The edge of the house: the caller learns that it broke, the log learns why.
+            # The edge of the server: the caller learns that it broke, the log learns why.
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
-            told = internal_error()
-            trailers = self._see_out(call, context, code_of(told), reason=told.reason.value)
-            await context.abort_with_status(with_trailers(status_of(told), trailers))
+            broken = internal_error()
+            trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
+            await context.abort_with_status(with_trailers(status_of(broken), trailers))
         finally:
             self._running_count -= 1
             if not self._running_count:
                 self._idle.set()
 
-    def _check_room(self) -> None:
+    def _check_limit(self) -> None:
         if self._closed:
             raise Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
         if self._running_count <= self._concurrent_call_limit:

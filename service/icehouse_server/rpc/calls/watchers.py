@@ -6,6 +6,7 @@ What the edge needs of telemetry, given to it by whoever composes the house.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 from icehouse_server.domain.call import CallRecord, SpanNames
@@ -27,19 +28,14 @@ class Tracer(Protocol):
         ...
 
 
-class Trailer(Protocol):
-    """Adds to the trailing metadata of every call."""
-
-    def trailer(self) -> tuple[str, str | bytes] | None: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watchers:
     """All of them; empty ones cost nothing."""
 
     calls: tuple[CallWatcher, ...] = ()
     tracer: Tracer | None = None
-    load: Trailer | None = None
+    load_trailer: Callable[[], tuple[str, bytes] | None] | None = None
+    """Trailing metadata for every call: how busy the server is."""
     access_log: AccessLog | None = None
 
     def see_out(self, record: CallRecord) -> tuple[tuple[str, str | bytes], ...]:
@@ -48,7 +44,7 @@ class Watchers:
         names = self.tracer.trace(record) if self.tracer is not None else None
         if names is not None:
             trailers.append(("traceresponse", names.traceresponse))
-        if self.load is not None and (trailer := self.load.trailer()) is not None:
+        if self.load_trailer is not None and (trailer := self.load_trailer()) is not None:
             trailers.append(trailer)
         if self.access_log is not None:
             self.access_log.write(record, trace_id=names.trace_id if names is not None else "")

@@ -92,7 +92,9 @@ class _WatchedCall:
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
-        assert not inspect.isasyncgenfunction(behavior), "the door inside makes every method a coroutine"
+        assert not inspect.isasyncgenfunction(behavior), (
+            "the interceptor inside makes every method a coroutine"
+        )
         return make(
             self._awaiting(behavior),
             request_deserializer=self._reader(handler.request_deserializer),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
-from icehouse_server.domain.chat import Conversation, Piece, RenderedChat
+from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
+from icehouse_server.text.reply_parser import ReplySplitter
 
 StatsReply = Callable[[EngineStats, CacheStats | None], None]
 CommandReply = Callable[[CacheAnswer | IcehouseError], None]
@@ -52,25 +53,8 @@ class EnginePort(Protocol):
         """Call `reply` once, on the inference thread, with the counters between two steps."""
         ...
 
-    def submit_command(self, order: CacheCommand, reply: CommandReply) -> None:
-        """Call `reply` once, on any thread, with the order's own answer or with an error."""
-        ...
-
-
-class SplitterPort(Protocol):
-    """Tells apart what one output says, thinks and calls. For one thread."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call that can be read has ended."""
-        ...
-
-    def push(self, text: str) -> Sequence[Piece]:
-        """Add text; return what has become certain."""
-        ...
-
-    def finish(self) -> Sequence[Piece]:
-        """End the output; return the rest."""
+    def submit_command(self, command: CacheCommand, reply: CommandReply) -> None:
+        """Call `reply` once, on any thread, with the command's own answer or with an error."""
         ...
 
 
@@ -87,7 +71,7 @@ class TokenizerPort(Protocol):
 
     def reply_splitter(
         self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
-    ) -> SplitterPort | None:
+    ) -> ReplySplitter | None:
         """Return what tells the parts of the reply apart; None where there is but text."""
         ...
 

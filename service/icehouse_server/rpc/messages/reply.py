@@ -24,7 +24,6 @@ from icehouse_server.domain.events import (
     PrefillProgress,
     Started,
 )
-from icehouse_server.rpc.engine_client.ports import SplitterPort
 from icehouse_server.rpc.messages.responses import (
     Spell,
     delta_proto,
@@ -32,6 +31,7 @@ from icehouse_server.rpc.messages.responses import (
     progress_proto,
     started_proto,
 )
+from icehouse_server.text.reply_parser import ReplySplitter
 
 
 class Replies:
@@ -62,7 +62,7 @@ class Reply:
     """One output's events to the messages of a stream. Without a splitter everything is text."""
 
     def __init__(
-        self, *, request_id: str, model_id: str, seed: int, splitter: SplitterPort | None, piece: Spell
+        self, *, request_id: str, model_id: str, seed: int, splitter: ReplySplitter | None, piece: Spell
     ) -> None:
         self._piece = piece
         self._request_id = request_id

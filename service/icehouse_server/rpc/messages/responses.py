@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from icehouse.v1 import adapter_pb2, logprobs_pb2, model_service_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
@@ -21,6 +19,7 @@ from icehouse_server.domain.events import (
 )
 from icehouse_server.domain.model import AdapterInfo, ModelInfo
 from icehouse_server.domain.request import TokenLogprobs
+from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.messages.speculation import LIMITS
 
 Spell = Callable[[int], str]
@@ -45,20 +44,6 @@ REUSE_LIMITS = {
     ReuseLimit.UNSUPPORTED: usage_pb2.REUSE_LIMIT_UNSUPPORTED,
     ReuseLimit.PROMPT_LOGPROBS: usage_pb2.REUSE_LIMIT_PROMPT_LOGPROBS,
 }
-
-
-def duration_proto(duration_s: float) -> Duration:
-    """Return seconds as a Duration, to the nanosecond."""
-    duration = Duration()
-    duration.FromNanoseconds(round(duration_s * 1e9))
-    return duration
-
-
-def timestamp_proto(time_s: float) -> Timestamp:
-    """Return seconds since the Unix epoch as a Timestamp, to the microsecond."""
-    timestamp = Timestamp()
-    timestamp.FromMicroseconds(round(time_s * 1e6))
-    return timestamp
 
 
 def cache_report_proto(report: CacheReport) -> usage_pb2.CacheReport:
@@ -133,9 +118,9 @@ def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenL
     top, asked = (
         [
             logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
-            for t in told
+            for t in listed
         ]
-        for told in (entry.top, entry.asked)
+        for listed in (entry.top, entry.asked)
     )
     return logprobs_pb2.TokenLogprobs(
         token_id=entry.token_id,

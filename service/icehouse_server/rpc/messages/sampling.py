@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from icehouse.v1 import sampling_pb2
 
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.domain.sampling import DEFAULT_XTC_THRESHOLD, SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.engine_client.ports import TokenizerPort
 from icehouse_server.rpc.messages.validation import check_token_ids, refuse_value
@@ -20,7 +20,6 @@ BAD_WORD_BYTE_LIMIT = 256
 BAD_WORD_TOKEN_LIMIT = 32
 REPETITION_PENALTY_LIMIT = 10.0
 PENALTY_LIMIT = 2.0
-DEFAULT_XTC_THRESHOLD = 0.1
 
 
 def sampling_of(

@@ -41,7 +41,9 @@ class Observation:
         self.watchers = Watchers(
             calls=(slow, *telemetry.calls),
             tracer=telemetry.tracer,
-            load=LoadReport(lambda: self.poller.latest) if telemetry.has_load_report else None,
+            load_trailer=LoadReport(lambda: self.poller.latest).trailer
+            if telemetry.has_load_report
+            else None,
             access_log=AccessLog() if telemetry.has_access_log else None,
         )
         self.interceptor = WireInterceptor(telemetry.wire, clock)

@@ -41,27 +41,27 @@ class StatsPoller:
 
     async def sample(self) -> None:
         """Take one sample; an engine that does not answer in time leaves the last counters standing."""
-        told: tuple[EngineStats, CacheStats | None] | None = None
+        answer: tuple[EngineStats, CacheStats | None] | None = None
         if self._router.state is EngineState.READY:
             try:
                 async with asyncio.timeout(self.interval_s):
-                    told = await self._stats.ask()
+                    answer = await self._stats.ask()
             except (TimeoutError, IcehouseError):
-                told = None
-        self._latest = self._snapshot(told)
+                answer = None
+        self._latest = self._snapshot(answer)
 
-    def _snapshot(self, told: tuple[EngineStats, CacheStats | None] | None) -> Snapshot:
+    def _snapshot(self, answer: tuple[EngineStats, CacheStats | None] | None) -> Snapshot:
         last, now = self._latest, self._clock.monotonic()
-        engine, cache = told or (last.engine, last.cache)
+        engine, cache = answer or (last.engine, last.cache)
         return Snapshot(
             state=self._router.state,
             heartbeat_age_s=max(0.0, now - self._engine.heartbeat_time),
-            sample_time=now if told is not None else last.sample_time,
+            sample_time=now if answer is not None else last.sample_time,
             model=self._router.model.info if self._router.model is not None else None,
             engine=engine,
             cache=cache,
             tenants=self._stats.tenant_uses(),
-            rates=_rates(last, engine, now) if told is not None else last.rates,
+            rates=_rates(last, engine, now) if answer is not None else last.rates,
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from icehouse.v1 import inference_service_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
-from icehouse_server.domain.stats import EngineStats, TenantUse
+from icehouse_server.domain.stats import EngineStats, ServerStats, TenantUse
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls.slow_requests import SlowRequests
@@ -34,18 +35,24 @@ class StatsReader:
     async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
         """Return the counters; raises Unavailable or EngineFailed when the engine does not run.
 
-        What the whole house does tells one tenant of the others, so it is for operators.
+        What the whole server does tells one tenant of the others, so it is for operators.
         """
         engine, cache = await self.ask()
         is_operator = caller.role is Role.OPERATOR
-        slowest = self._slow.slowest(tenant=None if is_operator else caller.tenant)
-        response = stats_response(engine, cache, collect_time=self._clock.wall(), slowest=slowest)
-        response.tenants.extend(tenant_stats_protos(self._tenants, cache))
-        return response if is_operator else _part_of(response, caller)
+        stats = ServerStats(
+            collect_time=self._clock.wall(),
+            engine=engine if is_operator else None,
+            cache=cache if is_operator else None,
+            slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
+        )
+        response = stats_response(stats)
+        tenants = tenant_stats_protos(self._tenants, cache)
+        response.tenants.extend(each for each in tenants if is_operator or each.tenant == caller.tenant)
+        return response
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         """Return what each tenant runs and has used."""
-        return tuple(account.use for account in self._tenants)
+        return tuple(dataclasses.replace(account.use) for account in self._tenants)
 
     async def ask(self) -> Counters:
         """Return the counters as the engine tells them; raises as `read` does."""
@@ -54,12 +61,3 @@ class StatsReader:
 
     def _send(self, reply: Callable[[Counters], None]) -> None:
         self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
-
-
-def _part_of(
-    response: inference_service_pb2.CacheStatsResponse, caller: Caller
-) -> inference_service_pb2.CacheStatsResponse:
-    own = [stats for stats in response.tenants if stats.tenant == caller.tenant]
-    return inference_service_pb2.CacheStatsResponse(
-        collect_time=response.collect_time, tenants=own, slowest_requests=response.slowest_requests
-    )

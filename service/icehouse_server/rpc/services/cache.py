@@ -47,12 +47,12 @@ class _Scoped(Protocol):
 
 
 def scope_of(request: _Scoped, call: Call) -> CacheScope:
-    """Return whose blocks an order is about; raises Forbidden. The adapter is checked with the prompt."""
+    """Return whose blocks a command is about; raises Forbidden. The adapter is checked with the prompt."""
     return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.adapter))
 
 
 class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
-    """Turns calls into the cache's orders and their answers into responses."""
+    """Turns calls into the cache's commands and their answers into responses."""
 
     def __init__(self, parts: ServiceParts, *, engine: EnginePort, stats: StatsReader) -> None:
         self._calls = parts.calls
@@ -68,7 +68,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             shared = self._generation.shared_tenant_of(request.cache, call)
             shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
             token_ids = await self._generation.read_prompt(request, request.WhichOneof("prompt"), call=call)
-            explanation = await self._order(Explain(token_ids, scope, shared_scope), Explanation)
+            explanation = await self._submit(Explain(token_ids, scope, shared_scope), Explanation)
             return explain_response(explanation, prompt_token_count=len(token_ids))
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
@@ -108,13 +108,13 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def _change_pins(
         self,
-        order: Callable[[tuple[int, ...], CacheScope], CacheCommand],
+        command: Callable[[tuple[int, ...], CacheScope], CacheCommand],
         request: messages.PinRequest | messages.UnpinRequest,
         call: Call,
     ) -> PinReport:
         scope = scope_of(request, call)
         token_ids = await self._generation.read_prompt(request, request.WhichOneof("prompt"), call=call)
-        return await self._order(order(token_ids, scope), PinReport)
+        return await self._submit(command(token_ids, scope), PinReport)
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""
@@ -132,9 +132,9 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                     refuse_value("all", False, "true; name a prompt to evict less")
                 call.caller.require_operator("evicting everything")
                 check_model(request.model, self._router.require_model().info)
-                return evict_response(await self._order(Evict(None), EvictReport))
+                return evict_response(await self._submit(Evict(None), EvictReport))
             token_ids = await self._generation.read_prompt(request, kind, call=call)
-            return evict_response(await self._order(Evict(token_ids, scope), EvictReport))
+            return evict_response(await self._submit(Evict(token_ids, scope), EvictReport))
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""
@@ -142,7 +142,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             call.caller.require_operator("verifying the SSD")
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
-            return verify_response(await self._order(Verify(request.block_limit), VerifyReport))
+            return verify_response(await self._submit(Verify(request.block_limit), VerifyReport))
 
     async def WatchStats(  # type: ignore[override]
         self, request: messages.WatchStatsRequest, context: Context
@@ -157,14 +157,14 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                     async with asyncio.timeout(interval_s):
                         await self._router.left_ready.wait()
 
-    async def _order(self, order: CacheCommand, answer_type: type[Answer]) -> Answer:
+    async def _submit(self, command: CacheCommand, answer_type: type[Answer]) -> Answer:
         self._router.require_model()
 
         def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-            self._engine.submit_command(order, reply)
+            self._engine.submit_command(command, reply)
 
         answer = await self._router.ask(send)
         if isinstance(answer, IcehouseError):
             raise answer
-        assert isinstance(answer, answer_type), f"{order} was answered by {answer}"
+        assert isinstance(answer, answer_type), f"{command} was answered by {answer}"
         return answer

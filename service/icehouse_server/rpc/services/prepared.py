@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.domain.request import GenerationRequest, part_of
-from icehouse_server.rpc.engine_client.ports import ServedModel, SplitterPort
+from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
+from icehouse_server.text.reply_parser import ReplySplitter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Prepared:
             piece=self.model.tokenizer.piece,
         )
 
-    def _new_splitter(self, request: GenerationRequest) -> SplitterPort | None:
+    def _new_splitter(self, request: GenerationRequest) -> ReplySplitter | None:
         if self.chat is None:
             return None
         return self.model.tokenizer.reply_splitter(

@@ -15,6 +15,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from icehouse_server.domain.blocks import LAYOUT_ABI, BlockHeader, Damage, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint
@@ -29,7 +30,11 @@ from icehouse_server.storage.block_format.header import (
     parse_head,
     regions_to_json,
 )
-from icehouse_server.storage.encryption.cipher import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, FileVault, Vault
+from icehouse_server.storage.encryption.facts import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher, FileCipher
 
 FORMAT = "icehouse.block.sealed"
 _BEGIN = b'","format":"icehouse.block.sealed",'
@@ -37,7 +42,7 @@ _BEGIN_AT = 8 + len(b'{"__metadata__":{"header_xxh3":"') + 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sealing:
+class FileKey:
     """Under which key and with which salt one file is encrypted."""
 
     key_id: bytes
@@ -48,25 +53,25 @@ class Sealing:
         return json.dumps(_public(outline, self), separators=(",", ":")).encode()
 
 
-def is_sealed_head(head: bytes) -> bool:
+def is_encrypted_header(head: bytes) -> bool:
     """Say whether a head begins as an encrypted file's."""
     return head[_BEGIN_AT : _BEGIN_AT + len(_BEGIN)] == _BEGIN
 
 
-def encode_sealed_head(
+def encode_encrypted_header(
     header: BlockHeader,
     regions: Sequence[FileRegion],
     *,
-    sealing: Sealing,
-    file_vault: FileVault,
+    file_key: FileKey,
+    file_cipher: FileCipher,
     begin: int = 0,
 ) -> tuple[bytes, int]:
     """Return the head's bytes and its checksum; `begin` is where the first region's offset counts from."""
     inside, _ = encode_head(header, regions, begin=begin)
     metadata = {
-        **_public(BlockOutline.of(header), sealing),
+        **_public(BlockOutline.of(header), file_key),
         "regions": regions_to_json(regions, begin=begin),
-        "sealed": base64.b64encode(file_vault.seal_head(inside)).decode(),
+        "sealed": base64.b64encode(file_cipher.encrypt_header(inside)).decode(),
     }
     tensors = {
         str(region.kind): {
@@ -79,8 +84,8 @@ def encode_sealed_head(
     return assemble_head(metadata, tensors)
 
 
-def parse_sealed_head(head: bytes, *, file_bytes: int, vault: Vault | None) -> BlockFile:
-    """Return the facts in an encrypted file's head, those inside too when `vault` has its key.
+def parse_encrypted_header(head: bytes, *, file_bytes: int, cipher: Cipher | None) -> BlockFile:
+    """Return the facts in an encrypted file's head, those inside too when `cipher` has its key.
 
     Raises `BlockFileError`; nothing in `head` is believed.
     """
@@ -94,31 +99,31 @@ def parse_sealed_head(head: bytes, *, file_bytes: int, vault: Vault | None) -> B
                 Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}"
             )
         outline = _parse_outline(metadata)
-        sealing = Sealing(_bytes_of(metadata["key"], KEY_ID_BYTES), _bytes_of(metadata["salt"], SALT_BYTES))
+        file_key = FileKey(_bytes_of(metadata["key"], KEY_ID_BYTES), _bytes_of(metadata["salt"], SALT_BYTES))
         regions = _parse_regions(json.loads(metadata["regions"]), data_offset=len(head))
-        sealed = base64.b64decode(metadata["sealed"], validate=True)
+        encrypted = base64.b64decode(metadata["sealed"], validate=True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
     end = regions[-1].offset + regions[-1].size_bytes if regions else len(head)
     if end != file_bytes:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
-    outside = BlockFile(outline, None, regions, file_bytes, checksum, sealing.key_id)
-    if vault is None or vault.key_id != sealing.key_id:
+    outside = BlockFile(outline, None, regions, file_bytes, checksum, file_key.key_id)
+    if cipher is None or cipher.key_id != file_key.key_id:
         return outside
-    file_vault = vault.file(salt=sealing.salt, facts=sealing.facts(outline))
-    inside = _open(sealed, outside, file_vault=file_vault, data_offset=len(head), vault=vault)
-    return dataclasses.replace(outside, header=inside.header, regions=inside.regions, vault=file_vault)
+    file_cipher = cipher.file(salt=file_key.salt, facts=file_key.facts(outline))
+    inside = _open(encrypted, outside, file_cipher=file_cipher, data_offset=len(head), cipher=cipher)
+    return dataclasses.replace(outside, header=inside.header, regions=inside.regions, cipher=file_cipher)
 
 
 def _open(
-    sealed: bytes, outside: BlockFile, *, file_vault: FileVault, data_offset: int, vault: Vault
+    encrypted: bytes, outside: BlockFile, *, file_cipher: FileCipher, data_offset: int, cipher: Cipher
 ) -> BlockFile:
     """Return what the private part says, which must be what the public one says and more."""
-    text = file_vault.open_head(sealed)
+    text = file_cipher.decrypt_header(encrypted)
     if text is None:
         raise BlockFileError(Damage.AUTH_TAG, "Header is not what was encrypted under this key")
     inside = parse_head(
-        text, file_bytes=outside.file_bytes, data_offset=data_offset, name_secret=vault.name_secret
+        text, file_bytes=outside.file_bytes, data_offset=data_offset, name_secret=cipher.name_secret
     )
     bare = tuple(dataclasses.replace(region, tensors=()) for region in inside.regions)
     if inside.outline != outside.outline or bare != outside.regions:
@@ -126,7 +131,7 @@ def _open(
     return inside
 
 
-def _public(outline: BlockOutline, sealing: Sealing) -> dict[str, str]:
+def _public(outline: BlockOutline, file_key: FileKey) -> dict[str, str]:
     return {
         "format": FORMAT,
         "layout_abi": str(LAYOUT_ABI),
@@ -136,8 +141,8 @@ def _public(outline: BlockOutline, sealing: Sealing) -> dict[str, str]:
         "start_token_index": str(outline.start_token_index),
         "token_count": str(outline.token_count),
         "block_token_limit": str(outline.block_token_limit),
-        "key": sealing.key_id.hex(),
-        "salt": sealing.salt.hex(),
+        "key": file_key.key_id.hex(),
+        "salt": file_key.salt.hex(),
     }
 
 

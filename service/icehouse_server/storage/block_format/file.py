@@ -10,7 +10,7 @@ Trust: the header's first value is the xxh3 of the whole header with that value 
 so no bit of the header can change unseen; each region carries the xxh3 of its bytes; the
 block's hash is computed again from its parent and token ids. All of it is checked before a
 byte is used. `__metadata__` begins so in every layout ABI, so that other ABIs can be told
-from damage. With a vault the regions are encrypted and the head is a `sealed_head`.
+from damage. With a cipher the regions are encrypted and the head is an `encrypted_header`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -25,10 +26,10 @@ from icehouse_server.domain.blocks import Damage, HostBlock, block_hash
 from icehouse_server.storage.block_facts import BlockFile, BlockOutline, FileRegion, FileTensor
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.encrypted_header import (
-    Sealing,
-    encode_sealed_head,
-    is_sealed_head,
-    parse_sealed_head,
+    FileKey,
+    encode_encrypted_header,
+    is_encrypted_header,
+    parse_encrypted_header,
 )
 from icehouse_server.storage.block_format.header import (
     DTYPE_BYTES,
@@ -37,8 +38,12 @@ from icehouse_server.storage.block_format.header import (
     head_length,
     parse_head,
 )
-from icehouse_server.storage.encryption.cipher import TAG_BYTES, FileVault, Sealer, Vault
+from icehouse_server.storage.encryption.facts import TAG_BYTES
 from icehouse_server.storage.files import Files
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher, Encryptor, FileCipher
 
 GROUP_BYTES = 256 << 10
 """Bytes that are hashed and transferred at a time; several fit the second-level cache."""
@@ -51,20 +56,20 @@ class PreparedBlock:
     """A block whose facts have been checked and whose file's size is known."""
 
     block: HostBlock
-    vault: Vault | None
+    cipher: Cipher | None
     """Encrypts it."""
     head_bytes: int
     file_bytes: int
 
 
-def prepare_block(block: HostBlock, *, vault: Vault | None = None) -> PreparedBlock:
+def prepare_block(block: HostBlock, *, cipher: Cipher | None = None) -> PreparedBlock:
     """Check a block before anything is reserved or written for it.
 
     A block whose hash is not that of its tokens, or whose tensors lie about their sizes,
     is a broken invariant of the caller.
     """
     header = block.header
-    secret = vault.name_secret if vault else b""
+    secret = cipher.name_secret if cipher else b""
     expected = block_hash(parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=secret)
     assert header.hash == expected, f"Block {header.hash.hex()} does not have the hash of its tokens"
     kinds = [region.kind for region in block.regions]
@@ -76,9 +81,9 @@ def prepare_block(block: HostBlock, *, vault: Vault | None = None) -> PreparedBl
             size_bytes = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             assert tensor.data.nbytes == size_bytes, f"{tensor.name} does not have {size_bytes} bytes"
     # Checksums, tags and salts have fixed widths, so the head's length is known before they are.
-    proofs = [_Proof(0, bytes(TAG_BYTES) if vault else b"")] * len(block.regions)
-    head, _ = _encode(block, _describe(block, proofs, begin=0), _Encryption.of(block, vault), begin=0)
-    return PreparedBlock(block, vault, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
+    proofs = [_Proof(0, bytes(TAG_BYTES) if cipher else b"")] * len(block.regions)
+    head, _ = _encode(block, _describe(block, proofs, begin=0), _Encryption.of(block, cipher), begin=0)
+    return PreparedBlock(block, cipher, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
 
 
 def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> BlockFile:
@@ -92,17 +97,17 @@ def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> Block
     offset = prepared.head_bytes
     proofs = []
     # A new salt for every attempt: one file key never encrypts two files.
-    encryption = _Encryption.of(block, prepared.vault)
+    encryption = _Encryption.of(block, prepared.cipher)
     for region in block.regions:
         digest = xxhash.xxh3_64()
-        sealer = encryption.vault.sealer(region.kind) if encryption else None
+        encryptor = encryption.cipher.encryptor(region.kind) if encryption else None
         for group, size_bytes in groups(part for tensor in region.tensors for part in slices(tensor.data)):
-            written = encryption.seal(sealer, group) if encryption and sealer else group
+            written = encryption.encrypt(encryptor, group) if encryption and encryptor else group
             for part in written:
                 digest.update(part)
             files.write(descriptor, written, offset=offset)
             offset += size_bytes
-        proofs.append(_Proof(digest.intdigest(), sealer.finish() if sealer else b""))
+        proofs.append(_Proof(digest.intdigest(), encryptor.finish() if encryptor else b""))
     regions = _describe(block, proofs, begin=prepared.head_bytes)
     head, header_checksum = _encode(block, regions, encryption, begin=prepared.head_bytes)
     assert (len(head), offset) == (prepared.head_bytes, prepared.file_bytes), (
@@ -115,15 +120,15 @@ def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> Block
         regions=regions,
         file_bytes=offset,
         header_checksum=header_checksum,
-        key_id=encryption.sealing.key_id if encryption else b"",
-        vault=encryption.vault if encryption else None,
+        key_id=encryption.file_key.key_id if encryption else b"",
+        cipher=encryption.cipher if encryption else None,
     )
 
 
-def read_head(files: Files, descriptor: int, *, vault: Vault | None = None) -> BlockFile:
+def read_head(files: Files, descriptor: int, *, cipher: Cipher | None = None) -> BlockFile:
     """Return what an open file says about itself, fully checked except for its tensor bytes.
 
-    Of an encrypted file whose key `vault` does not have, that is its outline and its regions.
+    Of an encrypted file whose key `cipher` does not have, that is its outline and its regions.
     Raises `BlockFileError` when it is damaged or of another ABI, `OSError` from the system.
     """
     file_bytes = files.size(descriptor)
@@ -135,8 +140,8 @@ def read_head(files: Files, descriptor: int, *, vault: Vault | None = None) -> B
         _read_exactly(files, descriptor, memoryview(rest), offset=len(buffer))
         buffer += rest
     head = bytes(buffer[:head_bytes])
-    if is_sealed_head(head):
-        return parse_sealed_head(head, file_bytes=file_bytes, vault=vault)
+    if is_encrypted_header(head):
+        return parse_encrypted_header(head, file_bytes=file_bytes, cipher=cipher)
     return parse_head(head, file_bytes=file_bytes)
 
 
@@ -174,27 +179,27 @@ class _Proof:
 class _Encryption:
     """One file's salt and key, and the room that its pieces are encrypted in."""
 
-    def __init__(self, sealing: Sealing, vault: FileVault) -> None:
-        self.sealing = sealing
-        self.vault = vault
-        self._room = memoryview(bytearray(2 * GROUP_BYTES))
+    def __init__(self, file_key: FileKey, cipher: FileCipher) -> None:
+        self.file_key = file_key
+        self.cipher = cipher
+        self._scratch = memoryview(bytearray(2 * GROUP_BYTES))
 
     @classmethod
-    def of(cls, block: HostBlock, vault: Vault | None) -> _Encryption | None:
+    def of(cls, block: HostBlock, cipher: Cipher | None) -> _Encryption | None:
         """Return what a new file of this block is encrypted with; None in the clear."""
-        if vault is None:
+        if cipher is None:
             return None
-        sealing = Sealing(vault.key_id, vault.new_salt())
-        facts = sealing.facts(BlockOutline.of(block.header))
-        return cls(sealing, vault.file(salt=sealing.salt, facts=facts))
+        file_key = FileKey(cipher.key_id, cipher.new_salt())
+        facts = file_key.facts(BlockOutline.of(block.header))
+        return cls(file_key, cipher.file(salt=file_key.salt, facts=facts))
 
-    def seal(self, sealer: Sealer, group: Sequence[memoryview]) -> list[memoryview]:
+    def encrypt(self, encryptor: Encryptor, group: Sequence[memoryview]) -> list[memoryview]:
         """Return a group's bytes, encrypted, valid until the next call."""
         begin = 0
         for part in group:
-            sealer.update(part, self._room[begin : begin + part.nbytes])
+            encryptor.update(part, self._scratch[begin : begin + part.nbytes])
             begin += part.nbytes
-        return [self._room[:begin]]
+        return [self._scratch[:begin]]
 
 
 def _encode(
@@ -202,8 +207,8 @@ def _encode(
 ) -> tuple[bytes, int]:
     if encryption is None:
         return encode_head(block.header, regions, begin=begin)
-    return encode_sealed_head(
-        block.header, regions, sealing=encryption.sealing, file_vault=encryption.vault, begin=begin
+    return encode_encrypted_header(
+        block.header, regions, file_key=encryption.file_key, file_cipher=encryption.cipher, begin=begin
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -26,9 +27,12 @@ from icehouse_server.storage.block_facts import BlockFile, FileRegion, FileTenso
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.file import GROUP_BYTES, groups, read_head, slices
 from icehouse_server.storage.block_format.header import DTYPE_BYTES
-from icehouse_server.storage.encryption.cipher import FileVault, Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.loads import LoadedBlock, LoadRequest, PlannedBlock
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher, FileCipher
 
 _TOKEN_AXIS = -2
 _ALIGNMENT_BYTES = 64
@@ -117,7 +121,7 @@ class KvBuffers:
 
 
 def open_block(
-    files: Files, path: str, planned: PlannedBlock, *, vault: Vault | None
+    files: Files, path: str, planned: PlannedBlock, *, cipher: Cipher | None
 ) -> tuple[int, BlockFile]:
     """Open a block's file and prove that it is the expected block; return its descriptor and facts.
 
@@ -130,7 +134,7 @@ def open_block(
     except OSError as error:
         raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
     try:
-        file = _read_own_head(files, descriptor, path, vault)
+        file = _read_own_head(files, descriptor, path, cipher)
         if file.header != planned.header:
             raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
         missing = [kind for kind in planned.regions if file.region(kind) is None]
@@ -142,14 +146,14 @@ def open_block(
     return descriptor, file
 
 
-def read_header(files: Files, path: str, name: BlockHash, *, vault: Vault | None) -> BlockHeader:
+def read_header(files: Files, path: str, name: BlockHash, *, cipher: Cipher | None) -> BlockHeader:
     """Return the header of the block of this name, token ids included.
 
     Raises `BlockFileError` when the file holds another one or is damaged, `OSError` from the system.
     """
     descriptor = files.open(path)
     try:
-        header = _read_own_head(files, descriptor, path, vault).header
+        header = _read_own_head(files, descriptor, path, cipher).header
     finally:
         files.close(descriptor)
     if header is None or header.hash != name:
@@ -181,16 +185,16 @@ def read_block(
                 start_token_index=planned.header.start_token_index,
                 token_count=planned.header.token_count,
             )
-            _read_verified(files, descriptor, region, parts, vault=file.vault, pace=pace)
+            _read_verified(files, descriptor, region, parts, cipher=file.cipher, pace=pace)
         else:
             data = empty_bytes(region.size_bytes)
-            _read_verified(files, descriptor, region, slices(data), vault=file.vault, pace=pace)
+            _read_verified(files, descriptor, region, slices(data), cipher=file.cipher, pace=pace)
             loaded.append(_host_region(region, data))
     return LoadedBlock(planned.header, tuple(loaded))
 
 
-def verify_block(files: Files, path: str, *, vault: Vault | None = None) -> BlockFile:
-    """Read and prove every region of a file, by its tag too where `vault` has the key; return its facts.
+def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> BlockFile:
+    """Read and prove every region of a file, by its tag too where `cipher` has the key; return its facts.
 
     Raises `BlockFileError`.
     """
@@ -201,27 +205,27 @@ def verify_block(files: Files, path: str, *, vault: Vault | None = None) -> Bloc
     except OSError as error:
         raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
     try:
-        file = _read_head(files, descriptor, path, vault)
+        file = _read_head(files, descriptor, path, cipher)
         for region in file.regions:
-            _read_verified(files, descriptor, region, _scratch_parts(region), vault=file.vault)
+            _read_verified(files, descriptor, region, _scratch_parts(region), cipher=file.cipher)
         return file
     finally:
         files.close(descriptor)
 
 
-def _read_own_head(files: Files, descriptor: int, path: str, vault: Vault | None) -> BlockFile:
+def _read_own_head(files: Files, descriptor: int, path: str, cipher: Cipher | None) -> BlockFile:
     """Return the head of a block that this server wrote: with a key, it encrypted it."""
-    file = _read_head(files, descriptor, path, vault)
-    if (file.vault is None) != (vault is None):
+    file = _read_head(files, descriptor, path, cipher)
+    if (file.cipher is None) != (cipher is None):
         raise BlockFileError(
             Damage.AUTH_TAG, f"{path} is not encrypted under the key in use, as it should be"
         )
     return file
 
 
-def _read_head(files: Files, descriptor: int, path: str, vault: Vault | None) -> BlockFile:
+def _read_head(files: Files, descriptor: int, path: str, cipher: Cipher | None) -> BlockFile:
     try:
-        return read_head(files, descriptor, vault=vault)
+        return read_head(files, descriptor, cipher=cipher)
     except OSError as error:
         raise BlockFileError(Damage.IO, f"{path} cannot be read: {error}") from error
 
@@ -232,11 +236,11 @@ def _read_verified(
     region: FileRegion,
     parts: Iterable[memoryview],
     *,
-    vault: FileVault | None,
+    cipher: FileCipher | None,
     pace: ReadPace | None = None,
 ) -> None:
     """Fill `parts`, which cover the region in file order, decrypt them in place, and prove them."""
-    opener = vault.opener(region.kind, tag=region.tag) if vault else None
+    decryptor = cipher.decryptor(region.kind, tag=region.tag) if cipher else None
     digest = xxhash.xxh3_64()
     update = digest.update
     offset = region.offset
@@ -249,8 +253,8 @@ def _read_verified(
             raise BlockFileError(Damage.TRUNCATED, f"region {region.kind} ends after {offset + got} bytes")
         for part in group:
             update(part)
-            if opener is not None:
-                opener.update(part)
+            if decryptor is not None:
+                decryptor.update(part)
         offset += size_bytes
         if pace is not None:
             pace.keep()
@@ -259,7 +263,7 @@ def _read_verified(
         raise BlockFileError(
             Damage.CHECKSUM, f"region {region.kind} does not have the checksum of its header"
         )
-    if opener is not None and not opener.finish():
+    if decryptor is not None and not decryptor.finish():
         raise BlockFileError(
             Damage.AUTH_TAG, f"region {region.kind} is not what was encrypted under this key"
         )

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
@@ -25,10 +26,13 @@ from icehouse_server.storage.directory.commit import remove_blocks
 from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.reconcile import Discrepancy, Progress, Walk
-from icehouse_server.storage.encryption.cipher import Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.record import BlockRecord
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _PURGE_BATCH_COUNT = 64
 
@@ -57,9 +61,9 @@ class Verdict:
 class OfflineStore:
     """One cache directory. Every method opens what it needs and closes it again."""
 
-    def __init__(self, directory: str, *, files: Files, clock: Clock, vault: Vault | None = None) -> None:
-        """With a `vault`, blocks under its key are looked into; of others only the outline is seen."""
-        self._vault = vault
+    def __init__(self, directory: str, *, files: Files, clock: Clock, cipher: Cipher | None = None) -> None:
+        """With a `cipher`, blocks under its key are looked into; of others only the outline is seen."""
+        self._cipher = cipher
         self.paths = StorePaths(os.path.abspath(directory))
         self._files = files
         self._clock = clock
@@ -91,7 +95,7 @@ class OfflineStore:
         try:
             descriptor = self._files.open(path)
             try:
-                return read_head(self._files, descriptor, vault=self._vault)
+                return read_head(self._files, descriptor, cipher=self._cipher)
             finally:
                 self._files.close(descriptor)
         except (OSError, BlockFileError) as error:
@@ -110,7 +114,7 @@ class OfflineStore:
             files=self._files,
             paths=self.paths,
             now_time=self._clock.wall(),
-            vault=self._vault,
+            cipher=self._cipher,
             progress=progress,
         )
         try:
@@ -126,7 +130,7 @@ class OfflineStore:
             for record in records:
                 try:
                     path = self.paths.block(record.fingerprint, record.hash)
-                    file = verify_block(self._files, path, vault=self._vault)
+                    file = verify_block(self._files, path, cipher=self._cipher)
                 except BlockFileError as error:
                     yield Verdict(record, error.damage, str(error))
                 else:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import sqlite3
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import ReconcileReport
@@ -15,11 +16,15 @@ from icehouse_server.storage.directory.lock import snapshot, take_mark
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.reconcile import Finding, Walk, reconcile
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY
-from icehouse_server.storage.encryption.cipher import KEY_DETAIL, Vault
+from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths, parse_block_name
 from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ class OpenedStore:
 
 
 def open_store(
-    settings: StorageSettings, *, paths: StorePaths, files: Files, clock: Clock, vault: Vault | None = None
+    settings: StorageSettings, *, paths: StorePaths, files: Files, clock: Clock, cipher: Cipher | None = None
 ) -> OpenedStore:
     """Open the manifest, reconcile it with the files and return what is usable.
 
@@ -52,9 +57,8 @@ def open_store(
     is_clean = _matches_mark(files, paths)
     manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
     try:
-        loaded = clock.monotonic()
         now_time = clock.wall()
-        walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time, vault=vault)
+        walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
         unknown_bytes = 0
         if is_clean and not edited and not rebuilt:
             records = rows
@@ -79,29 +83,28 @@ def open_store(
         raise
     counts = walk.counts
     report = ReconcileReport(
-        time=now_time,
-        was_clean=records is rows,
+        reconcile_time=now_time,
+        duration_s=walked - started,
+        clean=records is rows,
         manifest_rebuilt=rebuilt,
         row_count=len(rows) + len(edited),
         file_count=walk.file_count,
-        partials_deleted=counts[Finding.PARTIAL],
-        adopted=counts[Finding.ADOPTABLE],
-        quarantined=counts[Finding.INVALID] + counts[Finding.DIFFERS] + counts[Finding.EDITED_ROW],
-        rows_without_file=counts[Finding.MISSING],
-        other_abi_deleted=counts[Finding.OTHER_ABI],
-        unknown_files=counts[Finding.UNKNOWN],
-        restamped=counts[Finding.RESTAMPED],
-        unencrypted=_unencrypted_count(manifest, records) if vault else 0,
-        manifest_s=loaded - started,
-        walk_s=walked - loaded,
+        partial_deleted_count=counts[Finding.PARTIAL],
+        adopted_count=counts[Finding.ADOPTABLE],
+        quarantined_count=counts[Finding.INVALID] + counts[Finding.DIFFERS] + counts[Finding.EDITED_ROW],
+        row_deleted_count=counts[Finding.MISSING],
+        other_layout_deleted_count=counts[Finding.OTHER_ABI],
+        unknown_file_count=counts[Finding.UNKNOWN],
+        restamped_count=counts[Finding.RESTAMPED],
+        unencrypted_block_count=_unencrypted_count(manifest, records) if cipher else 0,
     )
     return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
 
 
 def _unencrypted_count(manifest: Manifest, records: Sequence[BlockRecord]) -> int:
     """Return how many blocks were written before there was a key."""
-    sealed = {name for name, details in manifest.fingerprints().items() if KEY_DETAIL in details}
-    return sum(record.fingerprint not in sealed for record in records)
+    encrypted = {name for name, details in manifest.fingerprints().items() if KEY_DETAIL in details}
+    return sum(record.fingerprint not in encrypted for record in records)
 
 
 def _matches_mark(files: Files, paths: StorePaths) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from icehouse_server.domain.blocks import LAYOUT_ABI, Damage
 from icehouse_server.domain.ids import BlockHash
@@ -21,10 +22,14 @@ from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.file import read_head
 from icehouse_server.storage.directory.commit import move_to_quarantine
 from icehouse_server.storage.directory.manifest import Manifest
-from icehouse_server.storage.encryption.cipher import KEY_DETAIL, Vault
+from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import FileInfo, Files
 from icehouse_server.storage.paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
 from icehouse_server.storage.record import BlockRecord, record_of
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 
 class Finding(enum.StrEnum):
@@ -83,7 +88,7 @@ class Walk:
         files: Files,
         paths: StorePaths,
         now_time: float,
-        vault: Vault | None = None,
+        cipher: Cipher | None = None,
         progress: Progress = lambda _: None,
     ) -> None:
         self.sound: list[BlockRecord] = []
@@ -96,7 +101,7 @@ class Walk:
         self._files = files
         self._paths = paths
         self._now_time = now_time
-        self._vault = vault
+        self._cipher = cipher
         self._progress = progress
 
     def __iter__(self) -> Iterator[Discrepancy]:
@@ -141,11 +146,11 @@ class Walk:
             self._edited.remove(name_hash)
             detail = "the row's checksum is not that of its facts"
             return Discrepancy(Finding.EDITED_ROW, path, info.size_bytes, name_hash, detail)
-        return examine_file(path, info, row, files=self._files, now_time=self._now_time, vault=self._vault)
+        return examine_file(path, info, row, files=self._files, now_time=self._now_time, cipher=self._cipher)
 
 
 def examine_row(
-    row: BlockRecord, *, files: Files, paths: StorePaths, now_time: float, vault: Vault | None
+    row: BlockRecord, *, files: Files, paths: StorePaths, now_time: float, cipher: Cipher | None
 ) -> Discrepancy | None:
     """Compare one row with its file, as a walk would; None when they agree."""
     path = paths.block(row.fingerprint, row.hash)
@@ -155,7 +160,7 @@ def examine_row(
         return Discrepancy(Finding.MISSING, path, hash=row.hash)
     if row.is_stamped(info):
         return None
-    return examine_file(path, info, row, files=files, now_time=now_time, vault=vault)
+    return examine_file(path, info, row, files=files, now_time=now_time, cipher=cipher)
 
 
 def examine_file(
@@ -165,7 +170,7 @@ def examine_file(
     *,
     files: Files,
     now_time: float,
-    vault: Vault | None,
+    cipher: Cipher | None,
 ) -> Discrepancy:
     """Look into a file that is not plainly what a row says."""
     if not info.is_directory and is_partial_name(info.name):
@@ -173,7 +178,7 @@ def examine_file(
     name_hash = None if info.is_directory else parse_block_name(info.name)
     if name_hash is None:
         return Discrepancy(Finding.UNKNOWN, path, info.size_bytes)
-    file, problem = _read(path, files, vault)
+    file, problem = _read(path, files, cipher)
     if problem is not None and problem.damage is Damage.OTHER_ABI:
         return Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, name_hash, str(problem))
     if file is not None and not path.endswith(
@@ -241,11 +246,11 @@ _BATCH_COUNT = 512
 _ROW_GOES = frozenset({Finding.DIFFERS, Finding.EDITED_ROW, Finding.MISSING, Finding.OTHER_ABI})
 
 
-def _read(path: str, files: Files, vault: Vault | None) -> tuple[BlockFile | None, BlockFileError | None]:
+def _read(path: str, files: Files, cipher: Cipher | None) -> tuple[BlockFile | None, BlockFileError | None]:
     try:
         descriptor = files.open(path)
         try:
-            return read_head(files, descriptor, vault=vault), None
+            return read_head(files, descriptor, cipher=cipher), None
         finally:
             files.close(descriptor)
     except BlockFileError as error:

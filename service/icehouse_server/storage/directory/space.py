@@ -2,8 +2,6 @@
 
 Owned by the storage thread. The ledger counts real file bytes of everything in the
 directory: blocks, reserved or left-over partials, quarantine and the manifest.
-
-What a store has written and let go of. Owned by the storage thread.
 """
 
 from __future__ import annotations
@@ -68,14 +66,3 @@ class Space:
             self.day = day
             self.written_today_bytes = 0
         return day
-
-
-@dataclasses.dataclass(slots=True)
-class StoreCounters:
-    """Since this object was made. Sizes in bytes."""
-
-    written_bytes: int = 0
-    evicted_count: int = 0
-    evicted_bytes: int = 0
-    purged_count: int = 0
-    quarantined_count: int = 0

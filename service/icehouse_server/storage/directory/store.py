@@ -12,9 +12,10 @@ import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.cache_stats import ReconcileReport
+from icehouse_server.domain.cache_stats import IntegrityStats, ReconcileReport, TierStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.block_format.file import PreparedBlock
 from icehouse_server.storage.directory.commit import (
@@ -30,12 +31,15 @@ from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES, Mani
 from icehouse_server.storage.directory.open import open_store
 from icehouse_server.storage.directory.quarantine import Leftovers, Quarantine
 from icehouse_server.storage.directory.reconcile import Finding, examine_row, repair
-from icehouse_server.storage.directory.space import Reclaim, Space, StoreCounters
-from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.directory.space import Reclaim, Space
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
 from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _EVICTION_BATCH_COUNT = 8
 """Blocks evicted by one call, so that a read never waits long behind evictions."""
@@ -45,16 +49,19 @@ class BlockStore:
     """Blocks by hash on one disk. `lock`, then `open`, then anything, then `close`."""
 
     def __init__(
-        self, settings: StorageSettings, *, files: Files, clock: Clock, vault: Vault | None = None
+        self, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None = None
     ) -> None:
         self.settings = settings
-        self.vault = vault
+        self.cipher = cipher
         self.paths = StorePaths(os.path.abspath(settings.directory))
         self.files = files
         self.clock = clock
         self.index = DiskIndex()
         self.report = ReconcileReport()
-        self.counters = StoreCounters()
+        self.tier = TierStats()
+        """What left the tier since start."""
+        self.integrity = IntegrityStats()
+        """What was found damaged since start."""
         self.syncs: Executor | None = None
         """Makes files durable beside what the storage thread does; None: in their turn."""
         self.space = Space(
@@ -100,7 +107,7 @@ class BlockStore:
         if self._lock is None:
             self.lock()
         opened = open_store(
-            self.settings, paths=self.paths, files=self.files, clock=self.clock, vault=self.vault
+            self.settings, paths=self.paths, files=self.files, clock=self.clock, cipher=self.cipher
         )
         self._manifest = opened.manifest
         self.report = opened.report
@@ -179,7 +186,6 @@ class BlockStore:
         self._leftovers.forget(writing.path)
         self.index.put(record)
         self.space.written_today_bytes += record.file_bytes
-        self.counters.written_bytes += record.file_bytes
         self._weigh()
         return record
 
@@ -216,14 +222,14 @@ class BlockStore:
         if not victims:
             return Reclaim.FULL
         self.remove(victims)
-        self.counters.evicted_count += len(victims)
-        self.counters.evicted_bytes += freed_bytes
+        self.tier.evicted_block_total += len(victims)
+        self.tier.evicted_byte_total += freed_bytes
         return Reclaim.PROGRESS
 
     def purge(self, records: Sequence[BlockRecord]) -> None:
         """Remove blocks by order, pinned or not. Raises `sqlite3.Error`."""
         self.remove(records)
-        self.counters.purged_count += len(records)
+        self.tier.purged_block_total += len(records)
 
     def remove(self, records: Sequence[BlockRecord]) -> None:
         """Remove blocks, rows first. Raises `sqlite3.Error`."""
@@ -242,7 +248,7 @@ class BlockStore:
         self._gone.append(block_hash)
         self.manifest.delete([block_hash])
         path = self.paths.block(record.fingerprint, block_hash)
-        self.counters.quarantined_count += 1
+        self.integrity.quarantined_block_total += 1
         try:
             self.quarantined.take_in(block_hash, path=path)
         except FileNotFoundError:
@@ -261,7 +267,7 @@ class BlockStore:
     def check_row(self, record: BlockRecord) -> bool:
         """Compare one row with its file and repair what differs; True when they agreed."""
         found = examine_row(
-            record, files=self.files, paths=self.paths, now_time=self.clock.wall(), vault=self.vault
+            record, files=self.files, paths=self.paths, now_time=self.clock.wall(), cipher=self.cipher
         )
         if found is None:
             return True

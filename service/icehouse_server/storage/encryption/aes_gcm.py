@@ -13,7 +13,8 @@ import os
 from collections.abc import Callable
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
+from cryptography.hazmat.primitives import ciphers
+from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import GCM
@@ -22,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap, aes_key_wrap
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.storage.encryption.cipher import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES
+from icehouse_server.storage.encryption.facts import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES
 
 KEY_BYTES = 32
 _ID_TAG = b"icehouse.data-key.id.v1\x00"
@@ -33,8 +34,12 @@ _PARTS: dict[RegionKind | None, int] = {None: 0}
 _PARTS.update({kind: number for number, kind in enumerate(RegionKind, start=1)})
 
 
-class AesVault:
-    """One data key of 32 bytes."""
+class Cipher:
+    """One data key of 32 bytes and what comes from it. Nothing in it changes, so any thread may use it.
+
+    `key_id` names the key and is public. Blocks are named under `name_secret`, so that names tell nothing
+    to those who guess prompts.
+    """
 
     def __init__(self, data_key: bytes, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
         assert len(data_key) == KEY_BYTES, f"A data key has {KEY_BYTES} bytes, not {len(data_key)}"
@@ -44,74 +49,74 @@ class AesVault:
         self.name_secret = _derive(data_key, salt=b"", info=_NAMES_INFO)
 
     def new_salt(self) -> bytes:
-        """Return 32 random bytes."""
+        """Return the salt of one new file: random, and never used for another."""
         return self._random_bytes(SALT_BYTES)
 
-    def file(self, *, salt: bytes, facts: bytes) -> AesFileVault:
-        """Return one file's encryption."""
-        return AesFileVault(_derive(self._data_key, salt=salt, info=_FILE_INFO), facts)
+    def file(self, *, salt: bytes, facts: bytes) -> FileCipher:
+        """Return one file's encryption; `facts` are bound to it and change nothing unnoticed."""
+        return FileCipher(_derive(self._data_key, salt=salt, info=_FILE_INFO), facts)
 
 
-class AesFileVault:
-    """One file's key and facts."""
+class FileCipher:
+    """The encryption of one block file, under a key of its own."""
 
     def __init__(self, file_key: bytes, facts: bytes) -> None:
         self._file_key = file_key
         self._facts = facts
 
-    def seal_head(self, text: bytes) -> bytes:
-        """Return ciphertext and tag."""
+    def encrypt_header(self, text: bytes) -> bytes:
+        """Return the encrypted private part of a header, tag included."""
         return AESGCM(self._file_key).encrypt(_nonce(None), text, self._facts)
 
-    def open_head(self, sealed: bytes) -> bytes | None:
-        """Return the text, or None when the tag does not prove it."""
+    def decrypt_header(self, encrypted: bytes) -> bytes | None:
+        """Invert `encrypt_header`; None when it is not what was encrypted for this file."""
         try:
-            return AESGCM(self._file_key).decrypt(_nonce(None), sealed, self._facts)
+            return AESGCM(self._file_key).decrypt(_nonce(None), encrypted, self._facts)
         except InvalidTag:
             return None
 
-    def sealer(self, kind: RegionKind) -> AesSealer:
-        """Begin to encrypt a region."""
-        context = Cipher(AES256(self._file_key), GCM(_nonce(kind))).encryptor()
+    def encryptor(self, kind: RegionKind) -> Encryptor:
+        """Begin to encrypt the region of this kind."""
+        context = ciphers.Cipher(AES256(self._file_key), GCM(_nonce(kind))).encryptor()
         context.authenticate_additional_data(self._facts)
-        return AesSealer(context)
+        return Encryptor(context)
 
-    def opener(self, kind: RegionKind, *, tag: bytes) -> AesOpener:
-        """Begin to decrypt a region."""
-        context = Cipher(AES256(self._file_key), GCM(_nonce(kind))).decryptor()
+    def decryptor(self, kind: RegionKind, *, tag: bytes) -> Decryptor:
+        """Begin to decrypt the region of this kind."""
+        context = ciphers.Cipher(AES256(self._file_key), GCM(_nonce(kind))).decryptor()
         context.authenticate_additional_data(self._facts)
-        return AesOpener(context, tag)
+        return Decryptor(context, tag)
 
 
-class AesSealer:
-    """An encryption in progress."""
+class Encryptor:
+    """Encrypts one region of one file, piece by piece in file order."""
 
     def __init__(self, context: AEADEncryptionContext) -> None:
         self._context = context
 
     def update(self, data: memoryview, target: memoryview) -> None:
-        """Encrypt; the interpreter's lock is not held meanwhile."""
+        """Encrypt `data` into `target` of the same size; the interpreter's lock is not held meanwhile."""
         self._context.update_into(data, target)
 
     def finish(self) -> bytes:
-        """Return the tag."""
+        """Return the tag that proves the region; nothing can be added after it."""
         self._context.finalize()
         return self._context.tag
 
 
-class AesOpener:
-    """A decryption in progress."""
+class Decryptor:
+    """Decrypts one region of one file, piece by piece in file order."""
 
     def __init__(self, context: AEADDecryptionContext, tag: bytes) -> None:
         self._context = context
         self._tag = tag
 
     def update(self, data: memoryview) -> None:
-        """Decrypt in place."""
+        """Decrypt in place. The bytes must not be used before `finish` said yes."""
         self._context.update_into(data, data)
 
     def finish(self) -> bool:
-        """Compare the tags."""
+        """Say whether every byte is what was encrypted for this place in this file."""
         if len(self._tag) != TAG_BYTES:
             return False
         try:

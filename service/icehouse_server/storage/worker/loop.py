@@ -45,7 +45,7 @@ from icehouse_server.storage.worker.requests import (
     VerifyRequest,
 )
 from icehouse_server.storage.worker.spiller import Spiller
-from icehouse_server.storage.worker.stats import StorageCounters, stats_of
+from icehouse_server.storage.worker.stats import StorageCounters, note_damage, storage_stats
 from icehouse_server.storage.worker.tasks import PurgeTask, Task, VerifyTask, retire
 from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full, outline
 
@@ -106,21 +106,21 @@ class StorageLoop:
             "cache_opened",
             extra={
                 "blocks": len(self._store.index),
-                "was_clean": report.was_clean,
+                "was_clean": report.clean,
                 "repairs": report.repair_count,
-                "duration_s": round(report.manifest_s + report.walk_s, 3),
+                "duration_s": round(report.duration_s, 3),
             },
         )
-        if report.unencrypted:
+        if report.unencrypted_block_count:
             _log.warning(
                 "unencrypted_blocks_found",
                 extra={
-                    "blocks": report.unencrypted,
+                    "blocks": report.unencrypted_block_count,
                     "detail": "written before there was a key; to remove them, stop the server and say "
                     "icehouse cache purge --unencrypted",
                 },
             )
-        self._deferred = iter([record.hash for record in self._store.index] if report.was_clean else ())
+        self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
         self._breaker.open()
         self._has_inventory = True
         self._post(Inventory(tuple(self._store.index.by_recency(self._store.settings.fingerprint))))
@@ -194,7 +194,7 @@ class StorageLoop:
                 assert_never(request)
 
     def _step_task(self) -> None:
-        outcome = self._tasks[0].step(self._store, self._counters)
+        outcome = self._tasks[0].step(self._store)
         if outcome is not None:
             self._tasks.popleft()
             self._task_meter.give_back(1)
@@ -223,7 +223,7 @@ class StorageLoop:
         return True
 
     def _answer(self, task_id: TaskId) -> None:
-        stats = stats_of(
+        stats = storage_stats(
             self._store,
             self._counters,
             self._breaker,
@@ -234,12 +234,10 @@ class StorageLoop:
         self._post(StatsAnswer(task_id, stats))
 
     def _count_load(self, report: LoadReport) -> bool:
-        self._counters.load += 1
-        self._counters.verified_block += report.block_count
-        self._counters.read_bytes += report.read_bytes
-        self._counters.read_bytes_per_s = report.read_bytes_per_s
+        self._store.integrity.verified_block_total += report.block_count
+        self._counters.promote.read_byte_total += report.read_bytes
         for failure in report.failures:
-            self._counters.load_failed[failure.cause] += 1
+            note_damage(self._store.integrity, failure.cause)
             _log.warning(
                 "block_retired",
                 extra={"block": failure.hash.hex(), "cause": failure.cause.value, "detail": failure.detail},

@@ -14,11 +14,11 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable
-from math import exp
+from typing import TYPE_CHECKING
 
+from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage, RegionKind
-from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage.block_facts import BlockFile
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.reader import (
@@ -28,7 +28,6 @@ from icehouse_server.storage.block_format.reader import (
     read_block,
     read_header,
 )
-from icehouse_server.storage.encryption.cipher import Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.loads import (
     BlockFailure,
@@ -40,9 +39,11 @@ from icehouse_server.storage.loads import (
     LoadRequest,
 )
 from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.settings import StorageSettings
 
-_RATE_WINDOW_S = 5.0
-"""Seconds of reading after which an old rate weighs 1/e."""
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,21 +53,6 @@ class LoadReport:
     block_count: int
     failures: tuple[BlockFailure, ...]
     read_bytes: int
-    read_bytes_per_s: float
-
-
-class Rate:
-    """An exponential moving average of bytes per second, weighted by the time each sample took."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s = 0.0
-
-    def add(self, *, size_bytes: int, elapsed_s: float) -> None:
-        """Take a sample in. Two threads at once may lose one sample, which an average can bear."""
-        if elapsed_s <= 0 or size_bytes == 0:
-            return
-        old_weight = exp(-elapsed_s / _RATE_WINDOW_S) if self.bytes_per_s else 0.0
-        self.bytes_per_s = old_weight * self.bytes_per_s + (1 - old_weight) * size_bytes / elapsed_s
 
 
 class LoadJob:
@@ -95,32 +81,31 @@ class ReaderPool:
 
     def __init__(
         self,
+        settings: StorageSettings,
         *,
         files: Files,
-        paths: StorePaths,
         clock: Clock,
         post: Callable[[Loaded | LoadFailed | HeadsRead], object],
         report: Callable[[LoadReport | HeadReport], None],
-        fingerprint: Fingerprint,
-        vault: Vault | None,
-        share_beside_decode: float = 1.0,
+        cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        """Each reader works `share_beside_decode` of its time on loads that others decode beside.
+        """Each reader works its part of `share_beside_decode` of the time on loads that others decode beside.
 
         `pause` waits for so many seconds; by default it ends early when the pool stops.
         """
-        self._share_beside_decode = share_beside_decode
+        share = settings.share_beside_decode
+        self._share_beside_decode = share / settings.reader_thread_count if share < 1.0 else 1.0
         self._is_stopping = threading.Event()
         self._pause = pause or self._is_stopping.wait
         self._files = files
-        self._paths = paths
+        self._paths = StorePaths(settings.directory)
         self._clock = clock
         self._post = post
         self._report = report
-        self._fingerprint = fingerprint
-        self._vault = vault
-        self._rate = Rate()
+        self._fingerprint = settings.fingerprint
+        self._cipher = cipher
+        self._rate = MovingAverage()
         self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
 
     def submit(self, request: LoadRequest) -> None:
@@ -168,7 +153,7 @@ class ReaderPool:
         for name in request.hashes:
             with contextlib.suppress(BlockFileError, OSError):
                 path = self._paths.block(self._fingerprint, name)
-                headers.append(read_header(self._files, path, name, vault=self._vault))
+                headers.append(read_header(self._files, path, name, cipher=self._cipher))
         self._post(HeadsRead(request.load_id, tuple(headers)))
         self._report(HeadReport())
 
@@ -179,7 +164,7 @@ class ReaderPool:
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         try:
             if not isinstance(job.results[0], BlockFailure):
-                descriptor, file = open_block(self._files, path, planned, vault=self._vault)
+                descriptor, file = open_block(self._files, path, planned, cipher=self._cipher)
                 try:
                     if index == 0:
                         self._begin(job, file)
@@ -228,7 +213,7 @@ class ReaderPool:
         tensors = job.buffers.tensors if job.buffers and job.is_own_memory else ()
         read_bytes = _read_bytes(job, loaded)
         job.buffers = None
-        self._rate.add(size_bytes=read_bytes, elapsed_s=elapsed_s)
+        read_bytes_per_s = self._rate.add_rate(read_bytes, elapsed_s=elapsed_s)
         if loaded:
             last = request.blocks[len(loaded) - 1]
             self._post(
@@ -240,12 +225,12 @@ class ReaderPool:
                     failure=failures[0] if failures else None,
                     read_bytes=read_bytes,
                     read_s=elapsed_s,
-                    read_bytes_per_s=self._rate.bytes_per_s,
+                    read_bytes_per_s=read_bytes_per_s,
                 )
             )
         else:
             self._post(LoadFailed(request.load_id, failures[0]))
-        self._report(LoadReport(len(loaded), failures, read_bytes, self._rate.bytes_per_s))
+        self._report(LoadReport(len(loaded), failures, read_bytes))
 
 
 def _read_bytes(job: LoadJob, loaded: list[LoadedBlock]) -> int:

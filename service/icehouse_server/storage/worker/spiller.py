@@ -11,6 +11,7 @@ import dataclasses
 import sqlite3
 from collections.abc import Callable
 
+from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.storage.block_format.file import PreparedBlock, prepare_block
@@ -19,7 +20,6 @@ from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.directory.space import Reclaim
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.messages import Flushed, Outcome, Persisted, SpillDropped
-from icehouse_server.storage.worker.reader_pool import Rate
 from icehouse_server.storage.worker.requests import FlushRequest, SpillRequest
 from icehouse_server.storage.worker.stats import StorageCounters
 from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full, outline
@@ -42,7 +42,7 @@ class Spiller:
         self._counters = counters
         self._clock = clock
         self._post = post
-        self._rate = Rate()
+        self._rate = MovingAverage()
         self._spills: collections.deque[SpillRequest] = collections.deque()
         self._prepared: PreparedBlock | None = None
         self._writings: collections.deque[_UnderWay] = collections.deque()
@@ -56,7 +56,7 @@ class Spiller:
 
     def add(self, request: SpillRequest) -> None:
         """Accept a block."""
-        self._counters.spill_accepted += 1
+        self._counters.spill.accepted_block_total += 1
         self._spills.append(request)
 
     def flush(self, request: FlushRequest) -> None:
@@ -105,7 +105,7 @@ class Spiller:
         elif not (self._breaker.is_open and self._store.is_open):
             self._drop(SpillDropCause.WRITES_OFF)
         else:
-            self._prepared = self._prepared or prepare_block(block, vault=self._store.vault)
+            self._prepared = self._prepared or prepare_block(block, cipher=self._store.cipher)
             self._write(self._prepared)
 
     def _write(self, prepared: PreparedBlock) -> None:
@@ -134,7 +134,7 @@ class Spiller:
         block = self._spills[1].block
         if self._store.index.covers(block) or block.header.hash == self._spills[0].block.header.hash:
             return
-        prepared = prepare_block(block, vault=self._store.vault)
+        prepared = prepare_block(block, cipher=self._store.cipher)
         space = self._store.space
         is_allowed = space.budget_allows(prepared.file_bytes, now_time=self._clock.wall())
         # The first one's row is yet to come, and the manifest may grow by it.
@@ -171,10 +171,12 @@ class Spiller:
         self._breaker.wrote()
         elapsed_s = now - under_way.began
         # The next one was written meanwhile: what both took together is shared among them.
-        self._rate.add(size_bytes=size_bytes, elapsed_s=now - max(under_way.began, self._finished_time))
+        own_s = now - max(under_way.began, self._finished_time)
         self._finished_time = now
-        self._counters.write_bytes_per_s = self._rate.bytes_per_s
-        self._counters.spill_persisted += 1
+        spill = self._counters.spill
+        spill.write_bytes_per_s = self._rate.add_rate(size_bytes, elapsed_s=own_s)
+        spill.persisted_block_total += 1
+        spill.persisted_byte_total += record.file_bytes
         self._finish(Persisted(record, self._spills[0].request_id, under_way.start_time, elapsed_s))
 
     def _refused(self, error: OSError, size_bytes: int) -> None:
@@ -199,7 +201,7 @@ class Spiller:
         self._drop(SpillDropCause.DISK_FULL)
 
     def _drop(self, cause: SpillDropCause) -> None:
-        self._counters.spill_dropped[cause] += 1
+        self._counters.drops[cause] += 1
         self._finish(SpillDropped(self._spills[0].block.header.hash, cause))
 
     def _finish(self, outcome: Outcome) -> None:
@@ -227,16 +229,16 @@ class _Flush:
 
     def __init__(self, request: FlushRequest, counters: StorageCounters) -> None:
         self.request = request
-        self._accepted = counters.spill_accepted
-        self._persisted = counters.spill_persisted
-        self._dropped = counters.spill_dropped.total()
+        self._accepted = counters.spill.accepted_block_total
+        self._persisted = counters.spill.persisted_block_total
+        self._dropped = counters.drops.total()
 
     def is_done(self, counters: StorageCounters) -> bool:
-        return counters.spill_persisted + counters.spill_dropped.total() >= self._accepted
+        return counters.spill.persisted_block_total + counters.drops.total() >= self._accepted
 
     def answer(self, counters: StorageCounters) -> Flushed:
         return Flushed(
             self.request.task_id,
-            persisted_count=counters.spill_persisted - self._persisted,
-            dropped_count=counters.spill_dropped.total() - self._dropped,
+            persisted_count=counters.spill.persisted_block_total - self._persisted,
+            dropped_count=counters.drops.total() - self._dropped,
         )

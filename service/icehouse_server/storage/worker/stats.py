@@ -1,7 +1,4 @@
-"""Counters of the SSD tier, and what its last start found.
-
-What the storage thread has counted, and its snapshot for the engine.
-"""
+"""Counters of the storage thread, and its part of `CacheStats` for the engine."""
 
 from __future__ import annotations
 
@@ -10,32 +7,48 @@ import dataclasses
 from collections import Counter
 
 from icehouse_server.domain.blocks import Damage
-from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.cache_stats import (
+    AgePercentiles,
+    CacheStats,
+    DiskStats,
+    IntegrityStats,
+    PromoteStats,
+    SpillDropCause,
+    SpillDrops,
+    SpillStats,
+    TierStats,
+)
 from icehouse_server.storage.directory.store import BlockStore
-from icehouse_server.storage.messages import StorageStats
-from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.worker.credit import Meter
 from icehouse_server.storage.worker.write_breaker import WriteBreaker
-
-_PERCENTS = (10, 50, 90, 99)
 
 
 @dataclasses.dataclass(slots=True)
 class StorageCounters:
-    """Since start. `spill_accepted` = persisted + dropped + what still waits."""
+    """Since start, beside what the store counts itself. Accepted = persisted + dropped + what still waits."""
 
-    spill_accepted: int = 0
-    spill_persisted: int = 0
-    spill_dropped: Counter[SpillDropCause] = dataclasses.field(default_factory=Counter)
-    load: int = 0
-    load_failed: Counter[Damage] = dataclasses.field(default_factory=Counter)
-    verified_block: int = 0
-    read_bytes: int = 0
-    read_bytes_per_s: float = 0.0
-    write_bytes_per_s: float = 0.0
+    spill: SpillStats = dataclasses.field(default_factory=SpillStats)
+    promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
+    drops: Counter[SpillDropCause] = dataclasses.field(default_factory=Counter)
+    """By this thread; blocks refused for want of credit are the engine's to count."""
 
 
-def stats_of(
+def note_damage(integrity: IntegrityStats, damage: Damage) -> None:
+    """Account for a block that a load or `verify` could not use."""
+    match damage:
+        case Damage.CHECKSUM:
+            integrity.checksum_failure_total += 1
+        case Damage.MISMATCH | Damage.HEADER | Damage.LAYOUT | Damage.OTHER_ABI:
+            integrity.header_mismatch_total += 1
+        case Damage.MISSING | Damage.TRUNCATED | Damage.IO:
+            integrity.missing_file_total += 1
+        case Damage.AUTH_TAG:
+            integrity.seal_failure_total += 1
+        case Damage.MEMORY:
+            pass  # the file is not at fault
+
+
+def storage_stats(
     store: BlockStore,
     counters: StorageCounters,
     breaker: WriteBreaker,
@@ -43,55 +56,63 @@ def stats_of(
     spill_meter: Meter,
     load_meter: Meter,
     spill_queue_count: int,
-) -> StorageStats:
-    """Return a snapshot. Cost grows with the number of blocks; nothing is read but the free space."""
-    mine = [record for record in store.index if record.fingerprint == store.settings.fingerprint]
-    free_bytes = 0
-    with contextlib.suppress(OSError):
-        free_bytes = store.files.free_bytes(store.paths.root)
-    return StorageStats(
-        block_count=len(mine),
-        tail_count=sum(record.token_count < record.block_token_limit for record in mine),
-        token_count=sum(record.token_count for record in mine),
-        block_bytes=store.index.block_bytes,
-        pinned_count=sum(record.pinned for record in mine),
-        foreign_block_count=len(store.index) - len(mine),
-        quarantined_count=len(store.quarantined),
-        quarantined_bytes=store.space.quarantine_bytes,
-        manifest_bytes=store.space.manifest_bytes,
-        used_bytes=store.used_bytes(),
-        limit_bytes=store.settings.limit_bytes,
-        free_bytes=free_bytes,
-        free_floor_bytes=store.settings.free_floor_bytes,
-        is_encrypted=store.vault is not None,
-        writes_enabled=breaker.is_open,
-        writes_detail=breaker.detail,
-        spill_accepted_total=counters.spill_accepted,
-        spill_persisted_total=counters.spill_persisted,
-        spill_dropped_totals=tuple(counters.spill_dropped.items()),
-        spill_queue_count=spill_queue_count,
-        spill_queue_bytes=spill_meter.outstanding,
-        spill_queue_limit_bytes=spill_meter.limit,
-        written_bytes_total=store.counters.written_bytes,
-        written_today_bytes=store.space.written_today_bytes,
-        daily_write_limit_bytes=store.space.daily_limit_bytes,
-        load_total=counters.load,
-        load_failed_totals=tuple(counters.load_failed.items()),
-        load_queue_count=load_meter.outstanding,
-        load_queue_limit=load_meter.limit,
-        read_bytes_total=counters.read_bytes,
-        read_bytes_per_s=counters.read_bytes_per_s,
-        write_bytes_per_s=counters.write_bytes_per_s,
-        verified_block_total=counters.verified_block,
-        quarantined_total=store.counters.quarantined_count,
-        evicted_block_total=store.counters.evicted_count,
-        evicted_bytes_total=store.counters.evicted_bytes,
-        purged_block_total=store.counters.purged_count,
-        age_percentiles_s=_age_percentiles(mine, now_time=store.clock.wall()),
-        reconcile=store.report,
+) -> CacheStats:
+    """Return a copy of what this thread knows; the rest is the engine's to fill.
+
+    Cost grows with the number of blocks; nothing is read but the free space.
+    """
+    tier = _tier(store)
+    return CacheStats(
+        ssd=tier,
+        spill=dataclasses.replace(
+            counters.spill,
+            drops=SpillDrops.of(counters.drops),
+            queue_count=spill_queue_count,
+            queue_bytes=spill_meter.outstanding,
+            queue_limit_bytes=spill_meter.limit,
+            written_today_bytes=store.space.written_today_bytes,
+            daily_limit_bytes=store.space.daily_limit_bytes,
+        ),
+        promote=dataclasses.replace(
+            counters.promote, queue_count=load_meter.outstanding, queue_limit=load_meter.limit
+        ),
+        integrity=dataclasses.replace(
+            store.integrity,
+            quarantined_file_count=len(store.quarantined),
+            quarantined_bytes=store.space.quarantine_bytes,
+        ),
+        disk=_disk(store, breaker, other_model_block_count=len(store.index) - tier.block_count),
+        last_reconcile=store.report,
     )
 
 
-def _age_percentiles(records: list[BlockRecord], *, now_time: float) -> tuple[tuple[int, float], ...]:
-    ages = sorted(now_time - record.last_used_time for record in records)
-    return tuple((percent, ages[(len(ages) - 1) * percent // 100]) for percent in _PERCENTS) if ages else ()
+def _tier(store: BlockStore) -> TierStats:
+    """The blocks of the served model; their bytes are those of all models, as the limit is."""
+    mine = [record for record in store.index if record.fingerprint == store.settings.fingerprint]
+    now_time = store.clock.wall()
+    return dataclasses.replace(
+        store.tier,
+        block_count=len(mine),
+        tail_count=sum(record.token_count < record.block_token_limit for record in mine),
+        pinned_block_count=sum(record.pinned for record in mine),
+        token_count=sum(record.token_count for record in mine),
+        size_bytes=store.index.block_bytes,
+        limit_bytes=store.settings.limit_bytes,
+        age=AgePercentiles.of(now_time - record.last_used_time for record in mine),
+    )
+
+
+def _disk(store: BlockStore, breaker: WriteBreaker, *, other_model_block_count: int) -> DiskStats:
+    free_bytes = 0
+    with contextlib.suppress(OSError):
+        free_bytes = store.files.free_bytes(store.paths.root)
+    return DiskStats(
+        used_bytes=store.used_bytes(),
+        manifest_bytes=store.space.manifest_bytes,
+        limit_bytes=store.settings.limit_bytes,
+        free_bytes=free_bytes,
+        free_floor_bytes=store.settings.free_floor_bytes,
+        other_model_block_count=other_model_block_count,
+        writes_off_detail=breaker.detail,
+        is_encrypted=store.cipher is not None,
+    )

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash, Fingerprint, RequestId
 from icehouse_server.storage.directory.store import BlockStore
-from icehouse_server.storage.encryption.cipher import Vault
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.loads import HeadRequest, LoadRequest
 from icehouse_server.storage.messages import Outcome, StorageFailed, TaskId
@@ -37,6 +37,10 @@ from icehouse_server.storage.worker.requests import (
     TouchRequest,
     VerifyRequest,
 )
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +63,9 @@ class Storage:
         files: Files,
         clock: Clock,
         post: Callable[[Outcome], object],
-        vault: Vault | None = None,
+        cipher: Cipher | None = None,
     ) -> None:
-        """With a `vault` every block is encrypted on its way to the disk."""
+        """With a `cipher` every block is encrypted on its way to the disk."""
         self._post = post
         self._has_failed = False
         self._threads: list[threading.Thread] = []
@@ -71,18 +75,9 @@ class Storage:
         self._load_meter = Meter(settings.load_queue_limit_count)
         self._task_meter = Meter(settings.task_queue_limit_count)
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._store = BlockStore(settings, files=files, clock=clock, vault=vault)
+        self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
         self._readers = ReaderPool(
-            files=files,
-            paths=self._store.paths,
-            clock=clock,
-            post=post,
-            report=self._inbox.put,
-            fingerprint=settings.fingerprint,
-            vault=vault,
-            share_beside_decode=settings.share_beside_decode / settings.reader_thread_count
-            if settings.share_beside_decode < 1.0
-            else 1.0,
+            settings, files=files, clock=clock, post=post, report=self._inbox.put, cipher=cipher
         )
         self._loop = StorageLoop(
             self._store,

@@ -13,7 +13,7 @@ from icehouse_server.storage.loads import BlockFailure
 from icehouse_server.storage.messages import Outcome, Purged, TaskId, Verified
 from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.worker.requests import PurgeRequest, VerifyRequest
-from icehouse_server.storage.worker.stats import StorageCounters
+from icehouse_server.storage.worker.stats import note_damage
 
 _PURGE_BATCH_COUNT = 64
 
@@ -26,7 +26,7 @@ class Task(Protocol):
         """What its outcome will be known by."""
         ...
 
-    def step(self, store: BlockStore, counters: StorageCounters) -> Outcome | None:
+    def step(self, store: BlockStore) -> Outcome | None:
         """Do one piece; return the outcome after the last one."""
         ...
 
@@ -41,7 +41,7 @@ class PurgeTask:
         self._block_count = 0
         self._size_bytes = 0
 
-    def step(self, store: BlockStore, counters: StorageCounters) -> Outcome | None:
+    def step(self, store: BlockStore) -> Outcome | None:
         """Remove one batch."""
         if self._left is None:
             self._left = self._targets(store)
@@ -71,7 +71,7 @@ class VerifyTask:
         self._checked_bytes = 0
         self._damaged: list[BlockFailure] = []
 
-    def step(self, store: BlockStore, counters: StorageCounters) -> Outcome | None:
+    def step(self, store: BlockStore) -> Outcome | None:
         """Verify one block."""
         if self._left is None:
             asked = self._request.hashes
@@ -81,22 +81,22 @@ class VerifyTask:
             # One that was evicted meanwhile has nothing left to verify.
             record = store.index.get(self._left.pop().hash)
             if record is not None:
-                self._verify(record, store, counters)
+                self._verify(record, store)
         if self._left:
             return None
         return Verified(self.task_id, self._checked_count, self._checked_bytes, tuple(self._damaged))
 
-    def _verify(self, record: BlockRecord, store: BlockStore, counters: StorageCounters) -> None:
+    def _verify(self, record: BlockRecord, store: BlockStore) -> None:
         self._checked_count += 1
         self._checked_bytes += record.file_bytes
-        counters.verified_block += 1
+        store.integrity.verified_block_total += 1
         try:
             file = verify_block(
-                store.files, store.paths.block(record.fingerprint, record.hash), vault=store.vault
+                store.files, store.paths.block(record.fingerprint, record.hash), cipher=store.cipher
             )
             check_row(record, file, store)
         except BlockFileError as error:
-            counters.load_failed[error.damage] += 1
+            note_damage(store.integrity, error.damage)
             failure = BlockFailure(record.hash, error.damage, str(error))
             self._damaged.append(failure)
             retire(store, failure)

@@ -14,24 +14,32 @@ from icehouse_server.cli.top import top
 from icehouse_server.cli.top.rates import Rates, rates_between
 from icehouse_server.cli.top.view import duration_text, screen, sparkline
 from icehouse_server.config import SecurityConfig
+from icehouse_server.domain.cache_stats import (
+    AgePercentiles,
+    CacheStats,
+    DiskStats,
+    IntegrityStats,
+    LookupStats,
+    MissTokens,
+    PromoteStats,
+    SpillDropCause,
+    SpillDrops,
+    SpillStats,
+    TierStats,
+)
+from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.stats import EngineStats, ServerStats, SlowRequest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from icehouse_server.rpc.client.generate import CallFailed
-from icehouse_server.rpc.client.watch_stats import (
-    CacheGlance,
-    EngineGlance,
-    Glance,
-    SlowGlance,
-    StatsWatch,
-    TierGlance,
-)
+from icehouse_server.rpc.client.watch_stats import StatsWatch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.fixtures.rpc.authority import Authority
 from tests.unit.rpc.conftest import running
 
-ENGINE = EngineGlance(
+ENGINE = EngineStats(
     uptime_s=100.0,
     waiting_count=2,
     waiting_limit=256,
@@ -40,7 +48,8 @@ ENGINE = EngineGlance(
     decoding_count=4,
     decoding_limit=16,
     finished_total=50,
-    refused_total=10,
+    rejected_total=7,
+    failed_total=3,
     prefilled_token_total=1000,
     cached_token_total=4000,
     output_token_total=2000,
@@ -49,64 +58,86 @@ ENGINE = EngineGlance(
     active_memory_bytes=3 << 30,
     memory_limit_bytes=8 << 30,
 )
-CACHE = CacheGlance(
-    tiers=(
-        TierGlance("RAM", 10, 1 << 20, 4 << 20, 5, 90.0, 3000),
-        TierGlance("SSD", 20, 2 << 20, 8 << 20, 0, 7200.0, 1000),
-    ),
-    miss_token_total=1000,
-    written_byte_total=100 << 20,
-    read_byte_total=200 << 20,
-    write_queue_bytes=1,
-    write_queue_limit_bytes=4,
-    dropped_block_total=7,
-    damaged_block_total=0,
-    writes_off_detail="",
+RAM = TierStats(
+    block_count=10,
+    size_bytes=1 << 20,
+    limit_bytes=4 << 20,
+    evicted_block_total=5,
+    age=AgePercentiles(p50_s=90.0),
 )
-SLOW = SlowGlance("r1", "OK", 12.0, 4.0, 0.5, 0.25, 1.25, 2.0, 1000, 768, 21)
-GLANCE = Glance(collect_time=1000.0, engine=ENGINE, cache=CACHE, slowest=(SLOW,))
+SSD = TierStats(block_count=20, size_bytes=2 << 20, limit_bytes=8 << 20, age=AgePercentiles(p50_s=7200.0))
+CACHE = CacheStats(
+    ram=RAM,
+    ssd=SSD,
+    lookups=LookupStats(
+        ram_token_total=3000, ssd_token_total=1000, miss_tokens=(MissTokens(ReuseLimit.NO_MATCH, 1000),)
+    ),
+    spill=SpillStats(
+        persisted_byte_total=100 << 20,
+        queue_bytes=1,
+        queue_limit_bytes=4,
+        drops=(SpillDrops(SpillDropCause.NO_CREDIT, 4), SpillDrops(SpillDropCause.DUPLICATE, 3)),
+    ),
+    promote=PromoteStats(read_byte_total=200 << 20),
+)
+SLOW = SlowRequest(
+    request_id="r1",
+    method="icehouse.v1.InferenceService/Stream",
+    code="OK",
+    age_s=12.0,
+    total_duration_s=4.0,
+    queue_duration_s=0.5,
+    restore_duration_s=0.25,
+    prefill_duration_s=1.25,
+    decode_duration_s=2.0,
+    prompt_token_count=1000,
+    cached_token_count=768,
+    output_token_count=21,
+)
+STATS = ServerStats(collect_time=1000.0, engine=ENGINE, cache=CACHE, slowest_requests=(SLOW,))
 
 
-def shown(glance: Glance = GLANCE, rates: Rates | None = None, *, width: int = 120, **given: Any) -> str:
+def shown(stats: ServerStats = STATS, rates: Rates | None = None, *, width: int = 120, **given: Any) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     settings = {"address": "host:1", "history": (1.0, 2.0), **given}
-    console.print(screen(glance, rates or rates_between(None, glance), **settings))
+    console.print(screen(stats, rates or rates_between(None, stats), **settings))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def later(seconds: float, **engine: int) -> Glance:
+def later(seconds: float, **engine: int) -> ServerStats:
     grown = {name: getattr(ENGINE, name) + count for name, count in engine.items()}
     moved = dataclasses.replace(ENGINE, uptime_s=ENGINE.uptime_s + seconds, **grown)
-    return dataclasses.replace(GLANCE, collect_time=GLANCE.collect_time + seconds, engine=moved)
+    return dataclasses.replace(STATS, collect_time=STATS.collect_time + seconds, engine=moved)
 
 
 def test_rates_are_what_happened_between_two_looks() -> None:
-    now = later(2.0, finished_total=3, refused_total=1, output_token_total=40, prefilled_token_total=10)
-    tiers = (dataclasses.replace(CACHE.tiers[0], reused_token_total=3030), CACHE.tiers[1])
-    cache = dataclasses.replace(
-        CACHE, tiers=tiers, miss_token_total=1010, written_byte_total=CACHE.written_byte_total + 64
+    now = later(2.0, finished_total=3, rejected_total=1, output_token_total=40, prefilled_token_total=10)
+    lookups = dataclasses.replace(
+        CACHE.lookups, ram_token_total=3030, miss_tokens=(MissTokens(ReuseLimit.NO_MATCH, 1010),)
     )
-    rates = rates_between(GLANCE, dataclasses.replace(now, cache=cache))
+    spill = dataclasses.replace(CACHE.spill, persisted_byte_total=CACHE.spill.persisted_byte_total + 64)
+    cache = dataclasses.replace(CACHE, lookups=lookups, spill=spill)
+    rates = rates_between(STATS, dataclasses.replace(now, cache=cache))
     assert (rates.finished_per_s, rates.refused_per_s, rates.output_tokens_per_s) == (1.5, 0.5, 20.0)
     assert (rates.prefill_tokens_per_s, rates.written_bytes_per_s, rates.read_bytes_per_s) == (5.0, 32.0, 0.0)
     assert rates.hit_ratio == 0.75
 
 
 def test_without_an_earlier_look_rates_are_since_the_start() -> None:
-    rates = rates_between(None, GLANCE)
+    rates = rates_between(None, STATS)
     assert (rates.finished_per_s, rates.output_tokens_per_s, rates.hit_ratio) == (0.5, 20.0, 0.8)
 
 
 def test_a_restart_between_two_looks_gives_no_negative_rates() -> None:
     fresh = dataclasses.replace(ENGINE, uptime_s=4.0, finished_total=2)
-    rates = rates_between(GLANCE, dataclasses.replace(GLANCE, collect_time=1010.0, engine=fresh))
+    rates = rates_between(STATS, dataclasses.replace(STATS, collect_time=1010.0, engine=fresh))
     assert rates.finished_per_s == 0.5
 
 
 def test_no_prompt_between_two_looks_is_no_hit_ratio() -> None:
-    assert rates_between(GLANCE, later(1.0)).hit_ratio is None
-    assert "(–)" in shown(rates=rates_between(GLANCE, later(1.0)))
+    assert rates_between(STATS, later(1.0)).hit_ratio is None
+    assert "(–)" in shown(rates=rates_between(STATS, later(1.0)))
 
 
 def test_the_screen_shows_queue_tiers_traffic_and_the_slowest() -> None:
@@ -130,30 +161,34 @@ def test_the_screen_shows_queue_tiers_traffic_and_the_slowest() -> None:
 
 def test_the_tables_fit_a_terminal_of_80_columns() -> None:
     large = 100 << 40
-    tiers = tuple(
-        dataclasses.replace(t, size_bytes=1023 << 30, limit_bytes=large, block_count=123_456)
-        for t in CACHE.tiers
+    full = {"size_bytes": 1023 << 30, "limit_bytes": large, "block_count": 123_456}
+    cache = dataclasses.replace(
+        CACHE, ram=dataclasses.replace(RAM, **full), ssd=dataclasses.replace(SSD, **full)
     )
-    glance = dataclasses.replace(GLANCE, cache=dataclasses.replace(CACHE, tiers=tiers), slowest=(SLOW,) * 3)
-    lines = shown(glance, width=80).splitlines()
+    stats = dataclasses.replace(STATS, cache=cache, slowest_requests=(SLOW,) * 3)
+    lines = shown(stats, width=80).splitlines()
     tables = [line for line in lines if line.startswith(("tier", "RAM", "SSD", "slowest", "r1"))]
     assert len(tables) == 7 and "…" not in "".join(tables)
 
 
 def test_trouble_is_said() -> None:
-    cache = dataclasses.replace(CACHE, damaged_block_total=3, writes_off_detail="Disk is full")
-    text = shown(dataclasses.replace(GLANCE, cache=cache), notice="the server is away")
+    cache = dataclasses.replace(
+        CACHE,
+        integrity=IntegrityStats(checksum_failure_total=2, seal_failure_total=1),
+        disk=DiskStats(writes_off_detail="Disk is full"),
+    )
+    text = shown(dataclasses.replace(STATS, cache=cache), notice="the server is away")
     assert "3 damaged" in text and "nothing is written: Disk is full" in text and "away" in text
 
 
 def test_a_callers_name_cannot_command_the_terminal() -> None:
     slow = dataclasses.replace(SLOW, request_id="\x1b]0;owned\x07[red]")
-    text = shown(dataclasses.replace(GLANCE, slowest=(slow,)))
+    text = shown(dataclasses.replace(STATS, slowest_requests=(slow,)))
     assert "\x1b]0" not in text and "?]0;owned?[red]" in text
 
 
 def test_a_tenant_sees_its_own_requests_and_why_not_more() -> None:
-    text = shown(Glance(1.0, None, None, (SLOW,)))
+    text = shown(ServerStats(1.0, slowest_requests=(SLOW,)))
     assert "operator's token" in text and "r1" in text
 
 

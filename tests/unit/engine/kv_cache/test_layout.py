@@ -117,7 +117,7 @@ def test_bytes_per_token_and_length_are_read_off_the_caches() -> None:
         (object(), "object is unknown and has no state"),
         (LayerCache(8), "LayerCache is unknown and cannot be made from its state"),
         (RotatingKVCache(64, keep=4), "RotatingKVCache keeps its first 4 tokens"),
-        (BatchKVCache([0]), "BatchKVCache is unknown"),
+        (BatchKVCache([0]), "BatchKVCache is unknown and can be merged into a batch"),
         (Subclassed(), "Subclassed is unknown and can be merged into a batch"),
     ],
 )

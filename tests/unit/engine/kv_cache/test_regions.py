@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
-from icehouse_server.engine.kv_cache.cache_classes import held
+from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.kv_cache.layout import KvCutting
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
 
@@ -151,7 +151,7 @@ def test_cutting_tokens_that_are_gone_is_a_broken_invariant() -> None:
     feed(recording.model, recording.caches, [11])
     with pytest.raises(AssertionError, match="holds"):
         recording.layout.cut_window(recording.caches, start=0, stop=BLOCK)
-    assert held(recording.caches[0]).count == 24
+    assert class_of(recording.caches[0]).held(recording.caches[0]).count == 24
 
 
 def test_a_block_cut_layer_by_layer_is_the_block_cut_at_once() -> None:

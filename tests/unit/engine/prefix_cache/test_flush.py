@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, cast
 
 import pytest
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.flush import flush
+from icehouse_server.engine.prefix_cache.flush import Flush, flush
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills as RealSpills
 
 from tests.fixtures.engine import FakeClock
 
@@ -19,25 +19,14 @@ class Spills:
         self.is_stuck = is_stuck
         self.under_way_count = 0
 
-    def wants(self, entry: object) -> bool:
-        return True
-
     def has_credit(self, entry: object) -> bool:
         return self.under_way_count < 2
 
-    def send(self, entry: object) -> None:
+    def send(self, entry: object, *, request_id: None) -> None:
         self.under_way_count += 1
 
     def written(self) -> None:
         self.under_way_count -= not self.is_stuck
-
-
-@dataclasses.dataclass
-class Cache:
-    """The parts of a prefix cache that a flush needs."""
-
-    spills: Spills
-    ram: list[int]
 
 
 def flushed(spills: Spills, caplog: pytest.LogCaptureFixture) -> Any:
@@ -51,8 +40,8 @@ def flushed(spills: Spills, caplog: pytest.LogCaptureFixture) -> Any:
         spills.written()
 
     caplog.set_level("INFO", logger="icehouse.engine")
-    cache = cast("PrefixCache", Cache(spills, list(range(5))))
-    flush(cache, wait=wait, clock=clock, deadline_time=deadline_time)
+    under_way = Flush(cast("RealSpills", spills), cast("list[Entry]", list(range(5))))
+    flush(under_way, wait=wait, clock=clock, deadline_time=deadline_time)
     assert clock.now <= deadline_time
     return caplog.records[-1]
 

@@ -17,13 +17,14 @@ from tests.fixtures.known_blocks import (
     WINDOWS,
     Shelf,
     record_of,
+    settings,
 )
 
 LONG = list(range(100, 100 + 5 * SIZE))
 
 
 def planner(shelf: Shelf, *, rates: Rates | None = None, may_recompute: bool = True) -> Planner:
-    return Planner(shelf.index, FINGERPRINT, rates or Rates(), may_recompute)
+    return Planner(settings(may_recompute=may_recompute), shelf.index, rates or Rates())
 
 
 def plan(shelf: Shelf, tokens: list[int], *, with_ssd: bool = True, **how) -> PrefixPlan:

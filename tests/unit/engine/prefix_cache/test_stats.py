@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.cache_commands import Evict, Pin
-from icehouse_server.domain.cache_stats import MissTokens, SpillDropCause
+from icehouse_server.domain.cache_stats import AgePercentiles, MissTokens, SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.request import CacheUse
-from icehouse_server.engine.prefix_cache.stats import _percentiles
 
 from tests.system.cache.stepped_server import BLOCK, BLOCK_BYTES, SteppedServer, prompt
 
@@ -62,8 +61,8 @@ def test_ages_are_of_the_last_use() -> None:
         served.clock.now += 10.0
         age = served.stats().ram.age
     assert (age.p50_s, age.p90_s, age.p99_s) == (10.0, 110.0, 110.0)
-    assert _percentiles([5.0]).p50_s == 5.0 and _percentiles([]).p99_s == 0.0
-    hundred = _percentiles([float(n) for n in range(100)])
+    assert AgePercentiles.of([5.0]).p50_s == 5.0 and AgePercentiles.of([]).p99_s == 0.0
+    hundred = AgePercentiles.of([float(n) for n in range(100)])
     assert (hundred.p50_s, hundred.p90_s, hundred.p99_s) == (50.0, 90.0, 99.0)
 
 
@@ -95,7 +94,7 @@ def test_loads_count_what_was_promoted_and_what_failed(tmp_path: Path) -> None:
         assert (promote.load_total, promote.failed_load_total) == (1, 0)
         assert (promote.promoted_block_total, promote.promoted_token_total) == (4, 4 * BLOCK)
         assert promote.read_byte_total == 4 * BLOCK_BYTES and promote.queue_count == 0
-        chain = sorted(served.cache.index, key=lambda entry: entry.start_token_index)
+        chain = sorted(served.cache._index, key=lambda entry: entry.start_token_index)
         (path,) = tmp_path.rglob(f"{chain[1].hash.hex()}.safetensors")
         path.unlink()
         served.ask("bad", long, cache_use=CacheUse.READ_ONLY)

@@ -11,8 +11,8 @@ from tests.unit.engine.test_loop import SteppedLoop
 
 def measured(served: SteppedLoop, *, prefill_tokens_per_s: float, service_s: float = 0.0) -> None:
     """What a busy engine has measured of itself."""
-    served.loop.counters.prefill_tokens_per_s = prefill_tokens_per_s
-    served.loop.counters.service_s = service_s
+    served.loop.counters.stats.prefill_tokens_per_s = prefill_tokens_per_s
+    served.loop.counters.service.value = service_s
 
 
 def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:

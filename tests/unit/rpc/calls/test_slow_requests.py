@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1.slow_request_pb2 import SlowRequest
 from icehouse_server.rpc.calls.slow_requests import KEPT_COUNT, RECENT_S, SHOWN_COUNT, SlowRequests
-from icehouse_server.rpc.messages.stats import slow_request_proto
+from icehouse_server.rpc.messages.proto_map import to_proto
 
 from tests.fixtures.telemetry.facts import call_record
 from tests.unit.rpc.conftest import FakeClock, RunningServer
@@ -15,7 +16,7 @@ def test_the_slowest_come_first_and_only_so_many() -> None:
     for index in range(30):
         slow.call_ended(call_record(request_id=f"r{index}", duration_s=float((index * 7) % 30)))
     shown = slow.slowest(tenant=None)
-    assert [s.record.duration_s for s in shown] == [29.0 - i for i in range(SHOWN_COUNT)]
+    assert [s.total_duration_s for s in shown] == [29.0 - i for i in range(SHOWN_COUNT)]
 
 
 def test_old_ones_are_forgotten_by_age_and_by_number() -> None:
@@ -24,10 +25,10 @@ def test_old_ones_are_forgotten_by_age_and_by_number() -> None:
     slow.call_ended(call_record(request_id="old", duration_s=99.0))
     clock.now += RECENT_S + 1
     slow.call_ended(call_record(request_id="new", duration_s=1.0))
-    assert [s.record.request_id for s in slow.slowest(tenant=None)] == ["new"]
+    assert [s.request_id for s in slow.slowest(tenant=None)] == ["new"]
     for _ in range(KEPT_COUNT):
         slow.call_ended(call_record(request_id="fast", duration_s=0.5))
-    assert {s.record.request_id for s in slow.slowest(tenant=None)} == {"fast"}
+    assert {s.request_id for s in slow.slowest(tenant=None)} == {"fast"}
 
 
 def test_a_tenant_sees_its_own_and_nothing_that_never_ran() -> None:
@@ -35,8 +36,8 @@ def test_a_tenant_sees_its_own_and_nothing_that_never_ran() -> None:
     slow.call_ended(call_record(request_id="b", tenant="blue"))
     slow.call_ended(call_record(request_id="g", tenant="green"))
     slow.call_ended(call_record(request_id="refused", started=None, usage=None))
-    assert [s.record.request_id for s in slow.slowest(tenant="green")] == ["g"]
-    assert {s.record.request_id for s in slow.slowest(tenant=None)} == {"b", "g"}
+    assert [s.request_id for s in slow.slowest(tenant="green")] == ["g"]
+    assert {s.request_id for s in slow.slowest(tenant=None)} == {"b", "g"}
 
 
 async def test_cache_stats_shows_where_the_time_went(served: RunningServer) -> None:
@@ -56,5 +57,5 @@ async def test_cache_stats_shows_where_the_time_went(served: RunningServer) -> N
 def test_a_request_that_did_not_end_says_only_what_is_known() -> None:
     slow = SlowRequests(FakeClock())
     slow.call_ended(call_record(code="CANCELLED", usage=None))
-    message = slow_request_proto(slow.slowest(tenant=None)[0])
+    message = to_proto(slow.slowest(tenant=None)[0], SlowRequest)
     assert message.HasField("queue_duration") and not message.HasField("decode_duration")

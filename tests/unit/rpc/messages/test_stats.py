@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-import types
-import typing
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from icehouse.v1 import cache_policy_pb2, cache_service_pb2, cache_stats_pb2, usage_pb2
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2, cache_stats_pb2, engine_stats_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain import cache_stats
 from icehouse_server.domain.cache_commands import Tier
@@ -21,32 +19,13 @@ from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.events import FinishReason, ReuseLimit
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.rpc.messages.stats import cache_stats_proto, engine_stats_proto
+from icehouse_server.rpc.messages.proto_map import to_proto
 
 from tests.unit.rpc.conftest import RunningServer
+from tests.unit.rpc.messages.test_proto_map import filled
 
 DERIVED = {"miss_token_total"}
 """Fields of the API that the house computes from others."""
-
-
-def filled(kind: type[Any], numbers: itertools.count[int]) -> Any:
-    """Return an instance of a counters dataclass in which every number is another."""
-    hints = typing.get_type_hints(kind)
-    return kind(**{f.name: _value(hints[f.name], numbers) for f in dataclasses.fields(kind)})
-
-
-def _value(hint: Any, numbers: itertools.count[int]) -> Any:
-    if isinstance(hint, types.UnionType):
-        hint = next(option for option in typing.get_args(hint) if option is not type(None))
-    if typing.get_origin(hint) is tuple:
-        return tuple(_value(typing.get_args(hint)[0], numbers) for _ in range(2))
-    if dataclasses.is_dataclass(hint):
-        return filled(hint, numbers)  # type: ignore[arg-type]
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return list(hint)[next(numbers) % len(hint)]
-    if hint is bool:
-        return True
-    return hint(next(numbers))
 
 
 def flat_domain(value: Any) -> list[float | str]:
@@ -89,18 +68,18 @@ def same(domain: list[float | str], proto: list[float | str]) -> bool:
 
 def test_engine_counters_arrive_one_by_one() -> None:
     stats = filled(EngineStats, itertools.count(1))
-    assert same(flat_domain(stats), flat_proto(engine_stats_proto(stats)))
+    assert same(flat_domain(stats), flat_proto(to_proto(stats, engine_stats_pb2.EngineStats)))
 
 
 def test_cache_counters_arrive_one_by_one() -> None:
     # Tenants have a message of their own, made of other counters too: see test_tenants.
     stats = dataclasses.replace(filled(CacheStats, itertools.count(1)), tenants=())
-    assert same(flat_domain(stats), flat_proto(cache_stats_proto(stats)))
+    assert same(flat_domain(stats), flat_proto(to_proto(stats, cache_stats_pb2.CacheStats)))
 
 
 def test_missed_tokens_add_up() -> None:
     stats = filled(cache_stats.CacheStats, itertools.count(1))
-    proto = cache_stats_proto(stats).lookups
+    proto = to_proto(stats, cache_stats_pb2.CacheStats).lookups
     assert proto.miss_token_total == sum(miss.token_total for miss in proto.miss_tokens) > 0
 
 

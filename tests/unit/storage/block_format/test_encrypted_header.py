@@ -12,29 +12,33 @@ import xxhash
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind, pack_tokens
 from icehouse_server.storage.block_facts import BlockFile, BlockOutline
 from icehouse_server.storage.block_format.damage import BlockFileError
-from icehouse_server.storage.block_format.encrypted_header import Sealing, encode_sealed_head, is_sealed_head
+from icehouse_server.storage.block_format.encrypted_header import (
+    FileKey,
+    encode_encrypted_header,
+    is_encrypted_header,
+)
 from icehouse_server.storage.block_format.file import prepare_block, write_block
 from icehouse_server.storage.block_format.reader import verify_block
-from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
 
 from tests.fixtures.storage.blocks import make_block
-from tests.fixtures.storage.ciphers import OTHER_VAULT, VAULT, forge
+from tests.fixtures.storage.ciphers import CIPHER, OTHER_CIPHER, forge
 from tests.unit.storage.block_format.test_file import head_of, write
 
 FILES = SystemFiles()
-BLOCK = make_block(checkpoint=True, vault=VAULT)
+BLOCK = make_block(checkpoint=True, cipher=CIPHER)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    write(BLOCK, tmp_path / "block", vault=VAULT)
+    write(BLOCK, tmp_path / "block", cipher=CIPHER)
     return tmp_path / "block"
 
 
-def damage_of(path: Path, vault: Vault | None = VAULT) -> Damage:
+def damage_of(path: Path, cipher: Cipher | None = CIPHER) -> Damage:
     with pytest.raises(BlockFileError) as caught:
-        verify_block(FILES, str(path), vault=vault)
+        verify_block(FILES, str(path), cipher=cipher)
     return caught.value.damage
 
 
@@ -51,12 +55,12 @@ def test_in_the_clear_everything_is_there(tmp_path: Path) -> None:
     text = (tmp_path / "clear").read_bytes()
     packed, hexed, *rest = secrets_of(block)
     assert all(secret in text for secret in (hexed, *rest)) and packed not in text
-    assert not is_sealed_head(text)
+    assert not is_encrypted_header(text)
 
 
 def test_nothing_of_a_prompt_can_be_read(path: Path) -> None:
     text = path.read_bytes()
-    assert is_sealed_head(text)
+    assert is_encrypted_header(text)
     assert not [secret for secret in secrets_of(BLOCK) if secret in text]
 
 
@@ -67,7 +71,7 @@ def test_the_safetensors_library_reads_it_as_one_tensor_per_region(path: Path) -
 
 
 def test_one_block_never_gives_the_same_bytes_twice(path: Path, tmp_path: Path) -> None:
-    again = write(BLOCK, tmp_path / "again", vault=VAULT)
+    again = write(BLOCK, tmp_path / "again", cipher=CIPHER)
     first, second = path.read_bytes(), (tmp_path / "again").read_bytes()
     assert len(first) == len(second)
     for region in again.regions:
@@ -79,21 +83,21 @@ def test_one_block_never_gives_the_same_bytes_twice(path: Path, tmp_path: Path) 
 
 def test_regions_of_equal_bytes_are_not_equal_on_disk(tmp_path: Path) -> None:
     """The nonces of one file differ: the same nonce twice would show what two regions differ in."""
-    zeros = [VAULT.file(salt=bytes(32), facts=b"").sealer(kind) for kind in RegionKind]
+    zeros = [CIPHER.file(salt=bytes(32), facts=b"").encryptor(kind) for kind in RegionKind]
     seen = set()
-    for sealer in zeros:
+    for encryptor in zeros:
         room = memoryview(bytearray(64))
-        sealer.update(memoryview(bytes(64)), room)
+        encryptor.update(memoryview(bytes(64)), room)
         seen.add(bytes(room))
     assert len(seen) == 3
 
 
 def test_without_the_key_only_the_outline_is_seen(path: Path) -> None:
-    for vault in (None, OTHER_VAULT):
-        file = verify_block(FILES, str(path), vault=vault)
-        assert file.header is None and file.vault is None
+    for cipher in (None, OTHER_CIPHER):
+        file = verify_block(FILES, str(path), cipher=cipher)
+        assert file.header is None and file.cipher is None
         assert file.outline == BlockOutline.of(BLOCK.header)
-        assert file.key_id == VAULT.key_id
+        assert file.key_id == CIPHER.key_id
         assert [(region.kind, region.size_bytes) for region in file.regions] == [
             (region.kind, region.size_bytes) for region in BLOCK.regions
         ]
@@ -101,13 +105,13 @@ def test_without_the_key_only_the_outline_is_seen(path: Path) -> None:
 
 
 def test_a_forged_byte_with_a_right_checksum_is_seen(path: Path) -> None:
-    regions = head_of(path, vault=VAULT).regions
+    regions = head_of(path, cipher=CIPHER).regions
     text = path.read_bytes()
     for region in regions:
         path.write_bytes(text)
         forge(path, flip_at=region.offset - regions[0].offset + region.size_bytes // 2)
         assert damage_of(path) is Damage.AUTH_TAG
-        assert verify_block(FILES, str(path), vault=None).header is None, "its checksums fit"
+        assert verify_block(FILES, str(path), cipher=None).header is None, "its checksums fit"
 
 
 LIES = {
@@ -133,7 +137,7 @@ def test_a_forged_header_with_a_right_checksum_is_seen(path: Path, lie: str) -> 
 
 def test_a_forger_who_changes_nothing_is_believed(path: Path) -> None:
     forge(path)
-    assert verify_block(FILES, str(path), vault=VAULT).header == BLOCK.header
+    assert verify_block(FILES, str(path), cipher=CIPHER).header == BLOCK.header
 
 
 CRUDE = {
@@ -148,11 +152,11 @@ CRUDE = {
 }
 
 
-@pytest.mark.parametrize("vault", [None, VAULT], ids=["no key", "key"])
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["no key", "key"])
 @pytest.mark.parametrize("lie", CRUDE)
-def test_a_header_that_cannot_be_is_refused_by_everybody(path: Path, lie: str, vault: Vault | None) -> None:
+def test_a_header_that_cannot_be_is_refused_by_everybody(path: Path, lie: str, cipher: Cipher | None) -> None:
     forge(path, metadata=CRUDE[lie])
-    assert damage_of(path, vault) in (Damage.HEADER, Damage.TRUNCATED)
+    assert damage_of(path, cipher) in (Damage.HEADER, Damage.TRUNCATED)
 
 
 def test_another_abi_is_not_called_damage(path: Path) -> None:
@@ -161,7 +165,7 @@ def test_another_abi_is_not_called_damage(path: Path) -> None:
 
 
 def test_a_write_that_is_tried_again_takes_a_new_salt(tmp_path: Path) -> None:
-    prepared = prepare_block(BLOCK, vault=VAULT)
+    prepared = prepare_block(BLOCK, cipher=CIPHER)
     files: list[BlockFile] = []
     for name in ("first", "second"):
         descriptor = FILES.create(str(tmp_path / name))
@@ -173,7 +177,7 @@ def test_a_write_that_is_tried_again_takes_a_new_salt(tmp_path: Path) -> None:
 
 def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
     """xxh3 is no secret and can be met by design; here its part of the header is even encrypted anew."""
-    file = head_of(path, vault=VAULT)
+    file = head_of(path, cipher=CIPHER)
     text = bytearray(path.read_bytes())
     region = file.regions[0]
     text[region.offset] ^= 1
@@ -181,12 +185,12 @@ def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
     regions = (dataclasses.replace(region, checksum=checksum), *file.regions[1:])
     head_bytes = 8 + int.from_bytes(text[:8], "little")
     salt = bytes.fromhex(json.loads(text[8:head_bytes])["__metadata__"]["salt"])
-    assert file.vault is not None
-    head, _ = encode_sealed_head(
+    assert file.cipher is not None
+    head, _ = encode_encrypted_header(
         BLOCK.header,
         regions,
-        sealing=Sealing(VAULT.key_id, salt),
-        file_vault=file.vault,
+        file_key=FileKey(CIPHER.key_id, salt),
+        file_cipher=file.cipher,
         begin=head_bytes,
     )
     path.write_bytes(head + text[head_bytes:])
@@ -195,28 +199,28 @@ def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
 
 def test_every_part_is_bound_to_the_public_facts() -> None:
     outline = BlockOutline.of(BLOCK.header)
-    sealing = Sealing(VAULT.key_id, bytes(32))
+    file_key = FileKey(CIPHER.key_id, bytes(32))
     other = dataclasses.replace(outline, start_token_index=outline.start_token_index + 16)
-    mine, theirs = (VAULT.file(salt=sealing.salt, facts=sealing.facts(item)) for item in (outline, other))
-    sealed = mine.seal_head(b"text")
-    assert mine.open_head(sealed) == b"text" and theirs.open_head(sealed) is None
+    mine, theirs = (CIPHER.file(salt=file_key.salt, facts=file_key.facts(item)) for item in (outline, other))
+    encrypted = mine.encrypt_header(b"text")
+    assert mine.decrypt_header(encrypted) == b"text" and theirs.decrypt_header(encrypted) is None
     room = memoryview(bytearray(8))
-    sealer = mine.sealer(RegionKind.KV)
-    sealer.update(memoryview(b"8 bytes."), room)
-    tag = sealer.finish()
-    for vault, kind, is_right in (
+    encryptor = mine.encryptor(RegionKind.KV)
+    encryptor.update(memoryview(b"8 bytes."), room)
+    tag = encryptor.finish()
+    for cipher, kind, is_right in (
         (mine, RegionKind.KV, True),
         (theirs, RegionKind.KV, False),
         (mine, RegionKind.WINDOW, False),
     ):
-        opener = vault.opener(kind, tag=tag)
+        decryptor = cipher.decryptor(kind, tag=tag)
         copy = memoryview(bytearray(room))
-        opener.update(copy)
-        assert opener.finish() is is_right
+        decryptor.update(copy)
+        assert decryptor.finish() is is_right
         assert (bytes(copy) == b"8 bytes.") is (kind is RegionKind.KV)
 
 
 def test_names_tell_nothing_to_those_who_guess() -> None:
-    names = {make_block(vault=vault).header.hash for vault in (None, VAULT, OTHER_VAULT)}
-    parents = {make_block(vault=vault).header.parent for vault in (None, VAULT, OTHER_VAULT)}
+    names = {make_block(cipher=cipher).header.hash for cipher in (None, CIPHER, OTHER_CIPHER)}
+    parents = {make_block(cipher=cipher).header.parent for cipher in (None, CIPHER, OTHER_CIPHER)}
     assert len(names) == 3 and len(parents) == 3

@@ -27,7 +27,7 @@ from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.file import prepare_block, read_head, write_block
 from icehouse_server.storage.block_format.header import DTYPE_BYTES, parse_head
 from icehouse_server.storage.block_format.reader import verify_block
-from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
 
 from tests.fixtures.storage.blocks import make_block
@@ -36,18 +36,18 @@ from tests.fixtures.storage.ciphers import BOTH_WAYS
 FILES = SystemFiles()
 
 
-def write(block: HostBlock, path, *, vault: Vault | None = None) -> BlockFile:
+def write(block: HostBlock, path, *, cipher: Cipher | None = None) -> BlockFile:
     descriptor = FILES.create(str(path))
     try:
-        return write_block(FILES, descriptor, prepare_block(block, vault=vault))
+        return write_block(FILES, descriptor, prepare_block(block, cipher=cipher))
     finally:
         os.close(descriptor)
 
 
-def head_of(path, *, vault: Vault | None = None) -> BlockFile:
+def head_of(path, *, cipher: Cipher | None = None) -> BlockFile:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return read_head(FILES, descriptor, vault=vault)
+        return read_head(FILES, descriptor, cipher=cipher)
     finally:
         os.close(descriptor)
 
@@ -85,20 +85,20 @@ def blocks(draw, *, secret: bytes = b"") -> HostBlock:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("vault", **BOTH_WAYS)
-def test_round_trip(tmp_path_factory, data, vault):
-    block = data.draw(blocks(secret=vault.name_secret if vault else b""))
+@pytest.mark.parametrize("cipher", **BOTH_WAYS)
+def test_round_trip(tmp_path_factory, data, cipher):
+    block = data.draw(blocks(secret=cipher.name_secret if cipher else b""))
     path = tmp_path_factory.mktemp("block") / "b.safetensors"
-    written = write(block, path, vault=vault)
-    assert head_of(path, vault=vault) == written == verify_block(FILES, str(path), vault=vault)
+    written = write(block, path, cipher=cipher)
+    assert head_of(path, cipher=cipher) == written == verify_block(FILES, str(path), cipher=cipher)
     assert written.header == block.header and written.file_bytes == os.path.getsize(path)
     text = bytearray(path.read_bytes())
     for region, original in zip(written.regions, block.regions, strict=True):
         assert region.kind is original.kind
-        if written.vault is not None:
-            opener = written.vault.opener(region.kind, tag=region.tag)
-            opener.update(memoryview(text)[region.offset : region.offset + region.size_bytes])
-            assert opener.finish()
+        if written.cipher is not None:
+            decryptor = written.cipher.decryptor(region.kind, tag=region.tag)
+            decryptor.update(memoryview(text)[region.offset : region.offset + region.size_bytes])
+            assert decryptor.finish()
         for tensor, source in zip(region.tensors, original.tensors, strict=True):
             assert (tensor.name, tensor.dtype, tensor.shape) == (source.name, source.dtype, source.shape)
             assert text[tensor.offset : tensor.offset + tensor.size_bytes] == source.data
@@ -128,17 +128,17 @@ def test_regions_are_contiguous_and_in_order(tmp_path):
     assert file.regions[0].offset % 8 == 0
 
 
-@pytest.mark.parametrize("vault", **BOTH_WAYS)
-def test_every_flipped_bit_of_a_small_file_is_seen(tmp_path, vault):
-    block = make_block(head_count=1, row_width=1, window=False, token_ids=(1, 2, 3), vault=vault)
-    write(block, tmp_path / "whole", vault=vault)
+@pytest.mark.parametrize("cipher", **BOTH_WAYS)
+def test_every_flipped_bit_of_a_small_file_is_seen(tmp_path, cipher):
+    block = make_block(head_count=1, row_width=1, window=False, token_ids=(1, 2, 3), cipher=cipher)
+    write(block, tmp_path / "whole", cipher=cipher)
     text = bytearray((tmp_path / "whole").read_bytes())
     path = tmp_path / "flipped"
     for position in range(len(text)):
         text[position] ^= 1 << (position % 8)
         path.write_bytes(text)
         with pytest.raises(BlockFileError):
-            verify_block(FILES, str(path), vault=vault)
+            verify_block(FILES, str(path), cipher=cipher)
         text[position] ^= 1 << (position % 8)
 
 
@@ -204,15 +204,15 @@ def test_another_abi_is_not_called_damage():
 
 
 def parse_lie(lie) -> BlockFile:
-    head, file_bytes = reseal(lie)
+    head, file_bytes = resign(lie)
     return parse_head(head, file_bytes=file_bytes)
 
 
-def test_a_resealed_truth_is_believed():
+def test_a_resigned_truth_is_believed():
     assert parse_lie(lambda meta, entries: None).header == make_block().header
 
 
-def reseal(lie) -> tuple[bytes, int]:
+def resign(lie) -> tuple[bytes, int]:
     """Return a head with one lie in it and a checksum that fits."""
     head, file_bytes = described(make_block())
     content = json.loads(head[8:])
@@ -223,8 +223,8 @@ def reseal(lie) -> tuple[bytes, int]:
     body += b" " * (-len(body) % 8)
     new = len(body).to_bytes(8, "little") + body
     at = new.index(b"0" * 16)
-    sealed = new[:at] + b"%016x" % xxhash.xxh3_64_intdigest(new) + new[at + 16 :]
-    return sealed, file_bytes - len(head) + len(sealed)
+    encrypted = new[:at] + b"%016x" % xxhash.xxh3_64_intdigest(new) + new[at + 16 :]
+    return encrypted, file_bytes - len(head) + len(encrypted)
 
 
 def described(block: HostBlock) -> tuple[bytes, int]:

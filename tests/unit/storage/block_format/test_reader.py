@@ -12,7 +12,7 @@ from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded
 from icehouse_server.storage.worker.reader_pool import ReaderPool
 
-from tests.fixtures.storage.blocks import FINGERPRINT, make_chain
+from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 
@@ -64,15 +64,14 @@ def test_loads_are_paced_while_others_decode_and_only_then(tmp_path: Path, besid
         clock = ManualClock()
         answers: list[object] = []
         pauses: list[float] = []
+        settings = served.storage._store.settings
         pool = ReaderPool(
+            dataclasses.replace(settings, reader_thread_count=1, share_beside_decode=0.25),
             files=SlowFiles(clock),
-            paths=served.storage._store.paths,
             clock=clock,
             post=answers.append,
             report=lambda report: None,
-            fingerprint=FINGERPRINT,
-            vault=None,
-            share_beside_decode=0.25,
+            cipher=None,
             pause=pauses.append,
         )
         pool.submit(dataclasses.replace(plan(blocks), beside_decode=beside_decode))

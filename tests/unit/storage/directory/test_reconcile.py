@@ -43,7 +43,7 @@ class Place:
         """Open and close again; return the report and the hashes that are usable."""
         with StorageThread(self.directory) as served:
             known = {record.hash for record in served.take_inventory()}
-            report = served.stats().reconcile
+            report = served.stats().last_reconcile
         check_is_clean(self.directory)
         return report, [block.header.hash in known for block in self.chain]
 
@@ -56,7 +56,7 @@ def place(tmp_path):
 def test_nothing_to_do(place):
     assert place.findings() == []
     report, known = place.reopen()
-    assert report.was_clean and report.repair_count == 0 and known == [True] * 3
+    assert report.clean and report.repair_count == 0 and known == [True] * 3
 
 
 def test_partial_is_deleted(place):
@@ -64,14 +64,14 @@ def test_partial_is_deleted(place):
         file.write(b"half")
     assert place.findings() == [Finding.PARTIAL]
     report, known = place.reopen()
-    assert (report.partials_deleted, report.was_clean, known) == (1, False, [True] * 3)
+    assert (report.partial_deleted_count, report.clean, known) == (1, False, [True] * 3)
 
 
 def test_valid_file_without_row_is_adopted(place):
     place.sql("DELETE FROM blocks WHERE hash = ?", place.chain[1].header.hash)
     assert place.findings() == [Finding.ADOPTABLE]
     report, known = place.reopen()
-    assert (report.adopted, known) == (1, [True] * 3)
+    assert (report.adopted_count, known) == (1, [True] * 3)
 
 
 def test_invalid_file_without_row_is_quarantined(place):
@@ -79,7 +79,7 @@ def test_invalid_file_without_row_is_quarantined(place):
     os.truncate(place.path(1), 99)
     assert place.findings() == [Finding.INVALID]
     report, known = place.reopen()
-    assert (report.quarantined, known) == (1, [True, False, True])
+    assert (report.quarantined_count, known) == (1, [True, False, True])
     assert os.path.exists(place.paths.quarantined(place.chain[1].header.hash))
 
 
@@ -87,7 +87,7 @@ def test_row_without_file_is_deleted(place):
     os.unlink(place.path(2))
     assert place.findings() == [Finding.MISSING]
     report, known = place.reopen()
-    assert (report.rows_without_file, known) == (1, [True, True, False])
+    assert (report.row_deleted_count, known) == (1, [True, True, False])
 
 
 def test_file_of_another_size_is_quarantined(place):
@@ -95,7 +95,7 @@ def test_file_of_another_size_is_quarantined(place):
     os.unlink(place.paths.clean_mark)
     assert place.findings() == [Finding.DIFFERS]
     report, known = place.reopen()
-    assert (report.quarantined, known) == (1, [False, True, True])
+    assert (report.quarantined_count, known) == (1, [False, True, True])
 
 
 def test_swapped_files_are_quarantined(place):
@@ -104,7 +104,7 @@ def test_swapped_files_are_quarantined(place):
     os.rename(place.path(0) + ".x", place.path(1))
     assert place.findings() == [Finding.DIFFERS] * 2
     report, known = place.reopen()
-    assert (report.quarantined, known) == (2, [False, False, True])
+    assert (report.quarantined_count, known) == (2, [False, False, True])
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_an_edited_row_is_seen(place, column):
     place.sql(f"UPDATE blocks SET {column} = ? WHERE hash = ?", value, place.chain[1].header.hash)
     assert place.findings() == [Finding.EDITED_ROW]
     report, known = place.reopen()
-    assert not report.was_clean
-    assert (report.quarantined, known) == (1, [True, False, True])
+    assert not report.clean
+    assert (report.quarantined_count, known) == (1, [True, False, True])
 
 
 def test_an_edited_row_of_contents_is_seen_by_verify(place):
@@ -133,7 +133,7 @@ def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
         monkeypatch.setattr(f"icehouse_server.storage.{module}.LAYOUT_ABI", 2)
     assert place.findings() == [Finding.OTHER_ABI] * 3
     report, known = place.reopen()
-    assert (report.other_abi_deleted, known) == (3, [False] * 3)
+    assert (report.other_layout_deleted_count, known) == (3, [False] * 3)
     assert os.listdir(place.paths.folder(FINGERPRINT)) == []
 
 
@@ -142,7 +142,7 @@ def test_other_abi_without_row_is_deleted(place, monkeypatch):
     for module in ("block_format.header", "record", "directory.reconcile", "directory.lock"):
         monkeypatch.setattr(f"icehouse_server.storage.{module}.LAYOUT_ABI", 2)
     report, _ = place.reopen()
-    assert report.other_abi_deleted == 3 and report.quarantined == 0
+    assert report.other_layout_deleted_count == 3 and report.quarantined_count == 0
 
 
 def test_other_fingerprint_is_kept(place):
@@ -166,8 +166,8 @@ def test_strange_files_are_left_alone(place):
     os.mkdir(f"{place.paths.blocks}/folder")
     assert place.findings() == [Finding.UNKNOWN] * 4
     with StorageThread(place.directory) as served:
-        assert served.stats().reconcile.unknown_files == 4
-        assert served.stats().used_bytes >= 12
+        assert served.stats().last_reconcile.unknown_file_count == 4
+        assert served.stats().disk.used_bytes >= 12
     assert all(os.path.exists(path) for path in strange)
 
 
@@ -181,10 +181,10 @@ def test_a_lost_manifest_is_rebuilt_from_the_files(place, damage):
     else:
         os.truncate(place.paths.manifest, 8192)
     report, known = place.reopen()
-    assert report.manifest_rebuilt and (report.adopted, known) == (3, [True] * 3)
+    assert report.manifest_rebuilt and (report.adopted_count, known) == (3, [True] * 3)
     assert os.path.exists(place.paths.manifest_aside) == (damage != "missing")
     report, known = place.reopen()
-    assert report.was_clean and known == [True] * 3
+    assert report.clean and known == [True] * 3
 
 
 def test_a_changed_time_alone_is_only_restamped(place):
@@ -192,7 +192,7 @@ def test_a_changed_time_alone_is_only_restamped(place):
     os.unlink(place.paths.clean_mark)
     assert place.findings() == [Finding.RESTAMPED]
     report, known = place.reopen()
-    assert (report.restamped, report.repair_count, known) == (1, 0, [True] * 3)
+    assert (report.restamped_count, report.repair_count, known) == (1, 0, [True] * 3)
 
 
 def test_a_crash_means_a_full_walk(place):
@@ -203,4 +203,4 @@ def test_a_crash_means_a_full_walk(place):
     served.storage._store.abandon()
     served.storage._store.unlock()
     report, known = place.reopen()
-    assert not report.was_clean and report.repair_count == 0 and known == [True] * 3
+    assert not report.clean and report.repair_count == 0 and known == [True] * 3

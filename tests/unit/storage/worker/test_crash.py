@@ -9,7 +9,7 @@ import sqlite3
 import pytest
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.reconcile import Walk
-from icehouse_server.storage.encryption.cipher import Vault
+from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadFailed
 from icehouse_server.storage.messages import Persisted
@@ -70,19 +70,19 @@ def check_is_clean(directory) -> None:
     manifest.close(checkpoint=False)
 
 
-def spill_scenario(served: StorageThread, vault: Vault | None) -> None:
+def spill_scenario(served: StorageThread, cipher: Cipher | None) -> None:
     served.files.is_armed = True
-    served.spill(*make_chain(2, seed=2, checkpoint=True, vault=vault))
+    served.spill(*make_chain(2, seed=2, checkpoint=True, cipher=cipher))
 
 
-def evict_scenario(served: StorageThread, vault: Vault | None) -> None:
+def evict_scenario(served: StorageThread, cipher: Cipher | None) -> None:
     served.files.is_armed = True
-    served.storage.evict([make_chain(2, seed=1, vault=vault)[1].header.hash])
+    served.storage.evict([make_chain(2, seed=1, cipher=cipher)[1].header.hash])
     served.settle()
 
 
-def quarantine_scenario(served: StorageThread, vault: Vault | None) -> None:
-    victim = make_chain(2, seed=1, vault=vault)[1]
+def quarantine_scenario(served: StorageThread, cipher: Cipher | None) -> None:
+    victim = make_chain(2, seed=1, cipher=cipher)[1]
     os.truncate(served.path(victim), os.path.getsize(served.path(victim)) - 1)
     served.files.is_armed = True
     served.storage.load(plan([victim]))
@@ -97,30 +97,30 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("vault", **BOTH_WAYS)
+@pytest.mark.parametrize("cipher", **BOTH_WAYS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_crash_after_every_step(tmp_path, crashing_manifest, name, vault):
+def test_crash_after_every_step(tmp_path, crashing_manifest, name, cipher):
     scenario, surviving_count = SCENARIOS[name]
-    committed = make_chain(2, seed=1, vault=vault)
+    committed = make_chain(2, seed=1, cipher=cipher)
     crash_at = 0
     while crash_at < STEP_LIMIT:
         crash_at += 1
         directory = tmp_path / str(crash_at)
         crashing_manifest.clear()
-        with StorageThread(directory, vault=vault) as served:
+        with StorageThread(directory, cipher=cipher) as served:
             served.spill(*committed)
         files = CrashingFiles(crash_at)
         crashing_manifest["files"] = files
-        dead = StorageThread(directory, files=files, vault=vault)
-        has_crashed = run_until_crash(dead, functools.partial(scenario, vault=vault))
+        dead = StorageThread(directory, files=files, cipher=cipher)
+        has_crashed = run_until_crash(dead, functools.partial(scenario, cipher=cipher))
         persisted = {o.record.hash for o in dead.outcomes if isinstance(o, Persisted)}
         crashing_manifest.clear()
         if not has_crashed:
             break
-        with StorageThread(directory, vault=vault) as served:
+        with StorageThread(directory, cipher=cipher) as served:
             check_is_clean(directory)
             known = {record.hash for record in served.take_inventory()}
-            blocks = [*committed, *make_chain(2, seed=2, checkpoint=True, vault=vault)]
+            blocks = [*committed, *make_chain(2, seed=2, checkpoint=True, cipher=cipher)]
             assert_whatever_is_known_is_right(served, blocks)
             assert {block.header.hash for block in committed[:surviving_count]} | persisted <= known
     assert 5 < crash_at < STEP_LIMIT
@@ -155,23 +155,25 @@ def spoil(directory, chain) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("vault", **BOTH_WAYS)
-def test_crash_after_every_step_of_reconcile(tmp_path, crashing_manifest, vault):
-    chain = make_chain(6, seed=1, vault=vault)
+@pytest.mark.parametrize("cipher", **BOTH_WAYS)
+def test_crash_after_every_step_of_reconcile(tmp_path, crashing_manifest, cipher):
+    chain = make_chain(6, seed=1, cipher=cipher)
     crash_at = 0
     while crash_at < STEP_LIMIT:
         crash_at += 1
         directory = tmp_path / str(crash_at)
         crashing_manifest.clear()
-        with StorageThread(directory, vault=vault) as served:
+        with StorageThread(directory, cipher=cipher) as served:
             served.spill(*chain)
         spoil(directory, chain)
         files = CrashingFiles(crash_at)
         files.is_armed = True
         crashing_manifest["files"] = files
-        has_crashed = run_until_crash(StorageThread(directory, files=files, vault=vault), lambda served: None)
+        has_crashed = run_until_crash(
+            StorageThread(directory, files=files, cipher=cipher), lambda served: None
+        )
         crashing_manifest.clear()
-        with StorageThread(directory, vault=vault) as served:
+        with StorageThread(directory, cipher=cipher) as served:
             check_is_clean(directory)
             known = {record.hash for record in served.take_inventory()}
             sound = {chain[index].header.hash for index in (0, 3, 5)}

@@ -10,37 +10,39 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import IntegrityStats
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.offline import OfflineStore
-from icehouse_server.storage.encryption.cipher import KEY_DETAIL, Vault, sealed_fingerprint
+from icehouse_server.storage.encryption.aes_gcm import Cipher
+from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadFailed
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
-from tests.fixtures.storage.ciphers import OTHER_VAULT, VAULT, forge
+from tests.fixtures.storage.ciphers import CIPHER, OTHER_CIPHER, forge
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 from tests.unit.storage.block_format.test_encrypted_header import secrets_of
 from tests.unit.storage.worker.test_crash import check_is_clean
 
 
-def server_of(directory: Path, vault: Vault | None = VAULT, **how) -> StorageThread:
+def server_of(directory: Path, cipher: Cipher | None = CIPHER, **how) -> StorageThread:
     """Return a tier as it is composed for a key: filed apart, its key's id among the details."""
-    return StorageThread(directory, vault=vault, **fingerprint_of(vault), **how)
+    return StorageThread(directory, cipher=cipher, **fingerprint_of(cipher), **how)
 
 
-def fingerprint_of(vault: Vault | None) -> dict:
-    if vault is None:
+def fingerprint_of(cipher: Cipher | None) -> dict:
+    if cipher is None:
         return {}
     return {
-        "fingerprint": sealed_fingerprint(FINGERPRINT, vault.key_id),
-        "fingerprint_details": (("architecture", "test"), (KEY_DETAIL, vault.key_id.hex())),
+        "fingerprint": encrypted_fingerprint(FINGERPRINT, cipher.key_id),
+        "fingerprint_details": (("architecture", "test"), (KEY_DETAIL, cipher.key_id.hex())),
     }
 
 
-def chain_of(vault: Vault | None, count: int = 3, **how):
-    fingerprint = fingerprint_of(vault).get("fingerprint", FINGERPRINT)
-    return make_chain(count, vault=vault, fingerprint=fingerprint, **how)
+def chain_of(cipher: Cipher | None, count: int = 3, **how):
+    fingerprint = fingerprint_of(cipher).get("fingerprint", FINGERPRINT)
+    return make_chain(count, cipher=cipher, fingerprint=fingerprint, **how)
 
 
 def whole_directory(directory: Path) -> bytes:
@@ -51,19 +53,19 @@ def whole_directory(directory: Path) -> bytes:
 
 def known(served: StorageThread) -> list[bool]:
     names = {record.hash for record in served.take_inventory()}
-    return [block.header.hash in names for block in chain_of(VAULT)]
+    return [block.header.hash in names for block in chain_of(CIPHER)]
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """Three encrypted blocks, closed."""
     with server_of(tmp_path / "cache") as served:
-        served.spill(*chain_of(VAULT, checkpoint=True))
+        served.spill(*chain_of(CIPHER, checkpoint=True))
     return tmp_path / "cache"
 
 
 def test_spilled_and_loaded_after_a_restart(directory: Path) -> None:
-    chain = chain_of(VAULT, checkpoint=True)
+    chain = chain_of(CIPHER, checkpoint=True)
     with server_of(directory) as served:
         assert served.storage.load(plan(chain))
         (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
@@ -72,15 +74,15 @@ def test_spilled_and_loaded_after_a_restart(directory: Path) -> None:
         served.storage.verify()
         served.settle()
         stats = served.stats()
-    assert stats.is_encrypted and stats.load_failed_totals == () and stats.verified_block_total == 6
-    assert stats.reconcile.was_clean
+    assert stats.disk.is_encrypted and stats.integrity == IntegrityStats(verified_block_total=6)
+    assert stats.last_reconcile.clean
 
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_nothing_of_a_prompt_is_anywhere(tmp_path: Path, is_open: bool) -> None:
-    for vault, expected in ((VAULT, False), (None, True)):
-        chain = chain_of(vault, checkpoint=True)
-        with server_of(tmp_path / str(expected), vault) as served:
+    for cipher, expected in ((CIPHER, False), (None, True)):
+        chain = chain_of(cipher, checkpoint=True)
+        with server_of(tmp_path / str(expected), cipher) as served:
             served.spill(*chain)
             text = whole_directory(tmp_path / str(expected)) if is_open else b""
         text = text or whole_directory(tmp_path / str(expected))
@@ -89,7 +91,7 @@ def test_nothing_of_a_prompt_is_anywhere(tmp_path: Path, is_open: bool) -> None:
 
 
 def test_forged_bytes_are_a_miss_and_counted(directory: Path) -> None:
-    chain = chain_of(VAULT, checkpoint=True)
+    chain = chain_of(CIPHER, checkpoint=True)
     with server_of(directory) as served:
         served.settle()
         forge(Path(served.path(chain[1])), flip_at=7)
@@ -98,13 +100,13 @@ def test_forged_bytes_are_a_miss_and_counted(directory: Path) -> None:
         stats = served.stats()
         assert [block.header for block in loaded.blocks] == [chain[0].header]
         assert loaded.failure is not None and loaded.failure.cause is Damage.AUTH_TAG
-        assert dict(stats.load_failed_totals) == {Damage.AUTH_TAG: 1} and stats.quarantined_count == 1
+        assert (stats.integrity.seal_failure_total, stats.integrity.quarantined_file_count) == (1, 1)
         assert_holds(dataclasses.replace(loaded, tensors=()), chain[:1])
 
 
 def test_a_block_in_the_clear_is_not_taken_for_an_encrypted_one(directory: Path, tmp_path: Path) -> None:
     """Whoever knows a block's tokens and name can write that file; without the key it is not believed."""
-    (block, *_) = chain_of(VAULT, checkpoint=True)
+    (block, *_) = chain_of(CIPHER, checkpoint=True)
     with StorageThread(tmp_path / "forger", fingerprint=block.header.fingerprint) as forger:
         clear = make_block(fingerprint=block.header.fingerprint)
         forger.spill(clear)
@@ -116,11 +118,11 @@ def test_a_block_in_the_clear_is_not_taken_for_an_encrypted_one(directory: Path,
     assert failed.failure.cause is Damage.AUTH_TAG
 
 
-@pytest.mark.parametrize("vault", [None, OTHER_VAULT], ids=["no key", "another key"])
+@pytest.mark.parametrize("cipher", [None, OTHER_CIPHER], ids=["no key", "another key"])
 @pytest.mark.parametrize("loss", ["nothing", "clean mark", "manifest", "rows", "times"])
-def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, vault: Vault | None, loss: str) -> None:
+def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, cipher: Cipher | None, loss: str) -> None:
     """Another key's blocks are weighed, kept whatever was lost beside them, and read again with their key."""
-    chain = chain_of(VAULT, checkpoint=True)
+    chain = chain_of(CIPHER, checkpoint=True)
     paths = server_of(directory).storage._store.paths
     if loss == "clean mark":
         os.unlink(paths.clean_mark)
@@ -136,15 +138,15 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, vault: Vault | 
         for path in directory.rglob("*.safetensors"):
             os.utime(path, ns=(1, 1))
         os.unlink(paths.clean_mark)
-    with server_of(directory, vault) as served:
+    with server_of(directory, cipher) as served:
         assert served.take_inventory() == ()
         stats = served.stats()
-        assert (stats.foreign_block_count, stats.quarantined_count) == (3, 0)
-        assert stats.reconcile.unencrypted == 0, "they are taken for blocks in the clear"
+        assert (stats.disk.other_model_block_count, stats.integrity.quarantined_file_count) == (3, 0)
+        assert stats.last_reconcile.unencrypted_block_count == 0, "they are taken for blocks in the clear"
         served.storage.verify()
         served.settle()
-        assert served.stats().load_failed_totals == ()
-        mine = chain_of(vault, 1)
+        assert served.stats().integrity.damaged_block_total == 0
+        mine = chain_of(cipher, 1)
         served.spill(*mine)
         served.storage.load(plan(mine))
         assert any(isinstance(outcome, Loaded) for outcome in served.take())
@@ -157,20 +159,20 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, vault: Vault | 
 
 
 def test_another_keys_blocks_age_out_within_the_same_limit(directory: Path) -> None:
-    newer = chain_of(OTHER_VAULT, 3, seed=5)
+    newer = chain_of(OTHER_CIPHER, 3, seed=5)
     file_bytes = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
-    with server_of(directory, OTHER_VAULT) as served:
-        used_bytes = served.stats().used_bytes
-    with server_of(directory, OTHER_VAULT, limit_bytes=used_bytes + file_bytes // 3) as served:
+    with server_of(directory, OTHER_CIPHER) as served:
+        used_bytes = served.stats().disk.used_bytes
+    with server_of(directory, OTHER_CIPHER, limit_bytes=used_bytes + file_bytes // 3) as served:
         served.spill(*newer)
         stats = served.stats()
-    assert stats.evicted_block_total >= 2 and stats.foreign_block_count < 3
+    assert stats.ssd.evicted_block_total >= 2 and stats.disk.other_model_block_count < 3
 
 
 def test_blocks_from_before_the_key_are_told_and_can_be_wiped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old, new = chain_of(None), chain_of(VAULT)
+    old, new = chain_of(None), chain_of(CIPHER)
     with server_of(tmp_path, None) as served:
         served.spill(*old)
     with caplog.at_level(logging.WARNING), server_of(tmp_path) as served:

@@ -55,7 +55,7 @@ def test_each_verb_failing_once(tmp_path, verb, error_number):
             use_everything(served, chain)
             outcomes = list(served.outcomes)
             stats = served.stats()
-            assert stats.writes_enabled, stats.writes_detail
+            assert not stats.disk.writes_off_detail
             assert_every_spill_has_one_outcome(outcomes, chain, stats)
             for loaded in (o for o in outcomes if isinstance(o, Loaded)):
                 assert_holds(loaded, chain[: len(loaded.blocks)])
@@ -74,9 +74,9 @@ def assert_every_spill_has_one_outcome(outcomes, chain, stats) -> None:
     persisted = [o.record.hash for o in outcomes if isinstance(o, Persisted)]
     dropped = [o.hash for o in outcomes if isinstance(o, SpillDropped)]
     assert sorted(persisted + dropped) == sorted(block.header.hash for block in chain)
-    assert stats.spill_accepted_total == 3
-    assert stats.spill_persisted_total == len(persisted)
-    assert sum(count for _, count in stats.spill_dropped_totals) == len(dropped)
+    assert stats.spill.accepted_block_total == 3
+    assert stats.spill.persisted_block_total == len(persisted)
+    assert sum(drop.block_total for drop in stats.spill.drops) == len(dropped)
 
 
 def test_a_full_disk_evicts_once_then_stops_until_there_is_space(tmp_path):
@@ -153,7 +153,7 @@ def test_a_read_only_directory_leaves_the_tier_off_but_alive(tmp_path):
         assert [type(o) for o in served.take()] == [Inventory, Health]
         served.spill(make_block())
         assert served.take()[0].cause is SpillDropCause.WRITES_OFF
-        assert "Read-only" in served.stats().writes_detail
+        assert "Read-only" in served.stats().disk.writes_off_detail
         served.clock.advance(3600)
         files.is_armed = False
         served.spill(make_block())
@@ -225,8 +225,8 @@ def test_a_directory_that_could_not_be_locked_is_not_touched_until_it_is(tmp_pat
             served.clock.advance(100)
             served.spill(make_block())
             assert served.take()[-1].cause is SpillDropCause.WRITES_OFF
-            assert "in use by another process" in served.stats().writes_detail
+            assert "in use by another process" in served.stats().disk.writes_off_detail
             other.spill(make_block())
         served.clock.advance(100)
         served.settle()
-        assert len(served.take_inventory()) == 1 and served.stats().writes_enabled
+        assert len(served.take_inventory()) == 1 and not served.stats().disk.writes_off_detail

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
-from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.cache_stats import IntegrityStats, SpillDropCause
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadFailed
 from icehouse_server.storage.messages import (
@@ -24,6 +24,7 @@ from icehouse_server.storage.messages import (
     StorageFailed,
     Verified,
 )
+from icehouse_server.storage.worker.stats import note_damage
 from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, OTHER_FINGERPRINT, make_block, make_chain
@@ -92,8 +93,11 @@ def damage_of(served: StorageThread, block: HostBlock) -> Damage:
     failed = next(o for o in outcomes if isinstance(o, LoadFailed))
     assert Evicted((block.header.hash,)) in outcomes
     stats = served.stats()
-    assert stats.block_count == 0 and stats.quarantined_total == stats.quarantined_count == 1
-    assert dict(stats.load_failed_totals) == {failed.failure.cause: 1}
+    found = stats.integrity
+    assert stats.ssd.block_count == 0 and found.quarantined_block_total == found.quarantined_file_count == 1
+    counted = IntegrityStats()
+    note_damage(counted, failed.failure.cause)
+    assert found.damaged_block_total == counted.damaged_block_total == 1
     return failed.failure.cause
 
 
@@ -145,7 +149,7 @@ def test_a_swapped_file_is_seen(tmp_path):
         served.storage.load(plan([other]))
         causes = [o.failure.cause for o in served.take() if isinstance(o, LoadFailed)]
         assert causes == [Damage.MISMATCH, Damage.MISSING]
-        assert served.stats().block_count == 0
+        assert served.stats().ssd.block_count == 0
 
 
 def test_the_verified_beginning_of_a_damaged_chain_is_delivered(tmp_path):
@@ -182,10 +186,11 @@ def test_counters_tell_accepted_from_persisted_from_dropped(tmp_path):
             (large.header.hash, SpillDropCause.DISK_FULL),
         ]
         stats = served.stats()
-        assert (stats.spill_accepted_total, stats.spill_persisted_total) == (3, 1)
-        assert sum(n for _, n in stats.spill_dropped_totals) == 2
-        assert stats.spill_queue_bytes == 0
-        assert stats.written_bytes_total == os.path.getsize(served.path(block)) == stats.written_today_bytes
+        assert (stats.spill.accepted_block_total, stats.spill.persisted_block_total) == (3, 1)
+        assert sum(drop.block_total for drop in stats.spill.drops) == 2
+        assert stats.spill.queue_bytes == 0
+        written_bytes = os.path.getsize(served.path(block))
+        assert stats.spill.persisted_byte_total == written_bytes == stats.spill.written_today_bytes
 
 
 def test_credit_bounds_what_waits(tmp_path):
@@ -273,7 +278,7 @@ def test_two_fingerprints_share_a_directory_and_never_meet(tmp_path):
     with StorageThread(tmp_path, fingerprint=OTHER_FINGERPRINT) as served:
         served.spill(theirs)
         assert served.take()[0] == Inventory(())
-        assert (served.stats().block_count, served.stats().foreign_block_count) == (1, 1)
+        assert (served.stats().ssd.block_count, served.stats().disk.other_model_block_count) == (1, 1)
     with StorageThread(tmp_path) as served:
         assert [record.hash for record in served.take()[0].records] == [mine.header.hash]
         assert served.path(mine) != served.path(theirs)
@@ -297,7 +302,7 @@ def test_real_threads(tmp_path):
         assert_holds(outcomes.get(timeout=10), chain, capacity=96)
     storage.request_stats()
     answer = outcomes.get(timeout=10)
-    assert isinstance(answer, StatsAnswer) and answer.stats.block_count == 6
+    assert isinstance(answer, StatsAnswer) and answer.stats.ssd.block_count == 6
     storage.close(deadline_time=served.clock.monotonic() + 10)
     assert outcomes.get(timeout=10) == StorageClosed(was_clean=True)
     assert storage.join(timeout_s=10)
@@ -325,6 +330,6 @@ def test_the_clean_start_still_finds_a_file_changed_in_place(tmp_path):
     os.truncate(served.path(chain[1]), 100)
     with StorageThread(tmp_path) as served:
         outcomes = served.take()
-        assert served.stats().reconcile.was_clean
+        assert served.stats().last_reconcile.clean
         assert Evicted((chain[1].header.hash,)) in outcomes
-        assert served.stats().quarantined_total == 1
+        assert served.stats().integrity.quarantined_block_total == 1

@@ -8,6 +8,16 @@ from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 
 
+@dataclasses.dataclass(slots=True)
+class Spilling:
+    """A block's way to SSD, from its hand-over to the storage thread until it is written or dropped."""
+
+    size_bytes: int
+    """What it will take of its owner's quota there."""
+    leaves_ram: bool = False
+    """Whether its RAM copy goes when it is written: others need the space."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
     """One known block. `token_ids` is None for a block on SSD that this process never saw whole."""
@@ -21,7 +31,8 @@ class Entry:
     ssd: dict[RegionKind, int] = dataclasses.field(default_factory=dict)
     """Bytes of each region on SSD; empty when the block is not committed there."""
     ssd_bytes: int = 0
-    is_spilling: bool = False
+    spill: Spilling | None = None
+    """Set by `BlockIndex.begin_spill` and cleared by `end_spill`, by nobody else."""
     is_pinned: bool = False
     hit_count: int = 0
     last_used_time: float = 0.0
@@ -35,6 +46,16 @@ class Entry:
     @property
     def ram_bytes(self) -> int:
         return sum(region.size_bytes for region in self.ram.values())
+
+    @property
+    def is_spilling(self) -> bool:
+        """Whether it is on its way to SSD."""
+        return self.spill is not None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is on its way to SSD and leaves RAM there."""
+        return self.spill is not None and self.spill.leaves_ram
 
     def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
         """Whether this region can be had from RAM, or with `with_ssd` from either tier."""

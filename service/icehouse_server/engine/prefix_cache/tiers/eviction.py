@@ -1,14 +1,14 @@
 """Eviction from RAM: who goes for whom, by way of the SSD or at once. Inference thread only.
 
-A block on its way to SSD still holds its arrays; its bytes count as room already, and the write
+A block on its way to SSD still holds its arrays; its bytes count as free already, and the write
 queue bounds how many they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
@@ -19,34 +19,54 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 class RamEviction:
     """Keeps the RAM tier within its budget plus what is leaving."""
 
-    def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills, shares: TenantQuotas) -> None:
+    def __init__(self, *, ram: RamTier, index: BlockIndex, spills: Spills, quotas: TenantQuotas) -> None:
         self._ram = ram
         self._index = index
         self._spills = spills
-        self._shares = shares
-        self._leaving: set[BlockHash] = set()
+        self._quotas = quotas
 
-    @property
-    def leaving(self) -> Collection[BlockHash]:
-        """Blocks that leave RAM when they are written."""
-        return self._leaving
+    def make_space(
+        self,
+        size_bytes: int,
+        *,
+        spared: Collection[BlockHash],
+        owner: BlockHash | None,
+        request_id: RequestId | None,
+    ) -> bool:
+        """Let blocks go until `size_bytes` more of this owner fit into its quota and into the whole.
 
-    def make(self, size_bytes: int, *, spared: Collection[BlockHash], owner: BlockHash | None) -> bool:
-        """Let blocks go until `size_bytes` more of this owner fit into its share and into the whole.
-
-        False, and nothing changed, when they cannot.
+        False, and nothing changed, when they cannot. What goes to SSD is written for `request_id`.
         """
-        own = self._shares.ram_victims(owner, size_bytes, leaving=self._leaving, spared=set(spared))
+        own = self._quotas.ram_victims(owner, size_bytes, spared=set(spared))
         if own is None:
             return False
-        needed_bytes = size_bytes - self.leaving_bytes - sum(entry.ram_bytes for entry in own)
-        kept = {*spared, *self._leaving, *(entry.hash for entry in own)}
+        leaving = self._leaving
+        needed_bytes = size_bytes - sum(entry.ram_bytes for entry in (*leaving, *own))
+        kept = {*spared, *(entry.hash for entry in (*leaving, *own))}
         others = self._ram.victims(needed_bytes, spared=kept)
         if others is None:
             return False
         for victim in (*own, *others):
-            self._let_go(victim, spared=spared)
+            self._let_go(victim, spared=spared, request_id=request_id)
         return True
+
+    def note_use(self, entries: Sequence[Entry], *, now: float, request_id: RequestId | None) -> None:
+        """Account for a chain that a prompt begins with: all of it stays longer, in both tiers."""
+        self._ram.touch(entries, now)
+        self._spills.touch(entries)
+        spared = [entry.hash for entry in entries]
+        for entry in entries:
+            entry.hit_count += 1
+            self._keep(entry, request_id)
+            if self._spills.is_write_behind:
+                self._spills.offer(entry, spared=spared, request_id=request_id)
+
+    def supersede(self, entry: Entry) -> None:
+        """Let go of shorter blocks in RAM that this one can stand for."""
+        if entry.ram:
+            for other in self._index.superseded(entry):
+                self._ram.forget(other)
+                self._index.discard_if_empty(other)
 
     def yield_bytes(self, size_bytes: int, *, spared: Collection[BlockHash] = ()) -> int:
         """Drop least recently used blocks of at least this size from RAM; return the bytes let go.
@@ -61,7 +81,9 @@ class RamEviction:
             self._drop(entry)
         return freed_bytes
 
-    def yield_by_spilling(self, size_bytes: int, *, spared: Collection[BlockHash] = ()) -> int:
+    def yield_by_spilling(
+        self, size_bytes: int, *, spared: Collection[BlockHash] = (), request_id: RequestId | None
+    ) -> int:
         """Let least recently used blocks go until at least this size is free or on its way to SSD; return
         the bytes that are free now."""
         freed_bytes, wanted_bytes = 0, size_bytes - self.leaving_bytes
@@ -76,7 +98,7 @@ class RamEviction:
                 break  # there is when what is being written is
             entry_bytes = entry.ram_bytes
             wanted_bytes -= entry_bytes
-            self._let_go(entry, spared=spared)
+            self._let_go(entry, spared=spared, request_id=request_id)
             freed_bytes += entry_bytes - entry.ram_bytes
         return freed_bytes
 
@@ -87,40 +109,52 @@ class RamEviction:
     def _yieldable(self, spared: Collection[BlockHash]) -> list[Entry]:
         return [e for e in self._ram if not e.is_pinned and not e.is_spilling and e.hash not in spared]
 
-    def keep(self, entry: Entry) -> bool:
-        """Keep a block that was to leave, if others can go in its place; True when it stays."""
-        if entry.hash not in self._leaving:
-            return True
-        self._leaving.discard(entry.hash)
-        if not self.make(0, spared=(entry.hash,), owner=entry.owner):
-            self._leaving.add(entry.hash)
-            return False
-        return True
-
     def spill_ended(self, entry: Entry) -> None:
-        """Let go of a block that was leaving; a pinned one that was not written stays if it can."""
-        if entry.hash in self._leaving and (entry.ssd or not entry.is_pinned or not self.keep(entry)):
-            self._drop(entry)
+        """Clear what is known of a block's way to SSD; one that was leaving goes now.
+
+        A pinned one that was not written stays if it can.
+        """
+        spill = self._index.end_spill(entry)
+        if spill is not None and spill.leaves_ram:
+            may_stay = entry.is_pinned and not entry.ssd
+            if not may_stay or not self._fits_after_all(entry, None):
+                self._ram.drop(entry)
+        self._index.discard_if_empty(entry)
 
     def lose_storage(self) -> None:
-        """Nothing is written any more: what was leaving goes at once."""
-        for entry in [entry for entry in self._ram if entry.hash in self._leaving]:
+        """Nothing is written any more: all that was under way has ended, and what was leaving goes."""
+        self._spills.storage = None
+        # What stays in RAM ends first, so that it may go for a pinned block that was to leave.
+        for entry in sorted(self._index.spilling, key=lambda entry: entry.is_leaving):
             self.spill_ended(entry)
-        self._leaving.clear()
 
-    def _let_go(self, entry: Entry, *, spared: Collection[BlockHash]) -> None:
-        if entry.is_spilling or self._spills.send(entry, spared=spared):
-            self._leaving.add(entry.hash)
+    def _keep(self, entry: Entry, request_id: RequestId | None) -> None:
+        """Keep a block that was to leave, if others can go in its place."""
+        if entry.spill is not None and entry.spill.leaves_ram:
+            # Its bytes are taken again while others are looked for.
+            entry.spill.leaves_ram = False
+            entry.spill.leaves_ram = not self._fits_after_all(entry, request_id)
+
+    def _fits_after_all(self, entry: Entry, request_id: RequestId | None) -> bool:
+        return self.make_space(0, spared=(entry.hash,), owner=entry.owner, request_id=request_id)
+
+    def _let_go(self, entry: Entry, *, spared: Collection[BlockHash], request_id: RequestId | None) -> None:
+        if not entry.is_spilling:
+            self._spills.send(entry, spared=spared, request_id=request_id)
+        if entry.spill is not None:
+            entry.spill.leaves_ram = True
         else:
             self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
-        self._leaving.discard(entry.hash)
         self._ram.drop(entry)
         self._index.discard_if_empty(entry)
 
     @property
     def leaving_bytes(self) -> int:
         """Bytes of blocks that leave RAM when they are written."""
-        found = (self._index.get(name) for name in self._leaving)
-        return sum(entry.ram_bytes for entry in found if entry is not None)
+        return sum(entry.ram_bytes for entry in self._leaving)
+
+    @property
+    def _leaving(self) -> list[Entry]:
+        return [entry for entry in self._index.spilling if entry.is_leaving]

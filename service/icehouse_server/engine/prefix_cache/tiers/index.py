@@ -8,17 +8,18 @@ because both tiers live in the same entries.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from icehouse_server.domain.blocks import RegionKind, block_hash
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry, Spilling
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.storage.record import BlockRecord
 
 _CANDIDATE_LIMIT = 512
 """Children of one block that are compared token by token for a match that ends inside one."""
 
-_STRANGER_LIMIT = 8
+_UNREAD_LIMIT = 8
 """Blocks of unknown tokens that are looked into for one prompt."""
 
 
@@ -35,22 +36,20 @@ class Match:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IndexRules:
-    """What the model's cache classes allow; from the layout."""
+    """What may be reused of a block, and how blocks are named."""
 
+    facts: CacheFacts
     block_token_count: int
-    has_kv: bool
-    cuttable_inside: bool
-    needs_checkpoint: bool
-    window_token_count: int
     name_secret: bytes = dataclasses.field(default=b"", repr=False)
     """What blocks are named under besides their tokens; none where they lie on SSD in the clear."""
 
     def needed_kinds(self, entry: Entry, token_count: int) -> tuple[RegionKind, ...]:
         """Regions of this entry that a restore to `token_count` tokens reads."""
-        kinds = [RegionKind.KV] if self.has_kv else []
-        if self.window_token_count and entry.end_token_index > token_count - self.window_token_count:
+        kinds = [RegionKind.KV] if self.facts.has_kv else []
+        window = self.facts.window_token_count
+        if window and entry.end_token_index > token_count - window:
             kinds.append(RegionKind.WINDOW)
-        if self.needs_checkpoint and entry.end_token_index == token_count:
+        if self.facts.needs_checkpoint and entry.end_token_index == token_count:
             kinds.append(RegionKind.CHECKPOINT)
         return tuple(kinds)
 
@@ -66,12 +65,13 @@ class _Level:
 
 
 class BlockIndex:
-    """All blocks of the served fingerprint, by hash and by parent."""
+    """All blocks of the served fingerprint, by hash and by parent, and those on their way to SSD."""
 
     def __init__(self, rules: IndexRules) -> None:
         self.rules = rules
         self._entries: dict[BlockHash, Entry] = {}
         self._children: dict[BlockHash, dict[BlockHash, Entry]] = {}
+        self._spilling: dict[BlockHash, Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,6 +137,37 @@ class BlockIndex:
             self.discard_if_empty(entry)
         return entry
 
+    @property
+    def spilling(self) -> Collection[Entry]:
+        """The blocks on their way to SSD, as many as the write queue takes, in the order they were sent."""
+        return self._spilling.values()
+
+    def begin_spill(self, entry: Entry, *, size_bytes: int) -> None:
+        """Note that a block was handed over to be written; it stays known until `end_spill`."""
+        assert entry.spill is None, f"{entry.hash.hex()} is on its way to SSD already"
+        entry.spill = Spilling(size_bytes)
+        self._spilling[entry.hash] = entry
+
+    def end_spill(self, entry: Entry) -> Spilling | None:
+        """Note that a block was written or dropped; return what was known of its way."""
+        spill, entry.spill = entry.spill, None
+        self._spilling.pop(entry.hash, None)
+        return spill
+
+    def superseded(self, entry: Entry) -> list[Entry]:
+        """Return the shorter blocks with the same beginning that nobody pinned: this one stands for them."""
+        tokens = entry.token_ids
+        if tokens is None or not self.rules.facts.cuttable_inside:
+            return []
+        return [
+            other
+            for other in self.children(entry.parent)
+            if other.token_count < entry.token_count
+            and not other.is_pinned
+            and all(entry.has(kind, with_ssd=True) for kind in (*other.ram, *other.ssd))
+            and other.hash == self.name_of(parent=entry.parent, token_ids=tokens[: other.token_count])
+        ]
+
     def discard_if_empty(self, entry: Entry) -> None:
         """Drop an entry that is in neither tier."""
         if entry.ram or entry.ssd or entry.is_spilling or self._entries.get(entry.hash) is not entry:
@@ -182,7 +213,7 @@ class BlockIndex:
 
         Latest first, a few only; with their token ids known a match may end inside one of them.
         """
-        if not self.rules.cuttable_inside:
+        if not self.rules.facts.cuttable_inside:
             return []
         tokens = tuple(token_ids[:token_limit])
         level = self._levels(_roots(root, shared_root), tokens)[-1]
@@ -190,7 +221,7 @@ class BlockIndex:
             return []
         below = [entry for parent in reversed(level.parents) for entry in self.children(parent)]
         unknown = [entry for entry in below if entry.token_ids is None and entry.ssd]
-        return unknown[: -_STRANGER_LIMIT - 1 : -1]
+        return unknown[: -_UNREAD_LIMIT - 1 : -1]
 
     def known_chain(self, *, root: BlockHash, token_ids: Sequence[int]) -> tuple[Entry, ...]:
         """Return every known block that is wholly part of this prompt, in order."""
@@ -237,7 +268,7 @@ class BlockIndex:
             entry = self._best(names, wanted, chain)
             if entry is not None:
                 chain = (*chain, entry)
-            elif self.rules.has_kv:
+            elif self.rules.facts.has_kv:
                 break
             levels.append(_Level(names, start + size, chain))
         return levels
@@ -264,13 +295,13 @@ class BlockIndex:
                 count = len(tail) if is_it else 0
             else:
                 count = _common_prefix(entry.token_ids, rest)
-            if count and (count == entry.token_count or self.rules.cuttable_inside):
+            if count and (count == entry.token_count or self.rules.facts.cuttable_inside):
                 found.append((entry, count))
         return sorted(found, key=lambda pair: -pair[1])
 
     def _is_usable(self, entries: tuple[Entry, ...], token_count: int, *, with_ssd: bool) -> bool:
         """Say whether a restore can be made: kv from RAM as far as it goes, from there all from SSD."""
-        if self.rules.needs_checkpoint and entries[-1].end_token_index != token_count:
+        if self.rules.facts.needs_checkpoint and entries[-1].end_token_index != token_count:
             return False
         if not self._covers_window(entries, token_count):
             return False
@@ -287,7 +318,7 @@ class BlockIndex:
 
     def _covers_window(self, entries: tuple[Entry, ...], token_count: int) -> bool:
         """Say whether the blocks reach back as far as the window does; without kv a chain may have gaps."""
-        window_start = max(0, token_count - self.rules.window_token_count)
+        window_start = max(0, token_count - self.rules.facts.window_token_count)
         covered_from = token_count
         for entry in reversed(entries):
             if covered_from <= window_start or entry.end_token_index < covered_from:

@@ -10,6 +10,7 @@ import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from icehouse_server.domain.blocks import Region, RegionKind
+from icehouse_server.domain.cache_stats import TierStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 
@@ -20,9 +21,8 @@ class RamTier:
     def __init__(self, *, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.evicted_block_total = 0
-        self.evicted_byte_total = 0
-        self.purged_block_total = 0
+        self.stats = TierStats()
+        """What left the tier since start."""
         self.used_by: collections.Counter[BlockHash | None] = collections.Counter()
         """Bytes by the root that owns them."""
         self._entries: collections.OrderedDict[BlockHash, Entry] = collections.OrderedDict()
@@ -34,7 +34,7 @@ class RamTier:
         return iter(self._entries.values())
 
     def put(self, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
-        """Add regions to an entry; the caller has made room."""
+        """Add regions to an entry; the caller has made space."""
         before = entry.ram_bytes
         entry.ram.update(regions)
         self.used_bytes += entry.ram_bytes - before
@@ -52,7 +52,7 @@ class RamTier:
     def victims(self, needed_bytes: int, *, spared: Collection[BlockHash] = ()) -> list[Entry] | None:
         """Return the entries to evict so that `needed_bytes` fit, oldest first.
 
-        None when even all that are neither pinned nor spared would not make that room.
+        None when even all that are neither pinned nor spared would not make that space.
         """
         excess = self.used_bytes + needed_bytes - self.limit_bytes
         chosen: list[Entry] = []
@@ -64,16 +64,16 @@ class RamTier:
                 excess -= entry.ram_bytes
         return chosen if excess <= 0 else None
 
-    def drop(self, entry: Entry, *, by_order: bool = False) -> None:
+    def drop(self, entry: Entry, *, is_purge: bool = False) -> None:
         """Let go of an entry's arrays and count it as evicted, or as purged."""
         size_bytes = entry.ram_bytes
         if not self.forget(entry):
             return
-        if by_order:
-            self.purged_block_total += 1
+        if is_purge:
+            self.stats.purged_block_total += 1
         else:
-            self.evicted_block_total += 1
-            self.evicted_byte_total += size_bytes
+            self.stats.evicted_block_total += 1
+            self.stats.evicted_byte_total += size_bytes
 
     def forget(self, entry: Entry) -> bool:
         """Let go of an entry's arrays, which another block stands for; False when it had none here."""

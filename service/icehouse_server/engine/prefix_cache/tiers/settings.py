@@ -6,7 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuotaLimits:
+    """Bytes for each tenant; 0 is unlimited."""
+
+    ram_bytes: int = 0
+    ssd_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class PrefixSettings:
     """"on_evict", "write_behind" or "off"."""
     min_prefix_token_count: int = 0
     may_recompute: bool = True
-    shares: QuotaLimits = dataclasses.field(default_factory=QuotaLimits)
+    quotas: QuotaLimits = dataclasses.field(default_factory=QuotaLimits)
     name_secret: bytes = dataclasses.field(default=b"", repr=False)
     """What blocks are named under besides their tokens; from the key where they are encrypted on SSD."""
     min_reuse_token_count: int = 0

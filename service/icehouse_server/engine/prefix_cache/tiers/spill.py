@@ -1,19 +1,21 @@
 """Spills: which block may leave RAM for SSD, credit before anything is copied, what is under way.
 
-Inference thread only. Accepted here means handed over; the row is the commit.
+Inference thread only. Accepted here means handed over; the row is the commit. What is under way is
+said by the entries themselves (`Entry.spill`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from icehouse_server.domain.blocks import HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.domain.ids import BlockHash, Fingerprint, RequestId
+from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 
 _FILE_OVERHEAD_BYTES = 64 * 1024
@@ -21,42 +23,38 @@ _FILE_OVERHEAD_BYTES = 64 * 1024
 
 
 class Spills:
-    """`storage` is None without an SSD tier, and from the moment it is lost."""
+    """`storage` is None without an SSD tier, and from the moment it is lost.
+
+    A `request_id` says on whose account a block is written; None for nobody's.
+    """
 
     def __init__(
         self,
+        settings: PrefixSettings,
         *,
-        index: BlockIndex,
         facts: CacheFacts,
-        fingerprint: Fingerprint,
-        policy: str,
-        min_prefix_token_count: int,
+        index: BlockIndex,
+        quotas: TenantQuotas,
+        counters: PrefixCounters,
         runner: CacheRunner,
         storage: StoragePort | None,
-        counters: PrefixCounters,
-        shares: TenantQuotas,
     ) -> None:
         self.storage = storage
-        self._index = index
+        self._settings = settings
         self._facts = facts
-        self._fingerprint = fingerprint
-        self._policy = policy
-        self._min_prefix_token_count = min_prefix_token_count
-        self._runner = runner
+        self._index = index
+        self._quotas = quotas
         self._counters = counters
-        self._shares = shares
-        self._under_way: set[BlockHash] = set()
-        self.request_id: RequestId | None = None
-        """Whose work is done now; what leaves RAM meanwhile is written on its account."""
+        self._runner = runner
 
     @property
     def is_on(self) -> bool:
-        return self.storage is not None and self._policy != "off"
+        return self.storage is not None and self._settings.spill_policy != "off"
 
     @property
     def under_way_count(self) -> int:
         """Blocks handed to the storage thread and not yet written or dropped."""
-        return len(self._under_way)
+        return len(self._index.spilling)
 
     def wants(self, entry: Entry) -> bool:
         """Whether this block may go to SSD and is not there yet."""
@@ -72,10 +70,28 @@ class Spills:
         credit.cancel()
         return True
 
-    def send(self, entry: Entry, *, spared: Collection[BlockHash] = ()) -> bool:
+    @property
+    def is_write_behind(self) -> bool:
+        """Whether blocks that are used again go to SSD before RAM needs their space."""
+        return self._settings.spill_policy == "write_behind"
+
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """Note on SSD that a chain was used."""
+        stored = [entry.hash for entry in reversed(entries) if entry.ssd]
+        if stored and self.storage is not None:
+            self.storage.touch(stored)
+
+    def offer(
+        self, entry: Entry, *, spared: Collection[BlockHash] = (), request_id: RequestId | None
+    ) -> None:
+        """Send a block before RAM needs its space; where the write queue is full there is time yet."""
+        if self.wants(entry) and self.has_credit(entry):
+            self.send(entry, spared=spared, request_id=request_id)
+
+    def send(self, entry: Entry, *, spared: Collection[BlockHash] = (), request_id: RequestId | None) -> bool:
         """Send a block if it may go and is not there yet; False when it was not sent.
 
-        `spared` are not removed from SSD for it, where its owner's share is full.
+        `spared` are not removed from SSD for it, where its owner's quota is full.
         """
         if not self._is_due(entry):
             return False
@@ -88,43 +104,27 @@ class Spills:
         if credit is None:
             self._counters.note_drop(SpillDropCause.NO_CREDIT)
             return False
-        if not self._make_share(entry, size_bytes, spared):
+        if not self._fits_quota(entry, size_bytes, spared):
             credit.cancel()
             self._counters.note_drop(SpillDropCause.TENANT_SHARE)
             return False
         kinds = sorted(entry.ram, key=list(RegionKind).index)
         regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
-        header = entry.header(self._fingerprint, self._index.rules.block_token_count)
-        self.storage.spill(HostBlock(header, regions), credit, request_id=self.request_id)
-        self._shares.promise(entry, size_bytes)
-        entry.is_spilling = True
-        self._under_way.add(entry.hash)
+        header = entry.header(self._settings.fingerprint, self._settings.block_token_count)
+        self.storage.spill(HostBlock(header, regions), credit, request_id=request_id)
+        self._index.begin_spill(entry, size_bytes=size_bytes)
         return True
 
-    def end(self, entry: Entry) -> None:
-        """Note that a block was written or dropped."""
-        entry.is_spilling = False
-        self._shares.fulfil(entry)
-        self._under_way.discard(entry.hash)
-
-    def lose_storage(self) -> None:
-        """The SSD tier is gone for good; nothing that is under way will be heard of."""
-        self.storage = None
-        for entry in self._index:
-            entry.is_spilling = False
-        self._shares.break_promises()
-        self._under_way.clear()
-
-    def _make_share(self, entry: Entry, size_bytes: int, spared: Collection[BlockHash]) -> bool:
-        """Remove older blocks of the same owner from SSD where its share asks for it."""
-        victims = self._shares.ssd_victims(entry, size_bytes, spared={*spared, entry.hash})
+    def _fits_quota(self, entry: Entry, size_bytes: int, spared: Collection[BlockHash]) -> bool:
+        """Remove older blocks of the same owner from SSD where its quota asks for it."""
+        victims = self._quotas.ssd_victims(entry, size_bytes, spared={*spared, entry.hash})
         if not victims:
             return victims is not None
         assert self.storage is not None
         if self.storage.evict([victim.hash for victim in victims]) is None:
             return False
         for victim in victims:
-            self._shares.note_stored(victim, change_bytes=-victim.ssd_bytes)
+            self._quotas.note_stored(victim, change_bytes=-victim.ssd_bytes)
             self._index.forget_stored(victim.hash)
         return True
 
@@ -136,6 +136,6 @@ class Spills:
 
     def _is_short(self, entry: Entry) -> bool:
         """A prefix below the minimum stays out, unless a longer one needs it."""
-        if entry.end_token_index >= self._min_prefix_token_count:
+        if entry.end_token_index >= self._settings.min_prefix_token_count:
             return False
         return all(self._is_short(child) for child in self._index.children(entry.hash))

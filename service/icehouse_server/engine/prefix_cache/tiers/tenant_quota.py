@@ -1,16 +1,15 @@
-"""Tenant quotas: what each tenant's blocks take of the tiers, and which go when its share is full.
+"""Tenant quotas: what each tenant's blocks take of the tiers, and which go when a quota is full.
 
 Inference thread only. A tenant is known here by its roots, h0: every chain begins below one, so blocks
 on SSD have an owner again after a restart without any name being stored. A tenant has a root for the model
-by itself and one for each adapter, and one share for all of them. One that is over its share loses blocks
+by itself and one for each adapter, and one quota for all of them. One that is over its quota loses blocks
 of its own, never of another.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from icehouse_server.domain.blocks import root_hash
 from icehouse_server.domain.cache_stats import TenantShare
@@ -20,49 +19,32 @@ from icehouse_server.domain.ids import (
     AdapterName,
     BlockHash,
     CacheScope,
-    Fingerprint,
     Tenant,
 )
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 
 ROOT_LIMIT = 1024
 """Tenants whose roots are kept; the ones that asked longest ago are forgotten, and made again."""
 
 _SLACK = 0.05
-"""Part of the SSD share that is freed beyond what is needed, so that not every spill looks for victims."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class QuotaLimits:
-    """Bytes for each tenant; 0 is unlimited."""
-
-    ram_bytes: int = 0
-    ssd_bytes: int = 0
+"""Part of the SSD quota that is freed beyond what is needed, so that not every spill looks for victims."""
 
 
 class TenantQuotas:
     """Roots of tenants, and the bytes below each."""
 
-    def __init__(
-        self,
-        *,
-        limits: QuotaLimits,
-        fingerprint: Fingerprint,
-        adapters: Mapping[AdapterName, AdapterDigest],
-        index: BlockIndex,
-        ram: RamTier,
-    ) -> None:
-        self.limits = limits
-        self._fingerprint = fingerprint
-        self._adapters: dict[AdapterName, AdapterDigest | None] = {NO_ADAPTER: None, **adapters}
+    def __init__(self, settings: PrefixSettings, *, index: BlockIndex, ram: RamTier) -> None:
+        self._settings = settings
+        self._limits = settings.quotas
+        self._adapters: dict[AdapterName, AdapterDigest | None] = {NO_ADAPTER: None, **settings.adapters}
         self._index = index
         self._ram = ram
         self._roots: OrderedDict[Tenant, dict[AdapterName, BlockHash]] = OrderedDict()
         self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
         self._stored_bytes: Counter[BlockHash | None] = Counter()
-        self._promised: dict[BlockHash, tuple[BlockHash | None, int]] = {}
 
     def root(self, scope: CacheScope) -> BlockHash:
         """Return h0 for this model, tenant and adapter, which is one of those served."""
@@ -72,7 +54,7 @@ class TenantQuotas:
         return self._roots[scope.tenant][scope.adapter]
 
     def claim(self, entries: Iterable[Entry], owner: BlockHash) -> None:
-        """Give blocks whose owner could not be told to the tenant that has just used them."""
+        """Give blocks of an unknown owner to the tenant that has just used them."""
         for entry in entries:
             if entry.owner is None:
                 self._move(entry, -1)
@@ -85,42 +67,29 @@ class TenantQuotas:
         if not self._stored_bytes[entry.owner]:
             del self._stored_bytes[entry.owner]
 
-    def promise(self, entry: Entry, size_bytes: int) -> None:
-        """Account for a block on its way to SSD, until `fulfil`."""
-        self._promised[entry.hash] = (entry.owner, size_bytes)
-
-    def fulfil(self, entry: Entry) -> None:
-        """The block was written or dropped."""
-        self._promised.pop(entry.hash, None)
-
-    def break_promises(self) -> None:
-        """The SSD tier is gone."""
-        self._promised.clear()
-
     def ram_victims(
         self,
         owner: BlockHash | None,
         size_bytes: int,
         *,
-        leaving: Collection[BlockHash],
-        spared: set[BlockHash],
+        spared: Collection[BlockHash],
     ) -> list[Entry] | None:
-        """Return the owner's blocks to let go so that `size_bytes` more stay within its share of RAM.
+        """Return the owner's blocks to let go so that `size_bytes` more stay within its quota of RAM.
 
         Oldest first; None when even all that may go would not do.
         """
-        limit = self.limits.ram_bytes
+        limit = self._limits.ram_bytes
         kin = self._kin_of(owner)
         excess = sum(self._ram.used_by[root] for root in kin) + size_bytes - limit
         if not limit or excess <= 0:
             return []
         own = [entry for entry in self._ram if entry.owner in kin]
-        excess -= sum(entry.ram_bytes for entry in own if entry.hash in leaving)
+        excess -= sum(entry.ram_bytes for entry in own if entry.is_leaving)
         chosen = []
         for entry in own:
             if excess <= 0:
                 break
-            if not entry.is_pinned and entry.hash not in spared and entry.hash not in leaving:
+            if not entry.is_pinned and entry.hash not in spared and not entry.is_leaving:
                 chosen.append(entry)
                 excess -= entry.ram_bytes
         return chosen if excess <= 0 else None
@@ -128,15 +97,17 @@ class TenantQuotas:
     def ssd_victims(
         self, entry: Entry, size_bytes: int, *, spared: Collection[BlockHash]
     ) -> list[Entry] | None:
-        """Return blocks on SSD to remove so that this one stays within its owner's share.
+        """Return blocks on SSD to remove so that this one stays within its owner's quota.
 
         Least recently used first, tails before heads, and never what the block follows. None when even
         all that may go would not do.
         """
-        limit, kin = self.limits.ssd_bytes, self._kin_of(entry.owner)
-        promised = sum(size for who, size in self._promised.values() if who in kin) if limit else 0
-        excess = sum(self._stored_bytes[root] for root in kin) + promised + size_bytes - limit
-        if not limit or excess <= 0:
+        limit, kin = self._limits.ssd_bytes, self._kin_of(entry.owner)
+        if not limit:
+            return []
+        coming_bytes = sum(e.spill.size_bytes for e in self._index.spilling if e.spill and e.owner in kin)
+        excess = sum(self._stored_bytes[root] for root in kin) + coming_bytes + size_bytes - limit
+        if excess <= 0:
             return []
         kept = self._ancestors(entry).union(spared)
         may_go = [
@@ -164,9 +135,9 @@ class TenantQuotas:
         )
 
     def _add(self, tenant: Tenant) -> None:
-        secret = self._index.rules.name_secret
+        fingerprint, secret = self._settings.fingerprint, self._settings.name_secret
         roots = {
-            name: root_hash(fingerprint=self._fingerprint, tenant=tenant, adapter=digest, secret=secret)
+            name: root_hash(fingerprint=fingerprint, tenant=tenant, adapter=digest, secret=secret)
             for name, digest in self._adapters.items()
         }
         self._roots[tenant] = roots

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.layer_view import (
     HANDED,
     FlatLayer,
@@ -24,7 +25,7 @@ from icehouse_server.engine.runner.forward.layer_view import (
     view_of,
 )
 from icehouse_server.engine.runner.forward.model_seam import Trunk, open_doors, patch_attention, picked
-from icehouse_server.engine.runner.forward.row import Row, Share, leaves
+from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.forward.slab import Slab
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.state_group import StateGroup

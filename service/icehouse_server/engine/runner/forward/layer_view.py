@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+from icehouse_server.engine.kv_cache.cache_classes import PLAIN_KV, CacheClass, class_of, is_list
 from icehouse_server.engine.runner.forward.masks import (
     Mask,
     RowMasks,
@@ -27,12 +27,15 @@ from icehouse_server.engine.runner.forward.ways import CacheWay, NotSplittable, 
 _CONSTANTS = frozenset({"max_size", "keep", "step", "chunk_size", "group_size"})
 """Attributes that are equal in all rows' caches of a layer."""
 
-UNQUANTIZED: Final = frozenset({KVCache, RotatingKVCache, ChunkedKVCache, Seat})
-"""Classes whose keys and values are arrays that fused attention takes."""
-
 HANDED: Final[dict[int, FlatLayer]] = {}
 """The layers of the pass being built, by the identity of the keys they handed through: some models' later
 layers attend to an earlier one's keys without its cache. Empty between passes, which one thread builds."""
+
+
+def class_in(caches: Sequence[Any]) -> CacheClass:
+    """Return the entry of the rows' caches of one layer: all are of one class, be they in a slab or not."""
+    first = caches[0]
+    return PLAIN_KV if isinstance(first, Seat) else class_of(first)
 
 
 class Piece(NamedTuple):
@@ -46,10 +49,12 @@ class Piece(NamedTuple):
 class FlatLayer:
     """One layer's caches, split by attention."""
 
-    __slots__ = ("caches", "fetched", "groups", "handed", "offset", "pieces", "place", "spans")
+    __slots__ = ("cache_class", "caches", "fetched", "groups", "handed", "offset", "pieces", "place", "spans")
 
     def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
         self.caches = caches
+        self.cache_class = class_in(caches)
+        """Of all rows' caches."""
         self.spans = spans
         self.offset = spans.positions
         self.handed: tuple[Any, Any] | None = None
@@ -85,13 +90,13 @@ class FlatLayer:
     @property
     def is_plain(self) -> bool:
         """Every row brings one token, and no cache is quantized."""
-        return self.spans.token_count == len(self.caches) and type(self.caches[0]) in UNQUANTIZED
+        return self.spans.token_count == len(self.caches) and self.cache_class.takes_fused_attention
 
     def masks_for(self, mask: Any) -> Sequence[Mask] | None:
         """Return the rows' masks for what the model passed to attention; None when no row needs one."""
-        if type(mask) is RowMasks:
+        if isinstance(mask, RowMasks):
             return mask.masks
-        if isinstance(self.caches[0], ChunkedKVCache):
+        if self.cache_class.masks_chunks:
             key = ("chunked", self.caches[0].chunk_size)
             if key not in self.spans.shared:
                 self.spans.shared[key] = chunked_masks(self.caches, self.spans.counts)
@@ -114,8 +119,8 @@ class SplitLayer:
         self.caches = caches
         self.spans = spans
         self.flat = FlatLayer(caches, spans) if way.is_entered else None
-        self.stacked: ArraysCache | None = None
-        """The states of the first `spans.single_count` rows."""
+        self.stacked: Any = None
+        """One cache with the states of the first `spans.single_count` rows, if they are stacked."""
         # Some bodies compute with a chunked cache's numbers, to make a mask that is not used.
         self.offset: mx.array | int = 0 if way.is_entered else spans.positions
         self.start_position = 0
@@ -127,7 +132,7 @@ class SplitLayer:
 
     def __getitem__(self, index: int) -> SplitLayer:
         """Return the view of one part, where this stands for a CacheList as a whole."""
-        if type(self.caches[0]) is not CacheList:
+        if not is_list(self.caches[0]):
             raise NotSplittable("a state is read outside of the module that takes it")
         return SplitLayer([cache[index] for cache in self.caches], self.spans, way=CacheWay(Way.MODULE))
 
@@ -140,9 +145,9 @@ class SplitLayer:
 
     def masks_for(self, mask: Any) -> Sequence[Mask]:
         """Return the rows' masks for what the model passed to the module."""
-        if type(mask) is RowMasks:
+        if isinstance(mask, RowMasks):
             return mask.masks
-        if isinstance(self.caches[0], ChunkedKVCache):
+        if class_in(self.caches).masks_chunks:
             return chunked_masks(self.caches, self.spans.counts)
         return default_masks(self.caches, self.spans.counts, as_array=True)
 

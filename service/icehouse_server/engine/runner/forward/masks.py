@@ -51,7 +51,7 @@ def _plain_mask(cache: Any, count: int, **asked: Any) -> Mask:
 
 
 def chunked_masks(caches: Sequence[Any], counts: Sequence[int]) -> list[Mask]:
-    """Return the masks of ChunkedKVCaches: a token sees those before it in its own chunk of the context."""
+    """Return the masks of caches of chunks: a token sees those before it in its own chunk of the context."""
     return [_chunked_mask(cache, count) for cache, count in zip(caches, counts, strict=True)]
 
 

@@ -41,7 +41,7 @@ def attention(
     """Attend row by row where the cache is a view of ours, else as upstream does."""
     layer = HANDED.get(id(keys)) if HANDED else None
     if layer is None:
-        if type(cache) is FlatLayer or type(mask) is RowMasks:
+        if isinstance(cache, FlatLayer) or isinstance(mask, RowMasks):
             raise NotSplittable("attention got other keys than those that went into the cache")
         return upstream_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return attend(layer, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
@@ -162,7 +162,7 @@ def _split_call(call: Callable[..., Any], purpose: str) -> Callable[..., Any]:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = args[place] if place < len(args) else kwargs.get(cache_name)
-        if type(cache) is not SplitLayer:
+        if not isinstance(cache, SplitLayer):
             return call(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         split = _Split(functools.partial(call, self), given, cache, cache_name)

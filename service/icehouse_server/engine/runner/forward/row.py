@@ -8,23 +8,11 @@ stacked (`state_group`), looking at `Row.caches` puts this row's share of them i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
-
-Cache = Any
-"""One layer's cache of one sequence: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
-
-_TRIMMED = (KVCache, QuantizedKVCache, ChunkedKVCache)
-"""Classes from whose end any number of tokens can be taken: `trim` moves only their offset."""
+from icehouse_server.engine.kv_cache import rewind
+from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
 
 
 class Keeper(Protocol):
@@ -83,8 +71,8 @@ class Row:
 
     def mark(self, fed_count: int) -> None:
         """Remember where states stand before a pass feeds `fed_count` tokens, so that they can go back."""
-        states = [leaf for leaf in leaves(self._caches) if isinstance(leaf, ArraysCache)]
-        self._mark = _Mark(fed_count, [(state, list(state.cache)) for state in states])
+        states = [leaf for leaf in leaves(self._caches) if class_of(leaf).is_state]
+        self._mark = _Mark(fed_count, rewind.mark(states))
 
     def take_back(self, count: int) -> int:
         """Take the last `count` tokens of the latest pass back; return how many of it must be fed again.
@@ -100,10 +88,8 @@ class Row:
             return 0
         caches = self.caches
         taken = mark.fed_count if mark.states else count
-        for state, arrays in mark.states:
-            state.cache = arrays
-        for leaf in leaves(caches):
-            _trim(leaf, taken)
+        rewind.return_to(mark.states)
+        rewind.rewind([leaf for leaf in leaves(caches) if not class_of(leaf).is_state], taken)
         self.token_count -= taken
         return taken - count
 
@@ -115,7 +101,7 @@ class Row:
 @dataclasses.dataclass(slots=True)
 class _Mark:
     fed_count: int
-    states: list[tuple[ArraysCache, list[Any]]]
+    states: list[Undo]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,36 +120,6 @@ class Share:
     """Some of the tokens are guesses: `Row.take_back` follows."""
 
 
-def leaves(caches: Sequence[Cache]) -> Iterator[Cache]:
-    """Yield every cache that is not a CacheList, depth first."""
-    for cache in caches:
-        if type(cache) is CacheList:
-            yield from leaves(cache.caches)
-        else:
-            yield cache
-
-
 def can_take_back(caches: Sequence[Cache]) -> bool:
     """Tell whether tokens fed together can be taken back out of such caches, whatever they hold."""
-    return all(
-        type(leaf) in (*_TRIMMED, ArraysCache) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
-        for leaf in leaves(caches)
-    )
-
-
-def _trim(cache: Cache, count: int) -> None:
-    """Take tokens off the end, fewer than were fed in the last pass or all of it.
-
-    A RotatingKVCache that was fed several tokens at once holds them in order behind a full window of those
-    before (`_update_concat`): nothing was overwritten yet.
-    """
-    if isinstance(cache, ArraysCache):
-        return
-    if type(cache) is RotatingKVCache:
-        window: Any = cache
-        window.keys, window.values = window.keys[..., :-count, :], window.values[..., :-count, :]
-        window.offset -= count
-        window._idx -= count
-        return
-    taken = cache.trim(count)
-    assert taken == count, f"{type(cache).__name__} took back {taken} of {count} tokens"
+    return all(class_of(leaf).is_state or class_of(leaf).can_rewind(leaf) for leaf in leaves(caches))

@@ -3,7 +3,7 @@
 A row of its own costs some 12 us of host time in each layer of a pass (`bench/flat_pass.py --host`), which a
 CPU does not feel and a GPU does above some eight rows. Here a length class (a power of two from 512) has one
 buffer for each layer, [slots, heads, length, size]; rows lie in it without gaps, their lengths are known on
-the host, and no mask is made while they are equal. Only layers of plain attention (`KVCache`) are kept so.
+the host, and no mask is made while they are equal. Only layers of plain attention are kept so.
 
 What is read out of a buffer must be evaluated before the next pass: an array that still depends on a buffer
 makes the next write copy all of it.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import create_attention_mask
 
 from icehouse_server.engine.runner.forward.row import Row
 
@@ -95,10 +95,8 @@ class Seat:
         return self._row.token_count
 
     def make_mask(self, N: int, **asked: Any) -> Any:
-        """Return what a KVCache with as many tokens does."""
-        like: Any = KVCache()  # type: ignore[no-untyped-call]
-        like.offset = self.offset
-        return like.make_mask(N, **asked)
+        """Return what a plain cache with as many tokens does."""
+        return create_attention_mask(N, offset=self.offset, **asked)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         begin, end = self.offset, self.offset + keys.shape[2]

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
-from icehouse_server.engine.runner.forward.row import Row, leaves
+from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
+from icehouse_server.engine.runner.forward.row import Row
 
 
 class StateGroup:
-    """Rows whose ArraysCaches are stacked; their own hold what was put back last, or what they came with."""
+    """Rows whose states are stacked; their own hold what was put back last, or what they came with."""
 
     def __init__(self, rows: Sequence[Row], places: Sequence[int]) -> None:
         """`places` are those of the states among the leaves of a row's caches; no row may have none yet."""
@@ -25,7 +25,8 @@ class StateGroup:
         self._number = {id(row): number for number, row in enumerate(self.rows)}
         states = [self._states_of(row) for row in self.rows]
         self.stacked: dict[int, Any] = {
-            place: _stack(column) for place, column in zip(places, zip(*states, strict=True), strict=True)
+            place: class_of(column[0]).stacked(column)
+            for place, column in zip(places, zip(*states, strict=True), strict=True)
         }
         for row in self.rows:
             row.keepers.append(self)
@@ -70,12 +71,3 @@ class StateGroup:
     def _states_of(self, row: Row) -> list[Any]:
         found = list(leaves(row.raw_caches))
         return [found[place] for place in self._places]
-
-
-def _stack(states: Sequence[Any]) -> Any:
-    stacked: Any = ArraysCache(len(states[0].cache))
-    stacked.cache = [
-        None if arrays[0] is None else mx.concatenate(list(arrays), axis=0)
-        for arrays in zip(*(state.cache for state in states), strict=True)
-    ]
-    return stacked

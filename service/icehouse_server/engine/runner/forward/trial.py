@@ -8,15 +8,17 @@ differ is measured on the model, by running the same tokens in chunks and one by
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
+from icehouse_server.engine.kv_cache.cache_classes import leaves
+from icehouse_server.engine.kv_cache.caches import make_caches as make_model_caches
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.model_seam import Trunk
-from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back, leaves
+from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back
 from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, candidates, plain_places
 
 Schedule = Sequence[Sequence[int]]
@@ -41,7 +43,7 @@ def examine(
     `make_caches` makes the caches that rows will have, if they are others than the model's own; `schedule`
     is for tests, whose windows are short.
     """
-    make = make_caches or (lambda: list(make_prompt_cache(model)))
+    make = make_caches or functools.partial(make_model_caches, model)
     yardstick = _Yardstick.of(model, make, schedule)
     plain = PassFacts(caches=(), **_head_facts(model, make, yardstick))
     caches = make()

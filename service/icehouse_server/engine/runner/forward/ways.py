@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache
+from icehouse_server.engine.kv_cache.cache_classes import class_of, is_list
 
 
 class NotSplittable(Exception):
@@ -98,7 +98,7 @@ def plain_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
     return [
         place
         for place, (way, cache) in enumerate(zip(ways, caches, strict=True))
-        if way.way is Way.ATTENTION and not way.parts and type(cache) is KVCache
+        if way.way is Way.ATTENTION and not way.parts and class_of(cache).is_plain
     ]
 
 
@@ -107,7 +107,7 @@ _Kind = tuple[object, ...]
 
 def _kinds_of(cache: Any, place: _Kind) -> list[_Kind]:
     kind = (*place, type(cache).__name__)
-    if type(cache) is CacheList:
+    if is_list(cache):
         inner = [found for i, part in enumerate(cache.caches) for found in _kinds_of(part, (*kind, i))]
         return [kind, *inner]
     return [kind]
@@ -121,15 +121,15 @@ def _subsets(kinds: Sequence[_Kind]) -> list[frozenset[_Kind]]:
 
 def _way_of(cache: Any, place: _Kind, split: frozenset[_Kind]) -> CacheWay:
     kind = (*place, type(cache).__name__)
-    if type(cache) is CacheList:
+    if is_list(cache):
         if kind in split:
             return CacheWay(Way.MODULE)
         parts = tuple(_way_of(part, (*kind, i), split) for i, part in enumerate(cache.caches))
         return CacheWay(Way.MODULE, parts=parts)
-    if isinstance(cache, ArraysCache):
+    if class_of(cache).is_state:
         return CacheWay(Way.MODULE, is_stacked=kind not in split)
     if not hasattr(cache, "update_and_fetch"):
         return CacheWay(Way.MODULE)
     if kind in split:
         return CacheWay(Way.MODULE)
-    return CacheWay(Way.ATTENTION, is_entered=isinstance(cache, ChunkedKVCache))
+    return CacheWay(Way.ATTENTION, is_entered=class_of(cache).masks_chunks)

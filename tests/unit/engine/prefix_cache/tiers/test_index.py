@@ -179,10 +179,12 @@ def test_an_entry_lives_as_long_as_a_tier_has_it() -> None:
     entry.ram.clear()
     shelf.index.discard_if_empty(entry)
     assert shelf.index.get(entry.hash) is entry
-    entry.is_spilling = True
+    shelf.index.begin_spill(entry, size_bytes=10)
     shelf.index.forget_stored(entry.hash)
     assert len(shelf.index) == 1
-    entry.is_spilling = False
+    assert list(shelf.index.spilling) == [entry]
+    shelf.index.end_spill(entry)
+    assert not shelf.index.spilling and not entry.is_spilling
     shelf.index.discard_if_empty(entry)
     assert len(shelf.index) == 0 and shelf.index.children(ROOT) == ()
     assert shelf.index.forget_stored(entry.hash) is None

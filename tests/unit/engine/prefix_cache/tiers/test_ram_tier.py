@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.cache_stats import TierStats
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 
@@ -61,8 +62,8 @@ def test_what_is_over_the_budget_already_counts() -> None:
 def test_evicted_purged_and_forgotten_are_three_things() -> None:
     tier, entries = tier_with(4)
     tier.drop(entries[0])
-    tier.drop(entries[1], by_order=True)
+    tier.drop(entries[1], is_purge=True)
     assert tier.forget(entries[2]) and not tier.forget(entries[2])
     tier.drop(entries[0])
-    assert (tier.evicted_block_total, tier.evicted_byte_total, tier.purged_block_total) == (1, 10, 1)
+    assert tier.stats == TierStats(evicted_block_total=1, evicted_byte_total=10, purged_block_total=1)
     assert list(tier) == [entries[3]] and tier.used_bytes == 10

@@ -10,13 +10,14 @@ from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.eviction import RamEviction
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import QuotaLimits, TenantQuotas
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.storage.worker.credit import Credit, Meter
 
-from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of
+from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of, settings
 from tests.system.cache.token_runner import TokenRegion, TokenRunner
 
 
@@ -36,11 +37,12 @@ class Queue:
 
 
 @dataclasses.dataclass
-class Desk:
+class Bench:
     shelf: Shelf
     queue: Queue
     runner: TokenRunner
     counters: PrefixCounters
+    quotas: TenantQuotas
     spills: Spills
 
     def block(self, start: int = 0, count: int = SIZE) -> Entry:
@@ -52,88 +54,87 @@ class Desk:
         return entry
 
 
-def desk(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20) -> Desk:
+def bench(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20) -> Bench:
     shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
     runner = TokenRunner(CacheFacts())
-    shares = TenantQuotas(
-        limits=QuotaLimits(),
-        fingerprint=FINGERPRINT,
-        adapters={},
-        index=shelf.index,
-        ram=RamTier(limit_bytes=0),
-    )
+    limits = settings(spill_policy=policy, min_prefix_token_count=min_prefix)
+    quotas = TenantQuotas(limits, index=shelf.index, ram=RamTier(limit_bytes=0))
     spills = Spills(
-        index=shelf.index,
+        limits,
         facts=CacheFacts(),
-        fingerprint=FINGERPRINT,
-        policy=policy,
-        min_prefix_token_count=min_prefix,
+        index=shelf.index,
+        quotas=quotas,
+        counters=counters,
         runner=runner,
         storage=queue,
-        counters=counters,
-        shares=shares,
     )
-    return Desk(shelf, queue, runner, counters, spills)
+    return Bench(shelf, queue, runner, counters, quotas, spills)
 
 
 def test_a_block_is_sent_once() -> None:
-    made = desk()
+    made = bench()
     entry = made.block()
-    assert made.spills.wants(entry) and made.spills.send(entry)
+    assert made.spills.wants(entry) and made.spills.send(entry, request_id=None)
     assert entry.is_spilling and made.spills.under_way_count == 1
-    assert not made.spills.wants(entry) and not made.spills.send(entry)
-    made.spills.end(entry)
+    assert not made.spills.wants(entry) and not made.spills.send(entry, request_id=None)
+    made.shelf.index.end_spill(entry)
     made.shelf.index.add_stored(record_of(entry, RegionKind.KV))
     assert made.spills.under_way_count == 0
-    assert not made.spills.wants(entry) and not made.spills.send(entry), "it is there"
+    assert not made.spills.wants(entry) and not made.spills.send(entry, request_id=None), "it is there"
     (block,) = made.queue.blocks
     assert block.header.token_ids == entry.token_ids and block.header.fingerprint == FINGERPRINT
     assert made.counters.drop_totals.total() == 0
 
 
 def test_without_credit_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = desk(limit_bytes=100)
+    made = bench(limit_bytes=100)
     monkeypatch.setattr(made.runner, "to_host", lambda regions: pytest.fail("copied without credit"))
     entry = made.block()
-    assert not made.spills.has_credit(entry) and not made.spills.send(entry)
+    assert not made.spills.has_credit(entry) and not made.spills.send(entry, request_id=None)
     assert made.counters.drop_totals == {SpillDropCause.NO_CREDIT: 1}
     assert made.spills.under_way_count == 0 and not entry.is_spilling
 
 
 def test_asking_for_credit_takes_none() -> None:
-    made = desk()
+    made = bench()
     for _ in range(100):
         assert made.spills.has_credit(made.block())
     assert made.queue.meter.outstanding == 0
 
 
 def test_a_block_without_its_kv_is_not_worth_a_file() -> None:
-    made = desk()
+    made = bench()
     entry = made.block()
     entry.ram = {RegionKind.WINDOW: TokenRegion(RegionKind.WINDOW, (1,))}
     assert not made.spills.wants(entry)
 
 
 def test_short_prefixes_go_only_with_longer_ones() -> None:
-    made = desk(min_prefix=3 * SIZE)
+    made = bench(min_prefix=3 * SIZE)
     first, second = made.block(0), made.block(SIZE)
-    assert not made.spills.wants(first) and not made.spills.send(second)
+    assert not made.spills.wants(first) and not made.spills.send(second, request_id=None)
     assert made.counters.drop_totals == {SpillDropCause.PREFIX_SHORT: 1}
     third = made.block(2 * SIZE)
     assert all(made.spills.wants(entry) for entry in (first, second, third))
 
 
 def test_off_is_silent() -> None:
-    made = desk(policy="off")
+    made = bench(policy="off")
     entry = made.block()
-    assert not made.spills.is_on and not made.spills.wants(entry) and not made.spills.send(entry)
+    assert (
+        not made.spills.is_on
+        and not made.spills.wants(entry)
+        and not made.spills.send(entry, request_id=None)
+    )
     assert made.counters.drop_totals.total() == 0
 
 
 def test_a_lost_tier_takes_its_queue_along() -> None:
-    made = desk()
+    made = bench()
     entry = made.block()
-    made.spills.send(entry)
-    made.spills.lose_storage()
+    made.spills.send(entry, request_id=None)
+    RamEviction(
+        ram=RamTier(limit_bytes=0), index=made.shelf.index, spills=made.spills, quotas=made.quotas
+    ).lose_storage()
     assert (made.spills.under_way_count, entry.is_spilling, made.spills.is_on) == (0, False, False)
-    assert not made.spills.has_credit(entry) and not made.spills.send(entry)
+    assert not made.spills.has_credit(entry) and not made.spills.send(entry, request_id=None)

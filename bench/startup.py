@@ -1,0 +1,150 @@
+"""`make bench-startup`: from the start of the process until the health service says SERVING.
+
+The wall clock of `icehouse serve` with a tiny model, and of a baseline command beside it when one is named
+(`--baseline "/old/.venv/bin/icehouse"`): rounds alternate, so that a slow minute hits both. Each server has
+a fresh cache directory, and one round of each side is not counted: it fills the system's file cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.report import (
+    OUT,
+    Verdict,
+    console,
+    ratios,
+    setting,
+    show_table,
+    show_verdicts,
+    spread_of,
+    write_json,
+)
+from bench.server_process import child_environment, free_port
+from tests.fixtures.models.folder import tiny_model_dir
+
+TARGET = 0.6
+"""Of the baseline's time, at most."""
+_BOOT_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 60.0
+_CONNECT_POLL_S = 0.005
+_OWN, _BASELINE = "this tree", "baseline"
+
+
+def main() -> None:
+    """Measure, print the table, write bench/out/startup.json; exit with 1 when the target is missed."""
+    parser = argparse.ArgumentParser(prog="make bench-startup", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds of each side")
+    parser.add_argument("--architecture", default="llama", help="of the model zoo in tests/fixtures/models")
+    parser.add_argument("--baseline", help="the command to compare with, up to and without `serve`")
+    parser.add_argument("--flags", default="", help="further flags of `serve`, for both sides")
+    arguments = parser.parse_args()
+    sides = {_OWN: [sys.executable, "-m", "icehouse_server.cli.main"]}
+    if arguments.baseline:
+        sides[_BASELINE] = shlex.split(arguments.baseline)
+    times = _measure(
+        sides,
+        round_count=arguments.rounds,
+        architecture=arguments.architecture,
+        flags=shlex.split(arguments.flags),
+    )
+    sys.exit(0 if _report(times) else 1)
+
+
+def _measure(
+    sides: Mapping[str, Sequence[str]], *, round_count: int, architecture: str, flags: Sequence[str]
+) -> dict[str, list[float]]:
+    OUT.mkdir(parents=True, exist_ok=True)
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as scratch:
+        model = tiny_model_dir(Path(scratch), architecture)
+        for round_index in range(round_count + 1):
+            # Whoever comes second finds the machine as the first left it; so they take turns.
+            for side in sorted(sides, reverse=bool(round_index % 2)):
+                blocks = Path(scratch) / f"blocks-{round_index}-{side.split()[0]}"
+                port = free_port()
+                command = [*sides[side], "serve", "--port", str(port), "--model", str(model)]
+                command += ["--cache-directory", str(blocks), *flags]
+                # Children run in a folder of their own, so that neither side imports the other's tree.
+                environment = child_environment() if side == _OWN else os.environ
+                boot_s = _boot(command, port=port, folder=Path(scratch), environment=environment)
+                if round_index:
+                    times[side].append(boot_s)
+    return times
+
+
+def _boot(command: Sequence[str], *, port: int, folder: Path, environment: Mapping[str, str]) -> float:
+    """Start a server, return the seconds until it serves, and stop it."""
+    with (OUT / "startup.log").open("ab") as log:
+        began = time.monotonic()
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        try:
+            _wait_until_bound(process, port, deadline=began + _BOOT_TIMEOUT_S)
+            _wait_until_serving(port)
+            return time.monotonic() - began
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(_STOP_TIMEOUT_S)
+
+
+def _wait_until_bound(process: subprocess.Popen[bytes], port: int, *, deadline: float) -> None:
+    # A channel would wait a second after its first failure, and its threads take from the server's cores.
+    while True:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}; see {OUT / 'startup.log'}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"nothing listened at port {port} in {_BOOT_TIMEOUT_S} s; see {OUT / 'startup.log'}"
+            )
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(_CONNECT_POLL_S)
+
+
+def _wait_until_serving(port: int) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        for answer in health.Watch(request, timeout=_BOOT_TIMEOUT_S, wait_for_ready=True):
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+    raise RuntimeError("the health service ended its stream before it said SERVING")
+
+
+def _report(times: Mapping[str, Sequence[float]]) -> bool:
+    spreads = {side: spread_of(seconds) for side, seconds in times.items()}
+    show_table(
+        "Process start to SERVING, s",
+        ("side", "median (min to max)", "quartiles"),
+        ((side, s.text(), f"{s.low_quartile:.2f}, {s.high_quartile:.2f}") for side, s in spreads.items()),
+    )
+    is_met = True
+    found: dict[str, Any] = {"setting": setting(), "boot_s": times}
+    if _BASELINE in times:
+        ratio = ratios(times[_OWN], times[_BASELINE])
+        found["ratio"] = ratio
+        verdict = Verdict("start, this tree over the baseline", ratio, TARGET, at_least=False)
+        show_verdicts([verdict])
+        is_met = verdict.is_met
+    console.print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    write_json("startup", found)
+    return is_met
+
+
+if __name__ == "__main__":
+    main()

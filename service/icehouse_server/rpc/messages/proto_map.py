@@ -1,0 +1,130 @@
+"""Map between dataclasses of counters and their protobuf messages, both ways, by name. Pure functions.
+
+`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp, an enum
+goes by its members' names, what is None stays absent; dataclasses and tuples of them are messages and
+repeated ones. The few exceptions are listed; a test holds both sides to the same fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from icehouse_server.domain.cache_stats import CacheStats, LookupStats
+
+M = TypeVar("M", bound=Message)
+D = TypeVar("D")
+
+RENAMED = {"block_token_limit": "block_tokens", "is_encrypted": "encrypted"}
+DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
+"""Properties that have a field in the message."""
+NOT_SENT: dict[type[Any], tuple[str, ...]] = {CacheStats: ("tenants",)}
+"""Fields that have none: a tenant's are shown with the rest of its numbers."""
+_SUFFIXES = (("_per_s", "_per_second"), ("_token_count", "_tokens"), ("_s", ""))
+
+
+def duration_proto(duration_s: float) -> Duration:
+    """Return seconds as a Duration, to the nanosecond."""
+    duration = Duration()
+    duration.FromNanoseconds(round(duration_s * 1e9))
+    return duration
+
+
+def timestamp_proto(time_s: float) -> Timestamp:
+    """Return seconds since the Unix epoch as a Timestamp, to the microsecond."""
+    timestamp = Timestamp()
+    timestamp.FromMicroseconds(round(time_s * 1e6))
+    return timestamp
+
+
+def names_of(kind: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each field that is sent, in the dataclass and in the message."""
+    own = (field.name for field in dataclasses.fields(kind) if field.name not in NOT_SENT.get(kind, ()))
+    for name in (*own, *DERIVED.get(kind, ())):
+        ending = next((pair for pair in _SUFFIXES if name.endswith(pair[0])), ("", ""))
+        yield name, RENAMED.get(name) or name.removesuffix(ending[0]) + ending[1]
+
+
+def to_proto(value: Any, kind: type[M]) -> M:
+    """Return a dataclass as a message."""
+    return fill(kind(), value)
+
+
+def fill(message: M, value: Any) -> M:
+    """Set every field of a dataclass in a message, which may have more, and return the message."""
+    for name, proto_name in names_of(type(value)):
+        item, field = getattr(value, name), message.DESCRIPTOR.fields_by_name[proto_name]
+        if item is None:
+            continue
+        if isinstance(item, tuple):
+            for each in item:
+                fill(getattr(message, proto_name).add(), each)
+        elif dataclasses.is_dataclass(item):
+            target = getattr(message, proto_name)
+            target.SetInParent()
+            fill(target, item)
+        elif isinstance(item, enum.Enum):
+            values, prefix = _values(field)
+            setattr(message, proto_name, values.values_by_name[prefix + item.name].number)
+        elif field.message_type is not None:
+            make = duration_proto if field.message_type is Duration.DESCRIPTOR else timestamp_proto
+            getattr(message, proto_name).CopyFrom(make(item))
+        else:
+            setattr(message, proto_name, item)
+    return message
+
+
+def from_proto(message: Message, kind: type[D]) -> D:
+    """Return a message as a dataclass. Raises KeyError at an enum's value that only a newer server knows;
+    repeated messages that hold one are left out."""
+    hints = typing.get_type_hints(kind)
+    derived = DERIVED.get(kind, ())
+    return kind(
+        **{
+            name: _read(message, proto_name, hints[name])
+            for name, proto_name in names_of(kind)
+            if name not in derived
+        }
+    )
+
+
+def _read(message: Message, name: str, hint: Any) -> Any:
+    field, item = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if field.is_repeated:
+        return tuple(_known(item, typing.get_args(hint)[0]))
+    if type(None) in typing.get_args(hint):
+        if not message.HasField(name):
+            return None
+        hint = typing.get_args(hint)[0]
+    if isinstance(item, Duration):
+        return item.ToNanoseconds() / 1e9
+    if isinstance(item, Timestamp):
+        return item.ToMicroseconds() / 1e6
+    if isinstance(item, Message):
+        return from_proto(item, hint)
+    if field.enum_type is not None:
+        values, prefix = _values(field)
+        return hint[values.values_by_number[item].name.removeprefix(prefix)]
+    return item
+
+
+def _known(items: Iterable[Message], kind: type[D]) -> Iterator[D]:
+    for item in items:
+        try:
+            yield from_proto(item, kind)
+        except KeyError:
+            continue
+
+
+def _values(field: Any) -> tuple[EnumDescriptor, str]:
+    """Return the enum of a field, and what the names of its values begin with."""
+    values: EnumDescriptor = field.enum_type
+    return values, values.values_by_number[0].name.removesuffix("UNSPECIFIED")

@@ -1,0 +1,138 @@
+"""The map of counters: both sides name the same fields, and nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import types
+import typing
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+from icehouse.v1 import (
+    cache_service_pb2,
+    cache_stats_pb2,
+    engine_stats_pb2,
+    inference_service_pb2,
+    slow_request_pb2,
+    tenant_stats_pb2,
+)
+from icehouse_server.domain import cache_stats, stats
+from icehouse_server.domain.cache_commands import EvictReport
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.rpc.messages.proto_map import DERIVED, fill, from_proto, names_of, to_proto
+
+PAIRS: list[tuple[type[Any], type[Message]]] = [
+    (stats.EngineStats, engine_stats_pb2.EngineStats),
+    (stats.SlowRequest, slow_request_pb2.SlowRequest),
+    (cache_stats.CacheStats, cache_stats_pb2.CacheStats),
+    (cache_stats.TierStats, cache_stats_pb2.CacheTierStats),
+    (cache_stats.AgePercentiles, cache_stats_pb2.AgePercentiles),
+    (cache_stats.LookupStats, cache_stats_pb2.CacheLookupStats),
+    (cache_stats.MissTokens, cache_stats_pb2.CacheMissTokens),
+    (cache_stats.SpillStats, cache_stats_pb2.CacheSpillStats),
+    (cache_stats.SpillDrops, cache_stats_pb2.SpillDrops),
+    (cache_stats.PromoteStats, cache_stats_pb2.CachePromoteStats),
+    (cache_stats.IntegrityStats, cache_stats_pb2.CacheIntegrityStats),
+    (cache_stats.DiskStats, cache_stats_pb2.CacheDiskStats),
+    (cache_stats.ReconcileReport, cache_stats_pb2.CacheReconcileReport),
+    (EvictReport, cache_service_pb2.EvictResponse),
+]
+LIMITS = {
+    "waiting_limit",
+    "running_limit",
+    "ram_limit_bytes",
+    "ssd_limit_bytes",
+    "tokens_per_minute",
+    "tokens_left",
+}
+"""Of a tenant, set by hand."""
+
+
+def filled(kind: type[Any], numbers: itertools.count[int]) -> Any:
+    """Return an instance of a counters dataclass in which every number is another."""
+    hints = typing.get_type_hints(kind)
+    return kind(**{f.name: _value(hints[f.name], numbers) for f in dataclasses.fields(kind)})
+
+
+def _value(hint: Any, numbers: itertools.count[int]) -> Any:
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return tuple(_value(typing.get_args(hint)[0], numbers) for _ in range(2))
+    if dataclasses.is_dataclass(hint):
+        return filled(hint, numbers)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return list(hint)[next(numbers) % len(hint)]
+    if hint is bool:
+        return True
+    return hint(next(numbers))
+
+
+@pytest.mark.parametrize(("kind", "message"), PAIRS, ids=lambda side: side.__name__)
+def test_both_sides_name_the_same_fields(kind: type[Any], message: type[Message]) -> None:
+    assert {name for _, name in names_of(kind)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_a_tenants_numbers_are_its_use_its_share_and_its_limits() -> None:
+    use, share = ({name for _, name in names_of(kind)} for kind in (stats.TenantUse, cache_stats.TenantShare))
+    assert use | share | LIMITS == set(tenant_stats_pb2.TenantStats.DESCRIPTOR.fields_by_name)
+    assert use & share == {"tenant"} and not (use | share) & LIMITS
+
+
+def test_a_servers_stats_are_all_of_the_response_but_the_tenants() -> None:
+    fields = set(inference_service_pb2.CacheStatsResponse.DESCRIPTOR.fields_by_name)
+    assert {name for _, name in names_of(stats.ServerStats)} == fields - {"tenants"}
+
+
+def test_no_pair_was_forgotten() -> None:
+    reached: set[str] = set()
+    todo = [inference_service_pb2.CacheStatsResponse.DESCRIPTOR]
+    while todo:
+        message = todo.pop()
+        for field in message.fields:
+            inner = field.message_type
+            if inner is not None and inner.file.package == "icehouse.v1" and inner.full_name not in reached:
+                reached.add(inner.full_name)
+                todo.append(inner)
+    named = {message.DESCRIPTOR.full_name for _, message in PAIRS} - {"icehouse.v1.EvictResponse"}
+    assert reached == named | {"icehouse.v1.TenantStats"}
+
+
+def test_there_and_back_every_number_is_the_same() -> None:
+    sent = filled(stats.ServerStats, itertools.count(1))
+    cache = dataclasses.replace(sent.cache, tenants=())
+    sent = dataclasses.replace(sent, cache=cache)
+    message = to_proto(sent, inference_service_pb2.CacheStatsResponse)
+    assert from_proto(message, stats.ServerStats) == sent
+    for kind, names in DERIVED.items():
+        assert kind is cache_stats.LookupStats
+        assert [getattr(message.cache.lookups, name) for name in names] == [
+            getattr(sent.cache.lookups, name) for name in names
+        ]
+
+
+def test_what_is_none_is_absent_and_what_is_empty_is_there() -> None:
+    message = to_proto(
+        stats.ServerStats(0.0, engine=stats.EngineStats()), inference_service_pb2.CacheStatsResponse
+    )
+    assert message.HasField("engine") and not message.HasField("cache")
+    assert message.HasField("collect_time") and message.engine.HasField("uptime")
+    back = from_proto(message, stats.ServerStats)
+    assert (back.engine, back.cache, back.slowest_requests) == (stats.EngineStats(), None, ())
+
+
+def test_fields_that_the_dataclass_lacks_stay_as_they_are() -> None:
+    message = tenant_stats_pb2.TenantStats(waiting_limit=3)
+    assert fill(message, stats.TenantUse(Tenant("a"), waiting_count=2)) is message
+    assert (message.tenant, message.waiting_count, message.waiting_limit) == ("a", 2, 3)
+
+
+def test_a_cause_that_only_a_newer_server_knows_is_left_out() -> None:
+    spill = cache_stats_pb2.CacheSpillStats(policy="off")
+    spill.drops.add(block_total=1).cause = 999  # type: ignore[assignment]
+    spill.drops.add(block_total=2, cause=cache_stats_pb2.SPILL_DROP_CAUSE_DUPLICATE)
+    drops = from_proto(spill, cache_stats.SpillStats).drops
+    assert drops == (cache_stats.SpillDrops(cache_stats.SpillDropCause.DUPLICATE, 2),)
