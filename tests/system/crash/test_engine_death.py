@@ -15,26 +15,26 @@ from icehouse_server.engine.runner.runner import ModelRunner
 from tests.fixtures.models import tiny_model_dir
 from tests.system.crash.server_process import BOUND_S, ServerProcess
 
-_DECODE = ModelRunner.decode
+_RUN = ModelRunner.run
 _GOOD_STEPS = 5
 
 
-def break_the_sixth_decode() -> None:
-    """Runs in the server's process: a step of the first real request raises."""
+def break_the_sixth_pass() -> None:
+    """Runs in the server's process: a pass that only decodes for the first real request raises."""
     steps = iter(range(_GOOD_STEPS))
 
-    def decode(self):
-        if next(steps, None) is None:
+    def run(self, chunks):
+        if not chunks and next(steps, None) is None:
             raise RuntimeError("injected secret detail")
-        return _DECODE(self)
+        return _RUN(self, chunks)
 
-    ModelRunner.decode = decode  # type: ignore[method-assign]
+    ModelRunner.run = run  # type: ignore[method-assign]
 
 
 def test_open_calls_fail_health_turns_and_the_process_ends_with_a_code(tmp_path: Path) -> None:
     model, log = tiny_model_dir(tmp_path, "llama"), tmp_path / "log"
     with ServerProcess(
-        model=model, directory=tmp_path / "blocks", log=log, break_it=break_the_sixth_decode
+        model=model, directory=tmp_path / "blocks", log=log, break_it=break_the_sixth_pass
     ) as server:
         server.wait_until_serving()
         with grpc.insecure_channel(server.address) as channel:

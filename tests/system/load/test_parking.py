@@ -7,6 +7,7 @@ is in use than is allowed, until a sequence has been parked.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from icehouse_server.domain.events import Delta, PrefillProgress
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.ports import Drawn, MemoryUse
+from icehouse_server.engine.core.ports import Chunk, MemoryUse, PassResult
 from icehouse_server.engine.engine import Engine
 from icehouse_server.engine.runner.runner import ModelRunner
 
@@ -55,10 +56,10 @@ class PressedRunner(ModelRunner):
         self._step = 0
         self._is_full = False
 
-    def decode(self) -> list[Drawn]:
-        self._step += 1
-        self._is_full = self._step in _PRESSED_STEPS
-        return super().decode()
+    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+        self._step += not chunks
+        self._is_full = not chunks and self._step in _PRESSED_STEPS
+        return super().run(chunks)
 
     def release(self, sequence_ids: Any) -> None:
         self._is_full = False

@@ -29,6 +29,7 @@ _LIVE_LOGIT_COPIES = 5
 """Logits, their float32 form, the negative of it and the order that finds the likeliest ones."""
 _SCORE_COPIES = 2
 """Attention scores and their softmax, where the kernel keeps them."""
+_LEAST_CLASS_LENGTH = 512
 _GROWING_LAYERS = 2
 """Layers whose KV exists twice while a cache grows: one is copied at a time, and hybrids have fewer
 layers with KV than layers. Without it estimates were down to 0.4 of the peak where a cache grew. With it
@@ -97,6 +98,8 @@ class MemoryModel:
     """Windows when they are full, and recurrent states."""
     kv_step_token_count: int = 1
     """Caches grow by so many tokens at a time, and are copied then; 1 grows in place."""
+    has_length_classes: bool = False
+    """Decoding rows may lie in buffers whose lengths are powers of two."""
     draft: DraftFootprint = DraftFootprint()
 
     def kv_bytes(self, token_count: int) -> int:
@@ -115,6 +118,8 @@ class MemoryModel:
         return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence
 
     def _capacity(self, token_count: int) -> int:
+        if self.has_length_classes and token_count:
+            return max(_LEAST_CLASS_LENGTH, 1 << (token_count - 1).bit_length())
         step = self.kv_step_token_count
         return (token_count + step - 1) // step * step
 

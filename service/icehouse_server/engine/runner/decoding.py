@@ -135,7 +135,7 @@ class DispatchedPass:
         told += [array for found in self._found() for array in found.arrays]
         told += self.pooled.values()
         if not told:
-            leaves: list[tuple[str, Any]] = list(tree_flatten(self.arrays))
+            leaves = cast("list[tuple[str, Any]]", tree_flatten(self.arrays))
             last = next(leaf for _, leaf in reversed(leaves) if isinstance(leaf, mx.array))
             told = [mx.contiguous(last[(slice(-1, None),) * last.ndim])]
             mx.async_eval(told)  # type: ignore[no-untyped-call]

@@ -277,7 +277,7 @@ def blocked(served: SteppedLoop) -> list[int]:
         return 0
 
     served.prefix.yield_ram = give  # type: ignore[method-assign]
-    served.prefix.yieldable_bytes = lambda spared=(): 100  # type: ignore[method-assign]
+    served.prefix.yieldable_bytes = lambda spared=(): 100  # type: ignore[method-assign, misc]
     return dropped
 
 
