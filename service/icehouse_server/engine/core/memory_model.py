@@ -17,6 +17,7 @@ _NESTED = ("text_config", "language_config", "llm_config")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HEAD_SIZE = ("head_dim", "attention_head_dim", "head_size")
 _FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "ffn_hidden_size")
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "n_vocab")
 _LIVE_FEED_FORWARD_COPIES = 4
@@ -64,6 +65,12 @@ class ModelShape:
             compute_bytes=compute_bytes,
             keeps_scores=keeps_scores,
         )
+
+
+def head_size_of(config: Mapping[str, Any]) -> int:
+    """Return the width of an attention head as config.json tells it; 0 when it does not."""
+    found = find_int(config, _HEAD_SIZE)
+    return found or (find_int(config, _HIDDEN) or 0) // (find_int(config, _HEADS) or 1)
 
 
 def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
