@@ -86,6 +86,7 @@ def build_server(
         tokenizer=tokenizer,
         settings=RunnerSettings(
             is_pipelined=not runs_on_cpu(),
+            slab_row_count=_slab_row_count(config.engine),
             block_token_count=config.cache.block_token_count,
             kv_bits=config.cache.kv_bits,
             kv_group_size=config.cache.kv_group_size,
@@ -198,6 +199,18 @@ def engine_limits(whole: Config) -> SchedulerLimits:
         prefill_chunk_s=config.prefill_chunk_ms / 1000,
         prefill_slice_s=config.prefill_slice_ms / 1000,
     )
+
+
+_GPU_SLAB_ROW_COUNT = 9
+"""Building one row's attention takes some 12 us of host time in each layer, which a GPU waits for above about
+eight rows and a CPU does not feel."""
+
+
+def _slab_row_count(config: EngineConfig) -> int | None:
+    """Return from how many rows on decoding rows share buffers; None for never."""
+    if config.attention == "auto":
+        return None if runs_on_cpu() else _GPU_SLAB_ROW_COUNT
+    return 1 if config.attention == "slab" else None
 
 
 def waiting_limits(config: EngineConfig) -> WaitingLimits:

@@ -103,6 +103,13 @@ class EngineConfig:
         minimum=0,
         maximum=4096,
     )
+    attention: str = setting(
+        "auto",
+        Kind.CHOICE,
+        "How decoding sequences attend: each on its own KV (rows), or those of like length on one buffer, "
+        "which takes up to twice the memory (slab); auto is slab on a GPU once nine decode.",
+        choices=("auto", "rows", "slab"),
+    )
     prefilling_limit: int = setting(
         8, Kind.COUNT, "Prompts being prefilled in turns; later ones wait.", minimum=1, maximum=4096
     )

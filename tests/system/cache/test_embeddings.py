@@ -115,7 +115,8 @@ def test_embeddings_leave_nothing_in_the_cache_and_take_nothing_from_it(tmp_path
         end = served.recorder.wait_for_end("again")
     assert isinstance(end, Finished) and end.embedding is not None
     assert end.usage.cache.cached_token_count == 0
-    np.testing.assert_array_equal(end.embedding, first[-1])
+    # Cut into other chunks and passes, sums differ in their last bits.
+    np.testing.assert_allclose(end.embedding, first[-1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dimensions", [1, 3, 4])

@@ -35,7 +35,7 @@ def restored_caches(monkeypatch: pytest.MonkeyPatch) -> list:
     def continue_restore(self, sequence_id, *, budget_s):
         is_done = original(self, sequence_id, budget_s=budget_s)
         if is_done:
-            caches.extend(self._sequences.locate(sequence_id)[0])
+            caches.extend(self._sequences.caches(sequence_id))
         return is_done
 
     monkeypatch.setattr(RunnerBlocks, "continue_restore", continue_restore)

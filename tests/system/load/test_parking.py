@@ -57,8 +57,8 @@ class PressedRunner(ModelRunner):
         self._is_full = False
 
     def run(self, chunks: Sequence[Chunk]) -> PassResult:
-        self._step += 1
-        self._is_full = self._step in _PRESSED_STEPS
+        self._step += not chunks
+        self._is_full = not chunks and self._step in _PRESSED_STEPS
         return super().run(chunks)
 
     def release(self, sequence_ids: Any) -> None:

@@ -17,6 +17,7 @@ _NESTED = ("text_config", "language_config", "llm_config")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HEAD_SIZE = ("head_dim", "attention_head_dim", "head_size")
 _FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "ffn_hidden_size")
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "n_vocab")
 _LIVE_FEED_FORWARD_COPIES = 4
@@ -29,6 +30,7 @@ _LIVE_LOGIT_COPIES = 5
 """Logits, their float32 form, the negative of it and the order that finds the likeliest ones."""
 _SCORE_COPIES = 2
 """Attention scores and their softmax, where the kernel keeps them."""
+_LEAST_CLASS_LENGTH = 512
 _GROWING_LAYERS = 2
 """Layers whose KV exists twice while a cache grows: one is copied at a time, and hybrids have fewer
 layers with KV than layers. Without it estimates were down to 0.4 of the peak where a cache grew. With it
@@ -65,6 +67,12 @@ class ModelShape:
         )
 
 
+def head_size_of(config: Mapping[str, Any]) -> int:
+    """Return the width of an attention head as config.json tells it; 0 when it does not."""
+    found = find_int(config, _HEAD_SIZE)
+    return found or (find_int(config, _HIDDEN) or 0) // (find_int(config, _HEADS) or 1)
+
+
 def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
     """Return whether attention over a chunk writes out its scores, for want of a fused kernel.
 
@@ -97,6 +105,8 @@ class MemoryModel:
     """Windows when they are full, and recurrent states."""
     kv_step_token_count: int = 1
     """Caches grow by so many tokens at a time, and are copied then; 1 grows in place."""
+    has_length_classes: bool = False
+    """Decoding rows may lie in buffers whose lengths are powers of two."""
     draft: DraftFootprint = DraftFootprint()
 
     def kv_bytes(self, token_count: int) -> int:
@@ -115,6 +125,8 @@ class MemoryModel:
         return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence
 
     def _capacity(self, token_count: int) -> int:
+        if self.has_length_classes and token_count:
+            return max(_LEAST_CLASS_LENGTH, 1 << (token_count - 1).bit_length())
         step = self.kv_step_token_count
         return (token_count + step - 1) // step * step
 

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.engine.core.memory_model import ModelShape, find_int
+from icehouse_server.engine.core.memory_model import ModelShape, find_int, head_size_of, keeps_scores
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.errors import ModelError, Reason
@@ -193,8 +193,10 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
     """Return what this model's temporary arrays are made of."""
     floating = [a.dtype for _, a in parameters_of(loaded.model) if mx.issubdtype(a.dtype, mx.floating)]
     compute_bytes = floating[0].size if floating else 4
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=on_cpu)
+    is_kept = keeps_scores(
+        device=_device_kind(), head_size=head_size_of(loaded.config), compute_bytes=compute_bytes
+    )
+    return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=is_kept)
 
 
 def device_memory_bytes() -> int:
@@ -202,6 +204,12 @@ def device_memory_bytes() -> int:
     info = mx.device_info()
     found = info.get("max_recommended_working_set_size") or info.get("memory_size")
     return int(found or info.get("total_memory") or 0)
+
+
+def _device_kind() -> str:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def _device_name() -> str:

@@ -46,8 +46,9 @@ class _Fed:
 class Pipeline:
     """Runs passes one behind the other."""
 
-    def __init__(self, *, is_pipelined: bool, clock: Clock) -> None:
+    def __init__(self, *, is_pipelined: bool, slab_row_count: int | None, clock: Clock) -> None:
         self._is_pipelined = is_pipelined
+        self._slab_row_count = slab_row_count
         self._clock = clock
         self.forwards: dict[AdapterName, ForwardPass] = {}
         """One for each module tree: the model by itself, and with each adapter."""
@@ -110,6 +111,7 @@ class Pipeline:
     ) -> DispatchedPass:
         """Build a pass, lazily."""
         began_time = self._clock.monotonic()
+        self._seat()
         speculating = [sequence.speculating for sequence in guessing if sequence.speculating is not None]
         guesses, arrays = guesses_of(speculating, self.draft_model)
         if self.draft_model is not None:
@@ -133,6 +135,15 @@ class Pipeline:
             if chunk.row is not None:
                 self._decoding[sequence.sequence_id] = sequence
         return current
+
+    def _seat(self) -> None:
+        """Let decoding sequences keep their KV in buffers for several, once they are enough."""
+        if self._slab_row_count is None or len(self._decoding) < self._slab_row_count:
+            return
+        for sequence in self._decoding.values():
+            forward = self.forwards[sequence.adapter]
+            if forward.facts.takes_slab and sequence.row.seated_caches is None:
+                forward.seat(sequence.row)
 
     def _forward(
         self,

@@ -50,6 +50,8 @@ class RunnerSettings:
     kv_group_size: int = 64
     is_pipelined: bool = True
     """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
+    slab_row_count: int | None = None
+    """So many sequences must decode before they keep their KV in buffers for several; None: they never do."""
 
 
 class ModelRunner:
@@ -80,7 +82,9 @@ class ModelRunner:
         self._end_token_ids: tuple[int, ...] = ()
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
-        self._pipeline = Pipeline(is_pipelined=settings.is_pipelined, clock=clock)
+        self._pipeline = Pipeline(
+            is_pipelined=settings.is_pipelined, slab_row_count=settings.slab_row_count, clock=clock
+        )
         self.blocks = RunnerBlocks(
             self, block_token_count=settings.block_token_count, clock=clock, thread=self._thread
         )
@@ -106,6 +110,7 @@ class ModelRunner:
             kv_bytes_per_token,
             fixed_bytes,
             kv_step_token_count=kv_caches.step_token_count(self.fresh_caches()),
+            has_length_classes=self._settings.slab_row_count is not None and self._facts.takes_slab,
             draft=self._load_draft(info),
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)

@@ -33,6 +33,9 @@ _LOOKUP_TRIAL = Trial(step_count=4, least_accepted_count=2)
 (Gemma 3 270M, float32, 2 x86 cores), so with few right guesses there is nothing to gain even alone."""
 _DRAFT_TRIAL = Trial(step_count=24, least_accepted_count=6)
 """Long: nobody looks on afterwards, for that would cost as much as guessing."""
+_FIRST_WINDOW = 2
+"""Guesses that a row begins with. Each time all were right it guesses twice as many, else one more than were
+right: a text that quotes has its whole window after two passes, and one that does not wastes little."""
 GUESS_LIMIT = 64
 """Guesses in one pass, shared by all rows that guess: a pass gets longer with each, for those too who asked
 for none. So many cost what 64 more decoding rows would, which a batch is made for."""
@@ -53,6 +56,7 @@ class SpeculatingRow:
         self.limit = limit
         self.drafted = drafted
         self.draft_token_limit = speculation.draft_token_limit
+        self._window = min(_FIRST_WINDOW, speculation.draft_token_limit)
         self._watch: LookupWatch | None = None
         self._step_count = self._accepted_count = self._accepted_total = 0
         if limit is SpeculationLimit.NONE and drafted is None:
@@ -66,7 +70,7 @@ class SpeculatingRow:
 
     def look_up(self, count: int) -> list[int]:
         """Return at most `count` guesses of a row that looks them up."""
-        return self._watch.drafter.propose(min(count, self.draft_token_limit)) if self._watch else []
+        return self._watch.drafter.propose(min(count, self._window)) if self._watch else []
 
     def take(self, token_ids: Sequence[int], *, guess_count: int, accepted_count: int) -> DraftCounts:
         """Take what was drawn in a pass and how its guesses fared; return what to tell of it."""
@@ -77,6 +81,9 @@ class SpeculatingRow:
             return DraftCounts(limit=self.limit)
         if self._watch is not None:
             self._watch.drafter.extend(token_ids)
+        if guess_count:
+            wider = 2 * self._window if accepted_count == guess_count else accepted_count + 1
+            self._window = min(wider, self.draft_token_limit)
         if guess_count or self.drafted is None:
             self._try(accepted_count)
         return DraftCounts(guess_count, accepted_count)
@@ -103,6 +110,7 @@ class SpeculatingRow:
             watch.note(token_id)
         if watch.is_convinced:
             self.limit = SpeculationLimit.NONE
+            self._window = self.draft_token_limit
             self._step_count = self._accepted_count = self._accepted_total = 0
 
 

@@ -16,7 +16,6 @@ from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.structured_output.matcher import fill_masks
 
 _BITS = 32
-_EVERYTHING = 0xFFFFFFFF
 
 
 def shape_logits(
@@ -59,14 +58,18 @@ def _constrain(logits: mx.array, rows: Sequence[SamplingRow], unmasked: Collecti
         return logits
     masks = fill_masks([constraint for _, constraint in bound])
     word_count = -(-logits.shape[-1] // _BITS)
-    words = np.full((len(rows), word_count), _EVERYTHING, dtype=np.uint32)
-    for (index, _), mask in zip(bound, masks, strict=True):
-        words[index, : len(mask)] = mask[:word_count]
-        words[index, len(mask) :] = 0
-    bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
+    words = np.zeros((len(bound), word_count), dtype=np.uint32)
+    for place, mask in enumerate(masks):
+        words[place, : len(mask)] = mask[:word_count]
+    bits = ((mx.array(words)[:, :, None] >> mx.arange(_BITS, dtype=mx.uint32)) & 1).reshape(len(bound), -1)
     # The lesser of a logit and plus or minus infinity. A `where` gives the same and took five times as
     # long: 25 ms instead of 5 for 16 rows of 262,144 tokens (mlx 0.32.4, two x86 cores).
-    return mx.minimum(logits, (mx.array(bits).astype(mx.float32) - 0.5) * math.inf)
+    allowed = (bits[:, : logits.shape[-1]].astype(mx.float32) - 0.5) * math.inf
+    if len(bound) == len(rows):
+        return mx.minimum(logits, allowed)
+    where = mx.array([index for index, _ in bound])
+    logits[where] = mx.minimum(logits[where], allowed)
+    return logits
 
 
 def _ban(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:

@@ -82,12 +82,16 @@ def rows(*, output: dict[int, list[int]] | None = None) -> list[DecodeRow]:
     ]
 
 
-def runner_of(folder: Path, *, is_pipelined: bool, kv_bits: int = 0) -> ModelRunner:
+def runner_of(
+    folder: Path, *, is_pipelined: bool, kv_bits: int = 0, slab_row_count: int | None = None
+) -> ModelRunner:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(is_pipelined=is_pipelined, kv_bits=kv_bits, kv_group_size=32),
+        settings=RunnerSettings(
+            is_pipelined=is_pipelined, kv_bits=kv_bits, kv_group_size=32, slab_row_count=slab_row_count
+        ),
         clock=SystemClock(),
     )
     runner.load()
@@ -129,13 +133,13 @@ def ids(drawn: dict[int, list]) -> dict[int, list[int]]:
     return {name: [token.token_id for token in tokens] for name, tokens in drawn.items()}
 
 
-@pytest.mark.parametrize("kv_bits", [0, 8])
+@pytest.mark.parametrize(("kv_bits", "slab_row_count"), [(0, None), (0, 1), (0, 3), (8, None)])
 @pytest.mark.parametrize("is_pipelined", [True, False])
 def test_a_row_draws_the_same_alone_in_company_and_after_parking(
-    tmp_path: Path, is_pipelined: bool, kv_bits: int
+    tmp_path: Path, is_pipelined: bool, kv_bits: int, slab_row_count: int | None
 ) -> None:
     folder = tiny_model_dir(tmp_path, "llama", head_dim=32)
-    runner = runner_of(folder, is_pipelined=is_pipelined, kv_bits=kv_bits)
+    runner = runner_of(folder, is_pipelined=is_pipelined, kv_bits=kv_bits, slab_row_count=slab_row_count)
     alone: dict[int, list[int]] = {}
     for name, row in enumerate(rows()):
         alone |= ids(run(runner, {name: row}))

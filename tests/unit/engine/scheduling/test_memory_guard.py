@@ -8,7 +8,13 @@ import pytest
 from icehouse_server.domain.events import Failed, Finished
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import Drafting, LogprobsWanted, Speculation
-from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel, ModelShape, keeps_scores
+from icehouse_server.engine.core.memory_model import (
+    DraftFootprint,
+    MemoryModel,
+    ModelShape,
+    head_size_of,
+    keeps_scores,
+)
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.errors import CannotFit, Overloaded, Reason
@@ -276,8 +282,11 @@ def blocked(served: SteppedLoop) -> list[int]:
         dropped.append(size_bytes)
         return 0
 
+    def yieldable_bytes(**how) -> int:
+        return 100
+
     served.prefix.yield_ram = give  # type: ignore[method-assign]
-    served.prefix.yieldable_bytes = lambda *, spared=(): 100  # type: ignore[method-assign,misc]
+    served.prefix.yieldable_bytes = yieldable_bytes  # type: ignore[method-assign]
     return dropped
 
 
@@ -354,4 +363,8 @@ def test_memory_that_loading_ones_hold_is_waited_for() -> None:
 def test_attention_writes_its_scores_out_where_no_fused_kernel_fits(
     device: str, head_size: int, compute_bytes: int, expected: bool
 ) -> None:
+    assert (
+        head_size_of({"text_config": {"hidden_size": 4 * head_size, "num_attention_heads": 4}}) == head_size
+    )
+    assert head_size_of({"head_dim": head_size, "hidden_size": 7}) == head_size
     assert keeps_scores(device=device, head_size=head_size, compute_bytes=compute_bytes) is expected
