@@ -42,6 +42,8 @@ def _sides(axes: Any, found: Mapping[FigureKey, Spread], *, name: str, title: st
         _points(axes, places, [found[key] for key in own], label=side.value)
     axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right")
     axes.set_yscale(scale)
+    if scale == "linear":
+        axes.set_ylim(bottom=0)
     axes.legend()
 
 
