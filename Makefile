@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-startup soak smoke audit packages clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-startup soak smoke audit packages clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -73,8 +73,11 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP) ## Server against the engine called in process: TTFT and tokens per second, as ratios.
+bench: $(STAMP) ## What callers wait for, server against the engine in process: about 20 minutes (ARGS="--quick", "--cases clients").
 	@$(BIN)/python -m bench.throughput $(ARGS)
+
+bench-step: $(STAMP) ## Where one step's time goes at 16 rows: planning, graph building, device, publishing.
+	@$(BIN)/python -m bench.step_profile $(ARGS)
 
 bench-lone: $(STAMP) ## Cold time to first token of a lone prompt, after a tiny first request, against the engine.
 	@$(BIN)/python -m bench.lone $(ARGS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +16,36 @@ from bench.replies import Reply
 from bench.server_process import ROOT, child_environment
 
 
-class EngineProcess:
-    """mlx-lm's BatchGenerator in a process of its own; its default batch sizes, the server's dtype.
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """Of BatchGenerator; 0 leaves one at mlx-lm's default."""
 
-    `prefill_step` 0 leaves the tokens of a prefill step at its default too.
+    completion_batch_size: int = 0
+    prefill_batch_size: int = 0
+    prefill_step_size: int = 0
+
+
+class EngineProcess:
+    """mlx-lm's BatchGenerator in a process of its own, with the server's dtype.
+
+    It is killed when it takes longer than `answer_timeout_s` over one order.
     """
 
-    def __init__(self, *, model_path: Path, dtype: str, log_file: Path, prefill_step: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        model_path: Path,
+        dtype: str,
+        log_file: Path,
+        sizes: EngineSizes = EngineSizes(),
+        answer_timeout_s: float = 600.0,
+    ) -> None:
         self._command = [sys.executable, "-m", "bench.engine_worker"]
-        self._command += ["--model", str(model_path), "--dtype", dtype, "--prefill-step", str(prefill_step)]
+        self._command += ["--model", str(model_path), "--dtype", dtype]
+        for name, size in dataclasses.asdict(sizes).items():
+            self._command += [f"--{name.replace('_', '-')}", str(size)]
         self._log_file = log_file
+        self._answer_timeout_s = answer_timeout_s
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> EngineProcess:
@@ -45,7 +67,11 @@ class EngineProcess:
     ) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_output_tokens: int) -> list[Reply]:
         """Run the prompts as one batch, greedily, and return when each token was there."""
@@ -60,8 +86,16 @@ class EngineProcess:
 
     def _hear(self) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
-        line = self._process.stdout.readline()
+        limit = threading.Timer(self._answer_timeout_s, self._process.kill)
+        limit.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            limit.cancel()
         if not line:
-            raise RuntimeError(f"the in-process engine ended; see {self._log_file}")
+            raise RuntimeError(
+                f"the in-process engine ended, or took more than {self._answer_timeout_s:g} s; "
+                f"see {self._log_file}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer

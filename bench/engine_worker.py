@@ -22,7 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
-    parser.add_argument("--prefill-step", type=int, default=0)
+    sizes = ("completion_batch_size", "prefill_batch_size", "prefill_step_size")
+    for name in sizes:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=0)
     arguments = parser.parse_args()
     load_openblas()
     # Whatever libraries print must not end up between the answers.
@@ -35,7 +37,7 @@ def main() -> None:
     config = loaded.config
     eos = config.get("eos_token_id", [])
     eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
-    options = {"prefill_step_size": arguments.prefill_step} if arguments.prefill_step else {}
+    options = {name: getattr(arguments, name) for name in sizes if getattr(arguments, name)}
     _say(answers, {"ready": True})
     for line in sys.stdin:
         order = json.loads(line)

@@ -48,16 +48,23 @@ class Client:
         answer = await self.models.GetModel(model_service_pb2.GetModelRequest())
         return answer.model
 
+    async def stats(self) -> messages.CacheStatsResponse:
+        """Return the engine's and the cache's counters, taken between two steps."""
+        return await self.inference.CacheStats(messages.CacheStatsRequest())
+
     async def tokenize(self, text: str) -> list[int]:
         """Return the tokens that the server makes of `text`."""
         answer = await self.inference.Tokenize(messages.TokenizeRequest(text=text))
         return [token.id for token in answer.tokens]
 
     async def stream(
-        self, request: messages.GenerateRequest
+        self, request: messages.GenerateRequest, *, heard: list[float] | None = None
     ) -> tuple[Reply, messages.Started, messages.Finished]:
-        """Send one request and time each token as its message arrives."""
-        times: list[float] = []
+        """Send one request and time each token as its message arrives.
+
+        The times go into `heard` as they come, for who looks on meanwhile.
+        """
+        times = [] if heard is None else heard
         ids: list[int] = []
         started, finished = messages.Started(), messages.Finished()
         start_time_s = time.perf_counter()

@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.engine_process import EngineProcess
+from bench.engine_process import EngineProcess, EngineSizes
 from bench.grpc_clients import NO_CACHE, READ_WRITE, Client, token_request
+from bench.model_folder import model_path
 from bench.prompts import short_prompts
 from bench.replies import Reply
 from bench.report import (
@@ -35,7 +36,6 @@ from bench.report import (
     write_json,
 )
 from bench.server_process import ServerProcess
-from bench.throughput import model_path
 
 TTFT_RATIO_TARGET = 1.1
 CACHE_RATIO_TARGET = 1.05
@@ -123,7 +123,10 @@ async def _measure(model: str, plan: Plan, flags: Sequence[str], *, engine_step:
                     if engine is None:
                         dtype = (await client.model()).dtype
                         engine = EngineProcess(
-                            model_path=path, dtype=dtype, log_file=log_file, prefill_step=engine_step
+                            model_path=path,
+                            dtype=dtype,
+                            log_file=log_file,
+                            sizes=EngineSizes(prefill_step_size=engine_step),
                         )
                         stack.enter_context(engine)
                         engine.generate([await _prompt(client, 100, seed=0)], max_output_tokens=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,59 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 
+from bench.cases.figure import FigureKey
+from bench.cases.target import Grade, TargetResult
+from bench.cases.together import RATE, WORST_TTFT
 from bench.report import OUT, Spread
 
 
-def plot_throughput(rows: Sequence[dict[str, Any]]) -> Path:
-    """Draw tokens per second, TTFT and ratios over the number of clients; return the file."""
-    figure, (rate, ttft, ratio) = pyplot.subplots(1, 3, figsize=(13, 4))
-    places = range(len(rows))
-    for side, label in (("server", "server over gRPC"), ("engine", "engine in process")):
-        _line(rate, places, [row[side]["tokens_per_s"] for row in rows], label=label)
-        _line(ttft, places, [row[side]["ttft_p50_s"] for row in rows], label=f"{label}, p50")
-    for key, label in (("tokens_per_s_ratio", "tokens/s"), ("decode_ratio", "decode only")):
-        _line(ratio, places, [row[key] for row in rows], label=label)
-    ratio.axhline(1.0, color="grey", linewidth=0.8)
-    titles = ("Output tokens per second", "Time to first token, s", "Server / in process")
-    for axes, title in zip((rate, ttft, ratio), titles, strict=True):
-        axes.set_title(title)
-        axes.set_xlabel("clients")
-        axes.set_xticks(places, [str(row["clients"]) for row in rows])
-        axes.set_ylim(bottom=0)
-        axes.legend()
+def plot_throughput(found: Mapping[FigureKey, Spread], results: Sequence[TargetResult]) -> Path:
+    """Draw tokens per second and worst first tokens by case and side, and the targets; return the file."""
+    figure, (rate, ttft, ratio) = pyplot.subplots(1, 3, figsize=(19, 6), width_ratios=(1, 1, 1.3))
+    _sides(rate, found, name=RATE, title="Output tokens per second, prompts included", scale="linear")
+    _sides(ttft, found, name=WORST_TTFT, title="Worst time to first token, s", scale="log")
+    _targets(ratio, results)
     figure.suptitle("Medians over the rounds of one run, bars from least to most")
     return save(figure, "throughput")
+
+
+def _sides(axes: Any, found: Mapping[FigureKey, Spread], *, name: str, title: str, scale: str) -> None:
+    """Draw one figure of every case, the sides beside each other."""
+    axes.set_title(title)
+    keys = [key for key in found if key.name == name]
+    if not keys:
+        return
+    cases = list(dict.fromkeys(key.case for key in keys))
+    sides = list(dict.fromkeys(key.side for key in keys))
+    for number, side in enumerate(sides):
+        own = [key for key in keys if key.side is side]
+        places = [cases.index(key.case) + 0.15 * number for key in own]
+        _points(axes, places, [found[key] for key in own], label=side.value)
+    axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right")
+    axes.set_yscale(scale)
+    if scale == "linear":
+        axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _targets(axes: Any, results: Sequence[TargetResult]) -> None:
+    """Draw each result over what it must be, so that 1 is the bound whatever the target."""
+    axes.set_title("Measured / must; blue: goal / must")
+    if not results:
+        return
+    for row, result in enumerate(results):
+        must, spread = result.target.must, result.spread
+        below, above = spread.median - spread.minimum, spread.maximum - spread.median
+        colour = "tab:red" if result.grade is Grade.MISSED else "tab:green"
+        axes.errorbar(
+            [spread.median / must], [row], xerr=([below / must], [above / must]), marker="o", color=colour
+        )
+        axes.plot([result.target.goal / must], [row], marker="|", markersize=14, color="tab:blue")
+    labels = [f"{r.key.text} ({r.target.bound.value} {r.target.must:g})" for r in results]
+    axes.set_yticks(range(len(results)), labels, fontsize=7)
+    axes.axvline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.invert_yaxis()
 
 
 def save(figure: Any, name: str) -> Path:
@@ -46,12 +77,11 @@ def save(figure: Any, name: str) -> Path:
     return path
 
 
-def _line(axes: Any, places: Sequence[int], spreads: Sequence[Spread], *, label: str) -> None:
-    """Draw medians joined by a line; a case that no round measured leaves a gap."""
+def _points(axes: Any, places: Sequence[float], spreads: Sequence[Spread], *, label: str) -> None:
     medians = [spread.median for spread in spreads]
     below = [spread.median - spread.minimum for spread in spreads]
     above = [spread.maximum - spread.median for spread in spreads]
-    axes.errorbar(places, medians, yerr=(below, above), marker="o", capsize=3, label=label)
+    axes.errorbar(places, medians, yerr=(below, above), marker="o", linestyle="none", capsize=3, label=label)
 
 
 def plot_cache(seconds: dict[str, Spread], costs: dict[str, Spread]) -> Path:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+SHORT_PROMPT_TOKEN_COUNT = 24
+"""What benches of decoding cut `short_prompts` to."""
 
 _SUBJECTS = (
     "captain",
@@ -55,6 +59,26 @@ def short_prompts(count: int, *, seed: int) -> list[str]:
     """Return `count` openings of at least 20 tokens; they differ from their first characters on."""
     source = random.Random(seed)
     return [f"{number:04d} {_sentence(source)} {_sentence(source)} After that," for number in range(count)]
+
+
+class FreshPrompts:
+    """Prompts of wanted lengths that nobody has seen: tokens drawn from a seed, out of those of plain text.
+
+    Two of them share no beginning that a cache would keep.
+    """
+
+    def __init__(self, token_ids: Sequence[int], *, seed: int) -> None:
+        self._token_ids = sorted(set(token_ids))
+        self._source = random.Random(seed)
+        assert len(self._token_ids) > 1, "one token makes one prompt of each length only"
+
+    def take(self, token_count: int) -> list[int]:
+        """Return the next prompt."""
+        return self._source.choices(self._token_ids, k=token_count)
+
+    def take_each(self, token_counts: Iterable[int]) -> list[list[int]]:
+        """Return the next prompts, one of each length, in order."""
+        return [self.take(token_count) for token_count in token_counts]
 
 
 class Tokenizing(Protocol):

@@ -30,6 +30,8 @@ SHAPE: dict[str, Any] = {
     "head_dim": 128,
     "max_position_embeddings": 16384,
 }
+THIN_SHAPE: dict[str, Any] = {**SHAPE, "hidden_size": 256, "intermediate_size": 256}
+"""As much KV per token from 20 million weights: a step is short beside what a server adds to it."""
 SMALL_SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 6,
@@ -48,12 +50,14 @@ class RandomModel(enum.Enum):
     """Which one is made."""
 
     LARGE = "large"
+    THIN = "thin"
     SMALL = "small"
     WINDOWS = "windows"
 
 
 _MADE_OF = {
     RandomModel.LARGE: ("llama", SHAPE),
+    RandomModel.THIN: ("llama", THIN_SHAPE),
     RandomModel.SMALL: ("llama", SMALL_SHAPE),
     RandomModel.WINDOWS: ("gemma3_text", WINDOWS_SHAPE),
 }

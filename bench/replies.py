@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ class RoundMetrics:
     decode_tokens_per_s: float | None
     ttft_p50_s: float
     ttft_p95_s: float
+    ttft_worst_s: float
     itl_p50_s: float
     itl_p99_s: float
 
@@ -51,9 +53,20 @@ def measure(replies: Sequence[Reply]) -> RoundMetrics:
         decode_tokens_per_s=_steady_rate(replies),
         ttft_p50_s=quantile(ttfts, 0.5),
         ttft_p95_s=quantile(ttfts, 0.95),
+        ttft_worst_s=max(ttfts),
         itl_p50_s=quantile(gaps, 0.5),
         itl_p99_s=quantile(gaps, 0.99),
     )
+
+
+def gaps_inside(times_s: Sequence[float], *, start_s: float, stop_s: float) -> list[float]:
+    """Return the times between two tokens that begin and end in a stretch."""
+    return [b - a for a, b in itertools.pairwise(times_s) if start_s <= a and b <= stop_s]
+
+
+def gaps_overlapping(times_s: Sequence[float], *, start_s: float, stop_s: float) -> list[float]:
+    """Return the times between two tokens, whole, that have a part in a stretch."""
+    return [b - a for a, b in itertools.pairwise(times_s) if b > start_s and a < stop_s]
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,8 @@ from bench.replies import quantile
 from bench.server_process import ROOT
 
 OUT = ROOT / "bench" / "out"
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 140)
+"""A file or a pipe has no width of its own, and narrow tables are hard to read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

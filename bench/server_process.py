@@ -25,7 +25,9 @@ _POLL_S = 0.2
 class ServerProcess:
     """`icehouse serve` with extra flags; ready when `__enter__` returns, stopped with SIGTERM.
 
-    `cache_directory` keeps the bench out of the user's own cache.
+    `cache_directory` keeps the bench out of the user's own cache. `command` is another tree's, up to and
+    without `serve`; it runs in the cache directory's parent and with this process's own environment, so that
+    neither side imports the other's tree.
     """
 
     def __init__(
@@ -35,10 +37,14 @@ class ServerProcess:
         cache_directory: Path,
         log_file: Path,
         flags: Sequence[str] = (),
+        command: Sequence[str] = (),
         boot_timeout_s: float = 180.0,
         stop_timeout_s: float = 90.0,
     ) -> None:
         self._arguments = ["--model", model, "--cache-directory", str(cache_directory), *flags]
+        self._command = list(command) or [sys.executable, "-m", "icehouse_server.cli.main"]
+        self._folder = cache_directory.parent if command else ROOT
+        self._environment = dict(os.environ) if command else child_environment()
         self._log_file = log_file
         self._boot_timeout_s = boot_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -55,19 +61,11 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         port = free_port()
         self.address = f"127.0.0.1:{port}"
-        command = [
-            sys.executable,
-            "-m",
-            "icehouse_server.cli.main",
-            "serve",
-            "--port",
-            str(port),
-            *self._arguments,
-        ]
+        command = [*self._command, "serve", "--port", str(port), *self._arguments]
         began = time.monotonic()
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=child_environment(), stdout=log, stderr=log
+                command, cwd=self._folder, env=self._environment, stdout=log, stderr=log
             )
         try:
             self._wait_until_serving(began + self._boot_timeout_s)

@@ -24,10 +24,10 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import speculation_pb2
 
 from bench.grpc_clients import Client, text_request
+from bench.model_folder import model_path
 from bench.replies import measure
 from bench.report import OUT, Spread, console, ratios, setting, show_table, spread_of, write_json
 from bench.server_process import ServerProcess
-from bench.throughput import model_path
 
 SIDES = ("plain", "speculating")
 PARAGRAPH = (

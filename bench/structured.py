@@ -24,7 +24,8 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import response_format_pb2
 
 from bench.grpc_clients import Client, stream_together, token_request
-from bench.prompts import short_prompts
+from bench.model_folder import model_path
+from bench.prompts import SHORT_PROMPT_TOKEN_COUNT, short_prompts
 from bench.replies import measure
 from bench.report import (
     OUT,
@@ -38,7 +39,6 @@ from bench.report import (
     write_json,
 )
 from bench.server_process import ServerProcess
-from bench.throughput import PROMPT_TOKEN_COUNT, model_path
 
 RATIO_TARGET = 0.90
 SIDES = ("free", "schema", "half")
@@ -99,7 +99,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, list[float | None
 
 async def _rounds(clients: Sequence[Client], arguments: argparse.Namespace) -> dict[str, list[float | None]]:
     texts = short_prompts(len(clients), seed=1)
-    prompts = [(await clients[0].tokenize(text))[:PROMPT_TOKEN_COUNT] for text in texts]
+    prompts = [(await clients[0].tokenize(text))[:SHORT_PROMPT_TOKEN_COUNT] for text in texts]
     rates: dict[str, list[float | None]] = {side: [] for side in SIDES}
     for round_index in range(arguments.rounds + 1):
         for turn in range(len(SIDES)):

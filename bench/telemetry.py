@@ -25,7 +25,8 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as messages
 
 from bench.grpc_clients import READ_WRITE, Client, token_request
-from bench.prompts import short_prompts
+from bench.model_folder import model_path
+from bench.prompts import SHORT_PROMPT_TOKEN_COUNT, short_prompts
 from bench.replies import quantile
 from bench.report import (
     OUT,
@@ -40,7 +41,6 @@ from bench.report import (
     write_json,
 )
 from bench.server_process import ServerProcess, free_port
-from bench.throughput import PROMPT_TOKEN_COUNT, model_path
 
 RATIO_TARGET = 0.98
 _QUIET = ("--no-access-log",)
@@ -148,7 +148,7 @@ async def _connected(address: str, count: int) -> AsyncIterator[list[Client]]:
 async def _rounds(sides: Sequence[Side], arguments: argparse.Namespace) -> dict[str, list[Round]]:
     texts = short_prompts(arguments.clients, seed=1)
     first = sides[0].clients[0]
-    prompts = [(await first.tokenize(text))[:PROMPT_TOKEN_COUNT] for text in texts]
+    prompts = [(await first.tokenize(text))[:SHORT_PROMPT_TOKEN_COUNT] for text in texts]
     requests = [token_request(p, max_output_tokens=arguments.tokens, cache=READ_WRITE) for p in prompts]
     for request in requests:
         request.sampling.ignore_end_tokens = True

@@ -1,285 +1,209 @@
-"""`make bench`: the server over gRPC against the same engine called in process, as ratios of one run.
+"""`make bench`: what a caller waits for, server over gRPC against mlx-lm's BatchGenerator in process.
 
-One server and one in-process engine (mlx-lm's BatchGenerator, defaults, same folder and dtype) stay
-loaded; only one of them computes at a time. Each round runs both sides at each number of clients, the
-first side in turn, and a first round is thrown away. Every client has a prompt of its own, sent as
-tokens; the prefix cache is off, replies are greedy and end at the same tokens on both sides.
+Wall clock from the first request to the last token, prompts included, and times to first token, in rounds
+of one run: each measures every case, and the side that goes first takes turns. Ratios are taken within a
+round; medians and spreads are over the rounds, of which as many run as fit in `--minutes`. Both sides are
+warm (bench.lone measures servers that are not), have the same weights and type, and OpenBLAS where the
+server would load it. Every prompt is new, sent as tokens; replies are greedy.
 
-The default model is made of random weights (bench.random_model): a step of it is short, so that what
-the server adds to a step shows. `--model demo` measures the real one, more slowly.
+The default model is made of random weights (bench.random_model): a step of it is short, so that what the
+server adds to a step shows. `--model demo` measures the real one, more slowly.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.bootstrap.model_source import locate_model
-from icehouse_server.cli.terminal.console import build_progress
-from icehouse_server.config import ModelConfig
-
-from bench.engine_process import EngineProcess
-from bench.grpc_clients import Client, stream_together, token_request
+from bench.cases.beside import measure_beside
+from bench.cases.closed_loop import measure_closed_loop
+from bench.cases.crowd import measure_crowds
+from bench.cases.figure import Figure, Side, Unit, of_unit, spreads
+from bench.cases.kv_bits import measure_kv_bits
+from bench.cases.memory import measure_memory
+from bench.cases.sizes import FULL, QUICK, Sizes
+from bench.cases.target import judge, show_results
+from bench.cases.testbed import ENGINE_SIZES, Testbed
+from bench.cases.together import arrivals_of_clients, arrivals_of_mixes, measure_arrivals
+from bench.model_folder import model_path
 from bench.plots import plot_throughput
-from bench.prompts import short_prompts
-from bench.random_model import make_random_model
-from bench.replies import Reply, RoundMetrics, measure
-from bench.report import (
-    OUT,
-    Spread,
-    Verdict,
-    console,
-    ratios,
-    setting,
-    show_table,
-    show_verdicts,
-    spread_of,
-    write_json,
-)
-from bench.server_process import ServerProcess
+from bench.report import OUT, Spread, console, setting, show_table, write_json
 
-CLIENT_COUNTS = (1, 4, 16, 64)
-PROMPT_TOKEN_COUNT = 24
-DECODE_RATIO_TARGET = 0.95
-TTFT_OVERHEAD_TARGET_MS = 10.0
+CASES = ("clients", "mixes", "beside", "crowds", "closed-loop", "memory", "kv-bits")
+_SIDES = {"off": Side.CACHE_OFF, "on": Side.CACHE_ON}
+_SEED = 1
+_DIGITS = {Unit.TOKENS_PER_S: 1, Unit.TOKENS: 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """How much to measure."""
+    """What to measure, and how often."""
 
-    round_count: int
-    lone_repeat_count: int
-    """How often a round repeats the case of one client, which is short and therefore noisy."""
-    max_output_tokens: int
-
-
-FULL = Plan(round_count=5, lone_repeat_count=4, max_output_tokens=32)
-QUICK = Plan(round_count=2, lone_repeat_count=2, max_output_tokens=16)
+    cases: tuple[str, ...]
+    sides: tuple[Side, ...]
+    round_limit: int
+    time_limit_s: float
+    sizes: Sizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pair:
-    """Both sides of one case in one round."""
+class Findings:
+    """What the rounds came to."""
 
-    client_count: int
-    server: RoundMetrics
-    engine: RoundMetrics
-    equal_reply_count: int
+    rounds: list[list[Figure]] = dataclasses.field(default_factory=list)
+
+    @property
+    def figures(self) -> list[Figure]:
+        """Every figure of every round."""
+        return [figure for found in self.rounds for figure in found]
 
 
 def main() -> None:
     """Measure, print the tables, write bench/out/throughput.json and .png."""
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two short rounds, about two minutes")
-    parser.add_argument("--model", default="random", help="random, or as for icehouse serve")
-    parser.add_argument("--clients", type=int, nargs="+", default=CLIENT_COUNTS)
-    parser.add_argument("--rounds", type=int, help="measured rounds")
-    parser.add_argument("--tokens", type=int, help="output tokens per reply")
-    parser.add_argument("--serve-flags", default="", help="more flags for icehouse serve, in one string")
-    arguments = parser.parse_args()
-    plan = QUICK if arguments.quick else FULL
-    plan = dataclasses.replace(
-        plan,
-        round_count=arguments.rounds or plan.round_count,
-        max_output_tokens=arguments.tokens or plan.max_output_tokens,
+    arguments = _arguments()
+    sizes = QUICK if arguments.quick else FULL
+    plan = Plan(
+        cases=tuple(arguments.cases),
+        sides=tuple(_SIDES[mode] for mode in arguments.cache),
+        round_limit=arguments.rounds or (1 if arguments.quick else 5),
+        time_limit_s=60 * arguments.minutes,
+        sizes=dataclasses.replace(sizes, client_counts=tuple(arguments.clients or sizes.client_counts)),
     )
     began = time.monotonic()
-    pairs = asyncio.run(
-        _measure(arguments.model, plan, tuple(arguments.clients), arguments.serve_flags.split())
+    found = Findings()
+    try:
+        asyncio.run(_measure(arguments, plan, found))
+    finally:
+        # A run that breaks off has measured something too.
+        if found.rounds:
+            _report(found, plan, model=arguments.model, duration_s=time.monotonic() - began)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round of small sizes, to see it run")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cache", nargs="+", choices=_SIDES, default=tuple(_SIDES), help="clients and mixes")
+    parser.add_argument("--clients", type=int, nargs="+", help="callers that come together")
+    parser.add_argument("--rounds", type=int, help="most rounds")
+    parser.add_argument("--minutes", type=float, default=20.0, help="no round begins that would end later")
+    parser.add_argument("--model", default="thin", help="thin, large, or as for icehouse serve")
+    parser.add_argument("--serve-flags", default="", help="more flags for icehouse serve, in one string")
+    parser.add_argument(
+        "--baseline", default="", help="another tree's command up to and without `serve`, for kv-bits"
     )
-    _report(pairs, plan, duration_s=time.monotonic() - began)
+    return parser.parse_args()
 
 
-async def _measure(model: str, plan: Plan, client_counts: Sequence[int], flags: Sequence[str]) -> list[Pair]:
+async def _measure(arguments: argparse.Namespace, plan: Plan, found: Findings) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     log_file = OUT / "throughput.log"
     log_file.unlink(missing_ok=True)
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icehouse-bench-")))
-        path = model_path(model, scratch)
-        console.print(f"starting the server and the in-process engine with {path.name}")
-        server = stack.enter_context(
-            ServerProcess(model=str(path), cache_directory=scratch / "blocks", log_file=log_file, flags=flags)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as folder:
+        scratch = Path(folder)
+        path = model_path(arguments.model, scratch)
+        console.print(f"starting the server and the engine in process with {path.name}")
+        testbed = Testbed(
+            model_path=path,
+            scratch=scratch,
+            log_file=log_file,
+            flags=shlex.split(arguments.serve_flags),
+            baseline=shlex.split(arguments.baseline),
+            sizes=plan.sizes,
         )
-        clients = [Client(server.address) for _ in range(max(client_counts))]
-        await asyncio.gather(*(client.ready() for client in clients))
-        try:
-            dtype = (await clients[0].model()).dtype
-            engine = stack.enter_context(EngineProcess(model_path=path, dtype=dtype, log_file=log_file))
-            return await _rounds(clients, engine, plan, client_counts)
-        finally:
-            await asyncio.gather(*(client.close() for client in clients))
+        async with testbed.opened(seed=_SEED):
+            for round_index in range(plan.round_limit):
+                elapsed_s = time.monotonic() - began
+                if not fits_another_round(elapsed_s, round_index, limit_s=plan.time_limit_s):
+                    console.print(f"no time for another round after {elapsed_s:.0f} s")
+                    break
+                found.rounds.append([])
+                for case in plan.cases:
+                    figures = await _measure_case(testbed, case, plan, round_index)
+                    found.rounds[-1].extend(figures)
+                    _tell(figures, case)
+                console.print(f"round {round_index + 1} of at most {plan.round_limit} done")
 
 
-def model_path(model: str, scratch: Path) -> Path:
-    """Return the folder of the model to measure, made first where it is a random one."""
-    if model == "random":
-        return make_random_model(scratch)
-    with build_progress() as on_progress:
-        return locate_model(ModelConfig(model=model), on_progress=on_progress).path
+def fits_another_round(elapsed_s: float, done_count: int, *, limit_s: float) -> bool:
+    """Whether one more round as long as those before it ends in time; the first one always runs."""
+    return done_count == 0 or elapsed_s * (done_count + 1) / done_count <= limit_s
 
 
-async def _rounds(
-    clients: Sequence[Client], engine: EngineProcess, plan: Plan, client_counts: Sequence[int]
-) -> list[Pair]:
-    prompts = await _choose_prompts(clients[0], engine, plan, count=max(client_counts))
-    pairs: list[Pair] = []
-    for round_index in range(plan.round_count + 1):
-        for count in client_counts:
-            repeats = plan.lone_repeat_count if count == 1 and round_index else 1
-            for repeat in range(repeats):
-                first = (
-                    (round_index * plan.lone_repeat_count + repeat) * count % len(prompts)
-                    if count == 1
-                    else 0
-                )
-                chosen = slice(first, first + count)
-                pair = await _both_sides(
-                    clients[:count],
-                    engine,
-                    prompts[chosen],
-                    plan.max_output_tokens,
-                    server_first=(round_index + repeat) % 2 == 0,
-                )
-                if round_index:
-                    pairs.append(pair)
-        name = f"round {round_index} of {plan.round_count}" if round_index else "warm-up round"
-        console.print(f"{name} done")
-    return pairs
+async def _measure_case(testbed: Testbed, case: str, plan: Plan, round_index: int) -> list[Figure]:
+    if case == "beside":
+        return await measure_beside(testbed)
+    if case == "crowds":
+        return await measure_crowds(testbed, round_index=round_index)
+    if case == "closed-loop":
+        return await measure_closed_loop(testbed, seed=_SEED + round_index)
+    if case == "memory":
+        return await measure_memory(testbed, round_index=round_index)
+    if case == "kv-bits":
+        return await measure_kv_bits(testbed, round_index=round_index)
+    make = arrivals_of_clients if case == "clients" else arrivals_of_mixes
+    figures: list[Figure] = []
+    for arrivals in make(plan.sizes):
+        figures += await measure_arrivals(testbed, arrivals, sides=plan.sides, turn=round_index)
+    return figures
 
 
-async def _both_sides(
-    clients: Sequence[Client],
-    engine: EngineProcess,
-    prompts: Sequence[Sequence[int]],
-    max_output_tokens: int,
-    *,
-    server_first: bool,
-) -> Pair:
-    requests = [token_request(prompt, max_output_tokens=max_output_tokens) for prompt in prompts]
-    served: list[Reply] = []
-    if server_first:
-        served = await stream_together(clients, requests)
-    called = await asyncio.to_thread(engine.generate, prompts, max_output_tokens=max_output_tokens)
-    if not server_first:
-        served = await stream_together(clients, requests)
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(served, called, strict=True))
-    return Pair(len(clients), measure(served), measure(called), equal)
+def _tell(figures: Sequence[Figure], case: str) -> None:
+    """Print what a case's round says of its targets while the run goes on."""
+    results = judge(figures)
+    for result in results:
+        console.print(f"  {result.line}")
+    if not results:
+        console.print(f"  {case}: no target" + (" without --baseline" if case == "kv-bits" else ""))
 
 
-async def _choose_prompts(
-    client: Client, engine: EngineProcess, plan: Plan, *, count: int
-) -> list[list[int]]:
-    """Return prompts whose replies do not end early: every reply then costs the same."""
-    texts = short_prompts(count + count // 4 + 4, seed=1)
-    prompts = [(await client.tokenize(text))[:PROMPT_TOKEN_COUNT] for text in texts]
-    replies = await asyncio.to_thread(engine.generate, prompts, max_output_tokens=plan.max_output_tokens)
-    whole = [i for i, r in enumerate(replies) if len(r.token_ids) == plan.max_output_tokens][:count]
-    # With a model that ends most replies early the rest is filled up: tokens are counted as they come.
-    whole += [i for i in range(len(texts)) if i not in whole][: count - len(whole)]
-    return [prompts[i] for i in whole]
-
-
-def _report(pairs: Sequence[Pair], plan: Plan, *, duration_s: float) -> None:
-    by_count: dict[int, list[Pair]] = {}
-    for pair in pairs:
-        by_count.setdefault(pair.client_count, []).append(pair)
-    rows = [_case(count, found) for count, found in sorted(by_count.items())]
-    show_table(
-        "Server over gRPC / engine in process: median (min to max) of the ratio in each round",
-        ("clients", "tokens/s", "decode tokens/s", "TTFT p50", "TTFT p95", "step p50", "equal replies"),
-        (
-            (
-                str(row["clients"]),
-                row["tokens_per_s_ratio"].text(),
-                row["decode_ratio"].text(),
-                row["ttft_p50_ratio"].text(),
-                row["ttft_p95_ratio"].text(),
-                row["itl_p50_ratio"].text(),
-                f"{row['equal_replies']}/{row['replies']}",
-            )
-            for row in rows
-        ),
-    )
-    show_table(
-        "For orientation, this machine and moment only",
-        (
-            "clients",
-            "server tok/s",
-            "engine tok/s",
-            "server decode",
-            "engine decode",
-            "server TTFT p50/p95 ms",
-            "engine TTFT p50/p95 ms",
-        ),
-        (_orientation(row) for row in rows),
-    )
-    verdicts = _verdicts(by_count, rows)
-    show_verdicts(verdicts)
-    content = {"setting": setting(), "plan": plan, "duration_s": duration_s, "cases": rows}
-    path = write_json("throughput", {**content, "targets": verdicts, "rounds": list(pairs)})
-    console.print(f"{path} and {plot_throughput(rows)}; {duration_s:.0f} s")
-
-
-def _orientation(row: dict[str, Any]) -> list[str]:
-    """Return one case's absolute numbers, as text."""
-    rates = [
-        row[side][key].number(0)
-        for key in ("tokens_per_s", "decode_tokens_per_s")
-        for side in ("server", "engine")
-    ]
-    ttfts = [
-        " / ".join(f"{1000 * row[side][key].median:.0f}" for key in ("ttft_p50_s", "ttft_p95_s"))
-        for side in ("server", "engine")
-    ]
-    return [str(row["clients"]), *rates, *ttfts]
-
-
-def _case(count: int, pairs: Sequence[Pair]) -> dict[str, Any]:
-    def of(side: str, name: str) -> list[float | None]:
-        return [getattr(getattr(pair, side), name) for pair in pairs]
-
-    names = [field.name for field in dataclasses.fields(RoundMetrics)]
-    return {
-        "clients": count,
-        "tokens_per_s_ratio": ratios(of("server", "tokens_per_s"), of("engine", "tokens_per_s")),
-        "decode_ratio": ratios(of("server", "decode_tokens_per_s"), of("engine", "decode_tokens_per_s")),
-        "ttft_p50_ratio": ratios(of("server", "ttft_p50_s"), of("engine", "ttft_p50_s")),
-        "ttft_p95_ratio": ratios(of("server", "ttft_p95_s"), of("engine", "ttft_p95_s")),
-        "itl_p50_ratio": ratios(of("server", "itl_p50_s"), of("engine", "itl_p50_s")),
-        "equal_replies": sum(pair.equal_reply_count for pair in pairs),
-        "replies": count * len(pairs),
-        "server": {name: spread_of(of("server", name)) for name in names},
-        "engine": {name: spread_of(of("engine", name)) for name in names},
+def _report(found: Findings, plan: Plan, *, model: str, duration_s: float) -> None:
+    figures = found.figures
+    for unit, title in (
+        (Unit.RATIO, "Ratios within a round: median (min to max)"),
+        (Unit.TOKENS_PER_S, "Tokens per second, this machine and moment only"),
+        (Unit.SECONDS, "Seconds, this machine and moment only"),
+    ):
+        rows = [
+            (key.case, key.name, key.side.value, spread.text(_DIGITS.get(unit, 3)))
+            for key, spread in spreads(of_unit(figures, unit)).items()
+        ]
+        if rows:
+            show_table(title, ("case", "what", "side", "median (min to max)"), rows)
+    results = judge(figures)
+    show_results(results)
+    if plan.sizes != FULL:
+        console.print("the sizes are not all those of the targets' table")
+    content: dict[str, Any] = {
+        "setting": setting(),
+        "model": model,
+        "engine": ENGINE_SIZES,
+        "sizes": plan.sizes,
+        "cases": plan.cases,
+        "round_count": len(found.rounds),
+        "duration_s": duration_s,
+        "targets": [
+            {"what": r.key.text, "must": r.target.must, "goal": r.target.goal, "result": r.grade.value}
+            | {"bound": r.target.bound.value, "spread": r.spread}
+            for r in results
+        ],
+        "figures": [_entry(key.text, key.unit, s) for key, s in spreads(figures).items()],
+        "rounds": [[(f.key.text, f.key.unit.value, f.value) for f in each] for each in found.rounds],
     }
+    path = write_json("throughput", content)
+    console.print(f"{path} and {plot_throughput(spreads(figures), results)}; {duration_s:.0f} s")
 
 
-def _verdicts(by_count: dict[int, list[Pair]], rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    verdicts = [
-        Verdict(f"decode, {row['clients']} clients", row["decode_ratio"], DECODE_RATIO_TARGET, True)
-        for row in rows
-        if row["clients"] <= 16
-    ]
-    if 1 in by_count:
-        overhead_ms: Spread = spread_of(
-            1000 * (pair.server.ttft_p50_s - pair.engine.ttft_p50_s) for pair in by_count[1]
-        )
-        verdicts.append(Verdict("TTFT overhead, 1 client, ms", overhead_ms, TTFT_OVERHEAD_TARGET_MS, False))
-    if 16 in by_count and 64 in by_count:
-        scaling = ratios(
-            [pair.server.tokens_per_s for pair in by_count[64]],
-            [pair.server.tokens_per_s for pair in by_count[16]],
-        )
-        verdicts.append(Verdict("server, tokens/s at 64 clients / at 16", scaling, 1.0, True))
-    return verdicts
+def _entry(what: str, unit: Unit, spread: Spread) -> dict[str, Any]:
+    return {"what": what, "unit": unit.value, "spread": spread}
 
 
 if __name__ == "__main__":
