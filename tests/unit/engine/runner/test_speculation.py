@@ -6,6 +6,8 @@ import pytest
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.runner.draft_model import DraftedRow
+from icehouse_server.engine.runner.forward import Row
 from icehouse_server.engine.runner.speculation import GUESS_LIMIT, SpeculatingRow, guesses_of, limit_of
 from icehouse_server.engine.sampling.row import SamplingRow
 
@@ -51,6 +53,18 @@ def test_a_row_that_stopped_comes_back_when_its_guesses_would_have_come_true() -
     for token_id in (50, 51, 52, 53, 54):
         row.take([token_id], guess_count=0, accepted_count=0)
     assert row.is_guessing and row.look_up(100) == [55, 50, 51, 52, 53, 54][: len(row.look_up(100))]
+
+
+def test_a_draft_model_that_still_reads_the_prompt_is_not_judged() -> None:
+    drafted = DraftedRow(Row([]))
+    asked = Speculation(draft_token_limit=4, drafting=Drafting.DRAFT_MODEL)
+    row = SpeculatingRow(asked, [1], limit=SpeculationLimit.NONE, drafted=drafted)
+    for token_id in range(200):
+        row.take([token_id], guess_count=0, accepted_count=0)
+    assert row.is_guessing and drafted.behind == list(range(200))
+    for _ in range(24):
+        row.take([1], guess_count=4, accepted_count=0)
+    assert not row.is_guessing and row.drafted is None
 
 
 def test_all_rows_share_the_guesses_of_a_pass() -> None:
