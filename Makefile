@@ -1,9 +1,11 @@
 # The door. `make help` lists what can be done; everything else lives in Python.
-# VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed.
+# VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed,
+# WORKERS how many processes run the tests. A file's tests stay in one process, with its fixtures.
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
+WORKERS ?= 2
 SHELL := /bin/sh
 
 BIN := $(VENV)/bin
@@ -41,10 +43,10 @@ serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" 
 	@$(BIN)/icehouse serve $(ARGS)
 
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-slow: $(STAMP) ## Run the long tests: many seeds, many kill -9.
-	@$(BIN)/python -m pytest -q -m slow --timeout 3600 $(ARGS)
+test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on two cores.
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow --timeout 3600 $(ARGS)
 
 test-clients: $(STAMP) ## Test the clients in other languages whose tool chains are here (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
