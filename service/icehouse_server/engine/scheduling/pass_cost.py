@@ -32,6 +32,8 @@ _PRIOR_WEIGHT = 0.03
 """Of a measured pass. Where the passes do not tell, half of the usual one's time is taken to be fixed and
 half to grow with its tokens: either guess alone would confirm itself, by choosing the sizes that cannot
 refute it."""
+_LEAST_S = 1e-6
+"""No pass takes less; a clock that says so was read at the wrong moment."""
 _TOKENS_REACH = 2.0
 _SCORES_REACH = 4.0
 """A fit is trusted for passes of up to so many times the largest one measured: that is how it probes."""
@@ -146,7 +148,7 @@ class PassCostLearner:
         """Learn from a pass that ran."""
         assert size.token_count > 0, size
         self._noted_count += 1
-        measured = _Measured(size, max(elapsed_s, 1e-9), self._noted_count)
+        measured = _Measured(size, max(elapsed_s, _LEAST_S), self._noted_count)
         if self._is_change(measured):
             self._kept.clear()
             for surprise in self._surprises[:-1]:
@@ -195,7 +197,7 @@ class PassCostLearner:
 
     def _is_change(self, measured: _Measured) -> bool:
         cost = self.cost()
-        ratio = measured.elapsed_s / cost.seconds(measured.size) if cost else 1.0
+        ratio = measured.elapsed_s / max(cost.seconds(measured.size), _LEAST_S) if cost else 1.0
         if 1.0 / _SURPRISE_FACTOR < ratio < _SURPRISE_FACTOR:
             self._surprises.clear()
             return False
@@ -215,11 +217,11 @@ def _fit(passes: list[_Measured], *, now: int) -> PassCost:
     units = np.median(seconds) / np.maximum(1.0, np.median(sizes, axis=0))
     rows = np.vstack([sizes * units * (weights / seconds)[:, None], _PRIOR_WEIGHT * np.eye(len(units))])
     wanted = np.concatenate([weights, _PRIOR_WEIGHT * np.array([0.5, 0.5, 0.0, 0.0])])
-    products, wanted = rows.T @ rows, rows.T @ wanted
     shares = np.zeros(len(units))
     free = list(range(len(units)))
     while free:
-        found = np.linalg.solve(products[np.ix_(free, free)], wanted[free])
+        # Times that lie many orders apart make normal equations that cannot be solved.
+        found = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
         if found.min() >= 0.0:
             shares[free] = found
             break

@@ -157,3 +157,19 @@ def test_where_all_is_fixed_longer_is_always_better() -> None:
     assert PassCost(0.1, 0.0, 0.0).tokens_at_rate(0.95, 0, limit=math.inf) == math.inf
     assert PassCost(0.1, 0.0, 0.0).tokens_at_rate(0.95, 0, limit=100) == pytest.approx(95)
     assert PassCost(0.0, 0.1, 0.0).tokens_at_rate(0.95, 0, limit=100) == 1
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [((2, 120, 2), 0.009025), ((6, 6, 6), 0.04057), ((16, 480, 1), 0.0003726), ((1, 30, 0), 0.0001265)],
+        [((1, 1, 0), 5.4e-9), ((2, 2, 2), 0.0908), ((16, 960, 0), 0.0230), ((4, 8, 1), 0.0)],
+    ],
+    ids=["nothing but draws costs anything", "times many orders apart"],
+)
+def test_what_cannot_be_true_is_fitted_all_the_same(passes: list[tuple[tuple[int, int, int], float]]) -> None:
+    learner = PassCostLearner()
+    for size, elapsed_s in passes * 3:
+        learner.note(PassSize(*size), elapsed_s)
+        cost = learner.cost()
+        assert cost is not None and cost.seconds(PassSize(1000, 10_000, 1)) >= 0.0
