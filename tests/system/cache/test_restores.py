@@ -61,13 +61,18 @@ def test_a_load_that_storage_never_answers_ends_with_the_storage(tmp_path: Path)
         served.check()
 
 
-def test_a_tier_that_is_lost_before_a_planned_load_is_asked_for_is_planned_without(tmp_path: Path) -> None:
+def test_a_tier_that_is_lost_before_a_planned_load_is_asked_for_is_planned_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
-        for name in "ab":
-            served.submit(name, TOKENS)
-        while len(served.controller._restores) < 2:
-            served.loop.step()
+        served.submit("a", TOKENS)
+        served.loop.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(served.scheduler, "restore_s", lambda least_s: 0.0)
+            served.submit("b", TOKENS)
+            while len(served.controller._restores) < 2:
+                served.loop.step()
         assert len(served.controller._loads) == 1, "both are planned, one is read"
         served.mailbox.post(StorageFailed("the test broke it"))
         served.is_storage_alive = False
@@ -261,3 +266,19 @@ def test_a_prompt_that_waits_for_an_inventory_that_never_comes(tmp_path: Path) -
     served.step_until_idle()
     assert served.answer("early").cache.limit is ReuseLimit.NO_MATCH
     assert served.ask("later", TOKENS).cache.ram_token_count == 4 * BLOCK
+
+
+def test_several_restores_proceed_in_one_step_and_all_reads_are_asked_for_at_once(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        served.holds_storage = True
+        for name in "abcdef":
+            served.submit(name, TOKENS)
+        served.step_until_idle()
+        assert len(served.controller._loads) == 6, "no limit on prompts in preparation holds a read back"
+        served.settle_storage()
+        served.runner.restored.clear()
+        served.loop.step()
+        assert len(served.runner.restored) == 6
+        served.step_until_idle()
+        assert all(served.answer(name).cache.ssd_token_count == len(TOKENS) - 1 for name in "abcdef")

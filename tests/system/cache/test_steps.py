@@ -63,3 +63,17 @@ def test_a_window_from_ssd_before_a_block_from_ssd(tmp_path: Path) -> None:
         served.ask("long", tokens, max_output_tokens=2)
         assert served.ask("fork", fork).cache.cached_token_count == 3 * BLOCK
         served.check()
+
+
+def test_a_follower_begins_in_the_step_after_its_leader_ended_though_nothing_else_runs() -> None:
+    with SteppedServer() as served:
+        tokens = prompt(2 * BLOCK + 3)
+        served.submit("warm", tokens, max_output_tokens=0)
+        served.loop.step()
+        served.submit("follows", tokens)
+        waits: list[bool] = []
+        while served.recorder.end_of("follows") is None:
+            waits.append(served.loop.is_idle)
+            served.loop.step()
+        assert not any(waits), "the loop never waited for a message"
+        assert served.answer("follows").cache.ram_token_count == len(tokens) - 1
