@@ -26,8 +26,3 @@ class DecodeRow:
     """What to tell of each drawn token; None tells no log probabilities."""
     speculation: Speculation | None = None
     """Asked for; the runner tells with the first token whether it can."""
-
-    @property
-    def last_token_id(self) -> int:
-        """The last token before the first one that is drawn."""
-        return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]
