@@ -160,7 +160,7 @@ class EngineConfig:
     preload_enabled: bool = setting(
         True,
         Kind.SWITCH,
-        "On Linux without a GPU, start with OpenBLAS preloaded where it is installed.",
+        "On Linux without a GPU, load OpenBLAS in front of MLX where it is installed.",
         flag="--preload",
     )
 

@@ -97,7 +97,7 @@ class CacheClass:
         slots, those of a window hold its last tokens in temporal order. Raises KeyError, IndexError or
         ValueError when arrays are missing or damaged.
         """
-        raise NotImplementedError(self.name)
+        raise AssertionError(f"{self.name} says nothing of how it is rebuilt")
 
     def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
         """Return the cache that keeps the same in fewer bits, or `empty` itself where there is none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.model_seam import Trunk
 from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back
 from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, candidates, plain_places
+
+_log = logging.getLogger("icehouse.engine")
 
 Schedule = Sequence[Sequence[int]]
 """For each pass, how many tokens each of the rows brings; 0 where a row is not in it."""
@@ -174,7 +177,8 @@ def _head_facts(model: Any, make: Callable[[], list[Any]], yardstick: _Yardstick
             facts["gathers_hidden"] = (
                 _distance(picked, yardstick.logits[0][0][trunk.places]) <= yardstick.tolerance
             )
-    except Exception:  # whatever a head does that is not called as most are
+    except Exception as error:  # whatever a head does that is not called as most are
+        _log.info("head_reads_all", extra={"detail": f"{type(error).__name__}: {str(error)[:160]}"})
         facts.setdefault("gives_hidden", False)
     finally:
         trunk.is_on, trunk.places, trunk.hidden = False, None, None
