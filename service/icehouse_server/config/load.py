@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ PRELOADED_VARIABLE = "ICEHOUSE_PRELOADED"
 """Set for a program that is started with OpenBLAS preloaded; never by people."""
 
 _OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE)
+
+_SERVICE_LINK = r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def load_config(
     process's environment by default; `file` wins over its ICEHOUSE_CONFIG. Raises ConfigError for
     an unknown key or variable, a value of the wrong kind or range, and values that contradict.
     """
-    environ = environment() if environ is None else environ
+    environ = _without_service_links(environment() if environ is None else environ)
     flags = flags or {}
     if file is None and environ.get(FILE_VARIABLE):
         file = Path(environ[FILE_VARIABLE])
@@ -126,6 +129,25 @@ def _read_file(file: Path) -> dict[str, object]:
                 raise _unknown(f"key {name!r} in section [{section}] of {file}", name, names)
             found[f"{section}.{name}"] = value
     return found
+
+
+def _without_service_links(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables without those that Kubernetes adds for Services named `icehouse`, `icehouse-…`.
+
+    Each Service NAME has a NAME_SERVICE_HOST. Of one named `icehouse-server` even a setting's own variable is
+    set, to a URL; what the pod itself says of it has no URL and stays.
+    """
+    hosts = [v for v in environ if v.startswith("ICEHOUSE_") and v.endswith("_SERVICE_HOST")]
+    if not hosts:
+        return environ
+    names = "|".join(re.escape(host.removesuffix("_SERVICE_HOST")) for host in hosts)
+    link = re.compile(f"({names})_({_SERVICE_LINK})")
+    settings = {s.variable for s in SETTINGS}
+    return {
+        variable: value
+        for variable, value in environ.items()
+        if not link.fullmatch(variable) or (variable in settings and "://" not in value)
+    }
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:

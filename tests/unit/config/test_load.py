@@ -132,6 +132,40 @@ def test_other_peoples_variables_are_none_of_our_business() -> None:
     assert load_config(environ={"ICE": "1", "HOME": "/", "ICEHOUSE_PRELOADED": "1"}).config == Config()
 
 
+def service_links(name: str) -> dict[str, str]:
+    """Return what Kubernetes puts into the environment of a pod beside a ClusterIP Service."""
+    port = f"{name}_PORT_50051_TCP"
+    return {
+        f"{name}_SERVICE_HOST": "10.96.3.7",
+        f"{name}_SERVICE_PORT": "50051",
+        f"{name}_SERVICE_PORT_GRPC": "50051",
+        f"{name}_PORT": "tcp://10.96.3.7:50051",
+        port: "tcp://10.96.3.7:50051",
+        f"{port}_PROTO": "tcp",
+        f"{port}_PORT": "50051",
+        f"{port}_ADDR": "10.96.3.7",
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["ICEHOUSE", "ICEHOUSE_GRPC", "ICEHOUSE_SERVER", "ICEHOUSE_TELEMETRY_METRICS"]
+)
+def test_services_of_a_kubernetes_namespace_set_nothing(name: str) -> None:
+    assert load_config(environ=service_links(name)).config == Config()
+
+
+def test_a_variable_of_the_pod_counts_beside_a_service_of_its_name() -> None:
+    environ = service_links("ICEHOUSE_SERVER") | {"ICEHOUSE_SERVER_PORT": "7"}
+    assert load_config(environ=environ).config.server.port == 7
+
+
+@pytest.mark.parametrize(
+    "variable", ["ICEHOUSE_SERVR_PORT", "ICEHOUSE_PRT", "ICEHOUSE_PORT_X_TCP", "ICEHOUSE_SERVICE_HOSTS"]
+)
+def test_a_misspelt_variable_is_still_named_beside_a_service(variable: str) -> None:
+    assert variable in refusal(environ=service_links("ICEHOUSE") | {variable: "1"})
+
+
 def test_a_chunk_may_divide_the_block_or_be_a_multiple() -> None:
     for chunk in ("64", "256", "1024"):
         flags = {"engine.prefill_chunk_token_count": chunk}
