@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
 import pytest
-from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats
+from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats, options
 from icehouse_client.embeddings import embed_request
-from icehouse_client.reranking import rerank_request
+from icehouse_client.requests import Options
+from icehouse_client.reranking import RerankOptions, rerank_request
 from icehouse_server.domain.events import Delta, Finished
 from icehouse_server.domain.events import FinishReason as EngineFinishReason
 from icehouse_server.domain.request import CacheUse
@@ -147,6 +149,41 @@ async def test_leaving_a_stream_cancels_it(served: RunningServer) -> None:
     assert await served.cancelled() == "left"
 
 
+@pytest.mark.parametrize("iteration", ["__iter__", "indexed"])
+async def test_an_iteration_that_is_left_cancels_a_stream_that_is_kept(
+    served: RunningServer, iteration: str
+) -> None:
+    served.engine.script = hanging
+    left = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def use(client: Client) -> None:
+        stream = client.stream("Hi", request_id="left")
+        for _ in getattr(stream, iteration)():
+            break
+        # The stream and its connection live on until the server has seen the end.
+        asyncio.run_coroutine_threadsafe(left.wait(), loop).result()
+        stream.cancel()
+
+    leaving = asyncio.create_task(threaded(served, use))
+    assert await served.cancelled() == "left"
+    left.set()
+    await leaving
+
+
+@pytest.mark.parametrize("iteration", ["__aiter__", "indexed"])
+async def test_an_asyncio_iteration_that_is_left_cancels_a_stream_that_is_kept(
+    served: RunningServer, iteration: str
+) -> None:
+    served.engine.script = hanging
+    async with AsyncClient(served.server.address) as client:
+        stream = client.stream("Hi", request_id="left")
+        async for _ in getattr(stream, iteration)():
+            break
+        assert await served.cancelled() == "left"
+        stream.cancel()
+
+
 async def test_tokenize_stats_and_models(served: RunningServer) -> None:
     def use(client: Client) -> Any:
         return client.tokenize("Hi"), client.cache_stats(), client.models()
@@ -196,6 +233,33 @@ async def test_leaving_an_asyncio_stream_cancels_it(served: RunningServer) -> No
 def test_a_prompt_of_no_known_kind_is_refused_here(prompt: Any, wanted: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=wanted):
         client.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "wanted"),
+    [
+        ("generate", "max_tokens", "did you mean 'max_output_tokens'?"),
+        ("generate", "temprature", "did you mean 'temperature'?"),
+        ("generate", "n", "did you mean 'completions'?"),
+        ("stream", "timeout", "did you mean 'timeout_s'?"),
+        ("chat", "zzzz", "there are adapter, bad_token_sequences"),
+        ("embed", "dimension", "did you mean 'dimensions'?"),
+        ("embed", "temperature", "there is no option 'temperature'"),
+        ("rerank", "top_n", "did you mean 'top_count'?"),
+    ],
+)
+async def test_an_option_that_no_request_has_is_refused(call: str, option: str, wanted: str) -> None:
+    arguments: tuple[Any, ...] = ("q", ["a"]) if call == "rerank" else (["q"],) if call == "embed" else ("q",)
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=re.escape(wanted)):
+        getattr(client, call)(*arguments, **{option: 1})
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match=re.escape(wanted)):
+            await getattr(client, call)(*arguments, **{option: 1})
+
+
+def test_names_of_other_apis_are_hints_to_options_that_exist() -> None:
+    known = {**Options.__annotations__, **RerankOptions.__annotations__}
+    assert {name for name in options.MEANT if options.MEANT[name] not in known or name in known} == set()
 
 
 async def test_response_formats_arrive_and_json_is_read_from_complete_outputs_only(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -175,17 +175,21 @@ class AsyncStream:
         self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        async for index, text in self.indexed():
-            if index == 0:
-                yield text
+        async with contextlib.aclosing(self.indexed()) as pieces:
+            async for index, text in pieces:
+                if index == 0:
+                    yield text
 
-    async def indexed(self) -> AsyncIterator[tuple[int, str]]:
+    async def indexed(self) -> AsyncGenerator[tuple[int, str], None]:
         """Iterate over the text of all completions, each piece with its completion's index."""
-        with _translated():
-            async for response in self._call:
-                index, text = self._sum.add(response)
-                if text:
-                    yield index, text
+        try:
+            with _translated():
+                async for response in self._call:
+                    index, text = self._sum.add(response)
+                    if text:
+                        yield index, text
+        finally:
+            self.cancel()
 
     @property
     def started(self) -> Started | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
@@ -170,7 +170,8 @@ class ResponseCall(Protocol):
 class Stream:
     """A running output: an iterator over its pieces of text, of several completions over the first one's.
 
-    `reply` is the whole, once the iteration has ended. Leaving the `with` block early cancels it.
+    `reply` is the whole, once the iteration has ended. Leaving the iteration or the `with` block early
+    cancels it; what is left of it cannot be iterated over again.
     """
 
     def __init__(self, call: ResponseCall, *, completion_count: int = 0) -> None:
@@ -186,15 +187,19 @@ class Stream:
         self.cancel()
 
     def __iter__(self) -> Iterator[str]:
-        return (text for index, text in self.indexed() if index == 0)
+        with contextlib.closing(self.indexed()) as pieces:
+            yield from (text for index, text in pieces if index == 0)
 
-    def indexed(self) -> Iterator[tuple[int, str]]:
+    def indexed(self) -> Generator[tuple[int, str], None, None]:
         """Iterate over the text of all completions, each piece with its completion's index."""
-        with _translated():
-            for response in self._call:
-                index, text = self._sum.add(response)
-                if text:
-                    yield index, text
+        try:
+            with _translated():
+                for response in self._call:
+                    index, text = self._sum.add(response)
+                    if text:
+                        yield index, text
+        finally:
+            self.cancel()
 
     @property
     def started(self) -> Started | None:

@@ -7,6 +7,8 @@ from typing import Literal, TypedDict
 
 from icehouse.v1 import embedding_service_pb2 as messages
 
+from icehouse_client.options import refuse_unknown
+
 Pooling = Literal["last_token", "mean"]
 
 _POOLINGS = {"last_token": messages.POOLING_LAST_TOKEN, "mean": messages.POOLING_MEAN}
@@ -27,6 +29,7 @@ class EmbedOptions(TypedDict, total=False):
 
 def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> messages.EmbedRequest:
     """Return the message of Embed; each input is a text or token ids."""
+    refuse_unknown(options, EmbedOptions)
     if isinstance(inputs, str):
         raise TypeError("inputs is a list of texts, not one text")
     request = messages.EmbedRequest(

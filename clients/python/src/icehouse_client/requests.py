@@ -11,6 +11,7 @@ from icehouse.v1 import prompt_pb2
 from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
+from icehouse_client.options import refuse_unknown
 from icehouse_client.sampling import SamplingOptions, sampling_proto
 from icehouse_client.speculation import Speculation
 
@@ -48,7 +49,8 @@ class Options(SamplingOptions, CacheOptions, total=False):
 
 
 def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
-    """Return the message of Generate and Stream; raises TypeError for a prompt of no known kind."""
+    """Return the message of Generate and Stream; raises TypeError for an unknown option or kind of prompt."""
+    refuse_unknown(options, Options)
     request = inference.GenerateRequest(
         request_id=options.get("request_id", ""),
         model=options.get("model", ""),

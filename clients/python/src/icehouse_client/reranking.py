@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from icehouse.v1 import rerank_service_pb2 as messages
 
 from icehouse_client.cache import CacheOptions, cache_policy
+from icehouse_client.options import refuse_unknown
 
 
 class RerankOptions(CacheOptions, total=False):
@@ -43,6 +44,7 @@ class Ranked:
 
 def rerank_request(query: str, documents: Sequence[str], options: RerankOptions) -> messages.RerankRequest:
     """Return the message of Rerank."""
+    refuse_unknown(options, RerankOptions)
     if isinstance(documents, str):
         raise TypeError("documents is a list of texts, not one text")
     if "text" in options and ("system" in options or "user" in options):

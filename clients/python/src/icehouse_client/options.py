@@ -1,0 +1,40 @@
+"""Refusal of options that no request has: type checkers see them, a running program would drop them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MEANT = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "max_new_tokens": "max_output_tokens",
+    "n": "completions",
+    "best_of": "completions",
+    "stop_sequences": "stop",
+    "top_logprobs": "logprobs",
+    "guided_json": "response_format",
+    "functions": "tools",
+    "chat_template_kwargs": "template_arguments",
+    "timeout": "timeout_s",
+    "top_n": "top_count",
+}
+"""Our option by its name in other APIs."""
+
+
+def refuse_unknown(options: Mapping[str, Any], known: type[Any]) -> None:
+    """Raise TypeError for a key that the TypedDict `known` lacks, with the one that may be meant."""
+    names = known.__annotations__
+    for name in options:
+        if name not in names:
+            near = _near(name, names)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(names))}"
+            raise TypeError(f"there is no option {name!r}; {hint}")
+
+
+def _near(name: str, names: Iterable[str]) -> str | None:
+    known = sorted(names)
+    if MEANT.get(name) in known:
+        return MEANT[name]
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
