@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from icehouse_server.cli.terminal.console import address_of, complain, err
-from icehouse_server.config import load_config
+from icehouse_server.cli.terminal import client_options
+from icehouse_server.cli.terminal.console import complain, err
 
 if TYPE_CHECKING:
     from icehouse_server.rpc.client.generate import Summary
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 def generate(
     text: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    address: Annotated[
-        str | None, typer.Option(help="host:port or unix:/path; by default where `serve` would listen.")
-    ] = None,
+    address: client_options.Address = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's turn of a chat.")] = False,
     max_output_tokens: Annotated[
         int | None, typer.Option(help="Most tokens to generate; by default the server's choice.")
@@ -32,6 +30,11 @@ def generate(
     ] = "",
     timeout_s: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the text only.")] = False,
+    token: client_options.Token = None,
+    tls: client_options.Tls = False,
+    ca: client_options.Ca = None,
+    certificate: client_options.Certificate = None,
+    key: client_options.Key = None,
 ) -> None:
     """Stream a continuation of TEXT from a running server."""
     # Imported here, so that commands that need no gRPC start without it.
@@ -47,7 +50,8 @@ def generate(
         stop=tuple(stop or ()),
         adapter=adapter,
     )
-    with Connection(address or address_of(load_config().config.server)) as connection:
+    access = client_options.access_of(token=token, tls=tls, ca=ca, certificate=certificate, key=key)
+    with Connection(client_options.resolved(address), access) as connection:
         try:
             summary = connection.stream(prompt, on_text=print_text, timeout_s=timeout_s)
         except CallFailed as error:

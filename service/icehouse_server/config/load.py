@@ -1,13 +1,14 @@
 """Configuration loader: flags, environment and file to one validated `Config`, each value with its origin.
 
 Precedence: flag, then environment variable, then file, then default. This module and `paths` are the
-only readers of the environment.
+only readers of the environment, beside the command line's library for `ClientVariable`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import os
 import re
 import tomllib
@@ -26,7 +27,19 @@ FILE_VARIABLE = "ICEHOUSE_CONFIG"
 PRELOADED_VARIABLE = "ICEHOUSE_PRELOADED"
 """Set for a program that is started with OpenBLAS preloaded; never by people."""
 
-_OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE)
+
+class ClientVariable(enum.StrEnum):
+    """Variables of the commands that call a running server; settings of the server are none of them."""
+
+    ADDRESS = "ICEHOUSE_CLIENT_ADDRESS"
+    TOKEN_FILE = "ICEHOUSE_CLIENT_TOKEN_FILE"
+    TLS = "ICEHOUSE_CLIENT_TLS"
+    CA = "ICEHOUSE_CLIENT_CA"
+    CERTIFICATE = "ICEHOUSE_CLIENT_CERTIFICATE"
+    KEY = "ICEHOUSE_CLIENT_KEY"
+
+
+_OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE, *ClientVariable)
 
 _SERVICE_LINK = r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?"
 

@@ -6,44 +6,39 @@ import collections
 import contextlib
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from icehouse_server.cli.terminal.console import address_of, complain, out
-from icehouse_server.config import load_config
-from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.cli.terminal import client_options
+from icehouse_server.cli.terminal.console import complain, out
 
 if TYPE_CHECKING:
     from icehouse_server.domain.stats import ServerStats
-    from icehouse_server.rpc.client.watch_stats import Access, StatsWatch
+    from icehouse_server.rpc.client.watch_stats import StatsWatch
 
 _HISTORY_COUNT = 30
 
 
 def top(
-    address: Annotated[
-        str | None, typer.Option(help="host:port or unix:/path; by default where `serve` would listen.")
-    ] = None,
+    address: client_options.Address = None,
     interval_s: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one screen, with rates since the server's start, and end.")
     ] = False,
-    ca: Annotated[
-        Path | None, typer.Option(help="PEM file with the root certificates of a server with TLS.")
-    ] = None,
-    token: Annotated[
-        Path | None, typer.Option(help="File with the bearer token; an operator's shows everything.")
-    ] = None,
+    token: client_options.Token = None,
+    tls: client_options.Tls = False,
+    ca: client_options.Ca = None,
+    certificate: client_options.Certificate = None,
+    key: client_options.Key = None,
 ) -> None:
     """Show a running server live: throughput, queue, cache tiers, SSD traffic, slowest requests."""
     # Imported here, so that commands that need no gRPC start without it.
     from icehouse_server.rpc.client.generate import CallFailed
     from icehouse_server.rpc.client.watch_stats import StatsWatch
 
-    access = _access(ca, token)
-    with StatsWatch(address or address_of(load_config().config.server), access) as watch:
+    access = client_options.access_of(token=token, tls=tls, ca=ca, certificate=certificate, key=key)
+    with StatsWatch(client_options.resolved(address), access) as watch:
         try:
             if once:
                 _print_once(watch)
@@ -104,23 +99,3 @@ def _looks(watch: StatsWatch, *, interval_s: float) -> Iterator[tuple[ServerStat
             yield last, f"the server is away, waiting for it: {error}"
             # One that loads or drains refuses at once.
             pause.wait(interval_s)
-
-
-def _access(ca: Path | None, token: Path | None) -> Access:
-    from icehouse_server.rpc.client.watch_stats import Access
-
-    return Access(
-        root_certificates=_content("--ca", ca) if ca is not None else None,
-        token=_content("--token", token).decode().strip() if token is not None else "",
-    )
-
-
-def _content(flag: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            Reason.CONFIG_INVALID,
-            f"{flag} names {path}, which cannot be read ({error.strerror}); name a readable file",
-            field=flag.removeprefix("--"),
-        ) from error

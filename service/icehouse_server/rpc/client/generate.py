@@ -15,6 +15,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 from icehouse.v1 import inference_service_pb2, inference_service_pb2_grpc, usage_pb2
 
+from icehouse_server.rpc.client.access import OPEN, Access
+
 _WATCH_SLICE_S = 1.0
 """How long one look at the server's health may take before its process is looked at again."""
 
@@ -64,9 +66,10 @@ class Summary:
 class Connection:
     """One channel to one server."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = OPEN) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address)
+        self._metadata = access.metadata
+        self._channel = access.open_channel(address)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +106,7 @@ class Connection:
         stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         finished: inference_service_pb2.Finished | None = None
         try:
-            for answer in stub.Stream(_request(prompt), timeout=timeout_s):
+            for answer in stub.Stream(_request(prompt), timeout=timeout_s, metadata=self._metadata):
                 if answer.WhichOneof("event") == "delta" and answer.delta.text:
                     on_text(answer.delta.text)
                 elif answer.WhichOneof("event") == "finished":
@@ -152,6 +155,23 @@ def failure_of(error: Any, address: str) -> CallFailed:
     # gRPC's own status for a refused connection carries no details of ours.
     has_details = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
     if code is grpc.StatusCode.UNAVAILABLE and not has_details:
-        message = f"no server answers at {address}; start one with `icehouse serve`, or say --address"
-        return CallFailed(message, code=code.name, unreachable=True)
+        return CallFailed(_not_reached(str(error.details()), address), code=code.name, unreachable=True)
     return CallFailed(f"{code.name}: {error.details()}", code=code.name, unreachable=False)
+
+
+def _not_reached(details: str, address: str) -> str:
+    """Return why there was no answer and what to do, from gRPC's own words."""
+    if "handshake failed" in details:
+        why = details.rpartition("handshake failed")[2].strip(" :").removesuffix(": OK")
+        return (
+            f"the server at {address} and this command do not agree on TLS {why}; name its authority with "
+            "--ca, or say neither --ca nor --tls to a server without TLS"
+        )
+    if "resolving" in details or "resolution" in details:
+        return f"the name in {address} cannot be resolved; say another --address"
+    if "Socket closed" in details or "reset" in details:
+        return (
+            f"the server at {address} closed the connection; one with TLS wants --ca (or --tls), one that "
+            "asks for certificates --certificate and --key too"
+        )
+    return f"no server answers at {address}; start one with `icehouse serve`, or say --address"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Generator
 from types import TracebackType
 from typing import Self
@@ -11,30 +10,18 @@ import grpc
 from icehouse.v1 import cache_service_pb2, cache_service_pb2_grpc
 
 from icehouse_server.domain.stats import ServerStats
+from icehouse_server.rpc.client.access import OPEN, Access
 from icehouse_server.rpc.client.generate import failure_of
 from icehouse_server.rpc.messages.proto_map import from_proto
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Access:
-    """What a secured server asks of its callers. Empty for one without credentials."""
-
-    root_certificates: bytes | None = None
-    """PEM; None: no TLS."""
-    token: str = ""
 
 
 class StatsWatch:
     """One channel to one server."""
 
-    def __init__(self, address: str, access: Access) -> None:
+    def __init__(self, address: str, access: Access = OPEN) -> None:
         self.address = address
-        self._metadata = (("authorization", f"Bearer {access.token}"),) if access.token else ()
-        self._channel = (
-            grpc.insecure_channel(address)
-            if access.root_certificates is None
-            else grpc.secure_channel(address, grpc.ssl_channel_credentials(access.root_certificates))
-        )
+        self._metadata = access.metadata
+        self._channel = access.open_channel(address)
 
     def __enter__(self) -> Self:
         return self

@@ -221,7 +221,7 @@ async def test_once_asks_a_real_server() -> None:
 async def test_a_server_that_goes_away_is_waited_for() -> None:
     def look(address: str, is_gone: asyncio.Event, stop: Any) -> list[str]:
         notices = []
-        with StatsWatch(address, top._access(None, None)) as watch:
+        with StatsWatch(address) as watch:
             for _, notice in top._looks(watch, interval_s=0.1):
                 notices.append(notice)
                 if notice:
@@ -246,7 +246,7 @@ async def test_a_server_that_goes_away_is_waited_for() -> None:
 
 def test_no_server_at_first_is_an_error_with_the_cure() -> None:
     refused = pytest.raises(CallFailed, match="icehouse serve")
-    with StatsWatch("127.0.0.1:1", top._access(None, None)) as watch, refused:
+    with StatsWatch("127.0.0.1:1") as watch, refused:
         next(top._looks(watch, interval_s=0.1))
 
 
@@ -265,8 +265,3 @@ async def test_a_secured_server_is_asked_with_its_roots_and_a_token(tmp_path: Pa
         unknown = await asyncio.to_thread(CliRunner().invoke, app, ask)
     assert known.exit_code == 0 and "decoding" in known.output
     assert unknown.exit_code == 1
-
-
-def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["top", "--token", str(tmp_path / "none")])
-    assert "--token names" in str(result.exception)

@@ -1,0 +1,117 @@
+"""Options of commands that call a running server: where it is, and what it asks of its callers.
+
+Each has an environment variable, which the library of the command line reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from icehouse_server.cli.terminal.console import address_of
+from icehouse_server.config import load_config
+from icehouse_server.config.load import ClientVariable
+from icehouse_server.errors import ConfigError, Reason
+
+if TYPE_CHECKING:
+    from icehouse_server.rpc.client.access import Access
+
+_PANEL = "Server"
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        envvar=ClientVariable.ADDRESS,
+        help="host:port or unix:/path; by default where `serve` would listen.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Token = Annotated[
+    Path | None,
+    typer.Option(
+        "--token",
+        envvar=ClientVariable.TOKEN_FILE,
+        help="File with the bearer token; an operator's may do everything.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Tls = Annotated[
+    bool,
+    typer.Option(
+        "--tls",
+        envvar=ClientVariable.TLS,
+        help="The server has TLS with a certificate of a public authority; --ca and --certificate imply it.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Ca = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        envvar=ClientVariable.CA,
+        help="PEM file with the authorities that signed the server's certificate.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificate",
+        envvar=ClientVariable.CERTIFICATE,
+        help="PEM file with your own certificate chain, for a server that asks for one (mTLS).",
+        rich_help_panel=_PANEL,
+    ),
+]
+Key = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        envvar=ClientVariable.KEY,
+        help="PEM file with your certificate's private key.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def resolved(address: str | None) -> str:
+    """Return the address, or where the configured server listens."""
+    return address or address_of(load_config().config.server)
+
+
+def access_of(
+    *, token: Path | None, tls: bool, ca: Path | None, certificate: Path | None, key: Path | None
+) -> Access:
+    """Return the contents of the named files; raises ConfigError where one lacks or cannot be read."""
+    # Imported here, so that commands that need no gRPC start without it.
+    from icehouse_server.rpc.client.access import Access
+
+    if (certificate is None) != (key is None):
+        missing = "--key" if key is None else "--certificate"
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"{missing} is missing: mTLS needs your certificate and its key",
+            field=missing.removeprefix("--"),
+        )
+    return Access(
+        is_tls=tls,
+        root_certificates=_content("--ca", ca),
+        certificate=_content("--certificate", certificate),
+        key=_content("--key", key),
+        token=(_content("--token", token) or b"").decode("ascii", "replace").strip(),
+    )
+
+
+def _content(flag: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"{flag} names {path}, which cannot be read ({error.strerror}); name a readable file",
+            field=flag.removeprefix("--"),
+        ) from error

@@ -1,0 +1,113 @@
+"""`icehouse generate`: text and cost, and servers that ask who calls or cannot be reached."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from icehouse_server.cli.main import app
+from icehouse_server.config import SecurityConfig
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
+from typer.testing import CliRunner, Result
+
+from tests.fixtures.rpc.authority import Authority, dns
+from tests.unit.rpc.conftest import running
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+async def invoke(*arguments: str, environ: dict[str, str] | None = None) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ)
+
+
+def written(folder: Path, name: str, content: bytes) -> str:
+    (folder / name).write_bytes(content)
+    (folder / name).chmod(0o600)
+    return str(folder / name)
+
+
+def token_of(folder: Path) -> str:
+    """Write a token, and beside it the server's file `tokens` that knows it; return the token's file."""
+    token = new_token()
+    line = line_of(token, tenant="boss", role=Role.OPERATOR, expire_date=None)
+    written(folder, "tokens", f"{line}\n".encode())
+    return written(folder, "own", f"{token}\n".encode())
+
+
+async def test_text_is_printed_with_its_cost() -> None:
+    async with running() as served:
+        ask = ["generate", "Hi", "--max-output-tokens", "2", "--address", served.server.address]
+        told, quiet = await invoke(*ask), await invoke(*ask, "--quiet")
+    assert told.exit_code == 0 and told.stdout == " w0 w1\n"
+    assert "2 tokens at" in told.stderr
+    assert (quiet.stdout, quiet.stderr) == (" w0 w1\n", "")
+
+
+@pytest.mark.parametrize("command", [("generate", "Hi", "--quiet"), ("top", "--once")], ids=lambda c: c[0])
+async def test_a_server_with_mutual_tls_is_asked_with_a_certificate(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    authority = Authority()
+    certificate, key = authority.write_server(tmp_path)
+    own, own_key = authority.issue("me", dns("me.example"))
+    ca = written(tmp_path, "ca.pem", authority.pem)
+    shown = ("--certificate", written(tmp_path, "me.pem", own), "--key", written(tmp_path, "me.key", own_key))
+    security = SecurityConfig(
+        tls_certificate=str(certificate), tls_key=str(key), tls_client_ca=ca, operators="me.example"
+    )
+    async with running(security=security) as served:
+        ask = (*command, "--address", served.server.address, "--ca", ca)
+        known, unknown = await invoke(*ask, *shown), await invoke(*ask)
+        by_environment = await invoke(
+            *command,
+            environ={
+                "ICEHOUSE_CLIENT_ADDRESS": served.server.address,
+                "ICEHOUSE_CLIENT_CA": ca,
+                "ICEHOUSE_CLIENT_CERTIFICATE": shown[1],
+                "ICEHOUSE_CLIENT_KEY": shown[3],
+            },
+        )
+    assert (known.exit_code, by_environment.exit_code) == (0, 0), known.output + by_environment.output
+    assert unknown.exit_code == 1 and "--certificate and --key" in unknown.output
+
+
+@pytest.mark.parametrize("command", [("generate", "Hi", "--quiet"), ("top", "--once")], ids=lambda c: c[0])
+async def test_a_server_with_tokens_is_asked_with_one(tmp_path: Path, command: tuple[str, ...]) -> None:
+    own = token_of(tmp_path)
+    async with running(security=SecurityConfig(token_file=str(tmp_path / "tokens"))) as served:
+        ask = (*command, "--address", served.server.address)
+        known, unknown = await invoke(*ask, "--token", own), await invoke(*ask)
+        by_environment = await invoke(*ask, environ={"ICEHOUSE_CLIENT_TOKEN_FILE": own})
+    assert (known.exit_code, by_environment.exit_code) == (0, 0), known.output + by_environment.output
+    assert unknown.exit_code == 1 and "UNAUTHENTICATED" in unknown.output
+
+
+async def test_a_disagreement_on_tls_is_told_from_a_server_that_is_not_there(tmp_path: Path) -> None:
+    authority = Authority()
+    certificate, key = authority.write_server(tmp_path)
+    other = written(tmp_path, "other.pem", Authority("another").pem)
+    security = SecurityConfig(tls_certificate=str(certificate), tls_key=str(key))
+    async with running(security=security) as served:
+        ask = ("generate", "Hi", "--address", served.server.address)
+        plain, public, wrong = (
+            await invoke(*ask),
+            await invoke(*ask, "--tls"),
+            await invoke(*ask, "--ca", other),
+        )
+    async with running() as served:
+        needless = await invoke("generate", "Hi", "--tls", "--address", served.server.address)
+    nameless = await invoke("generate", "Hi", "--address", "nosuch.invalid:1")
+    nobody = await invoke("generate", "Hi", "--address", "127.0.0.1:1")
+    assert "wants --ca (or --tls)" in plain.output
+    for disagreeing in (public, wrong, needless):
+        assert "do not agree on TLS" in disagreeing.output and "--ca" in disagreeing.output
+    assert "cannot be resolved" in nameless.output
+    assert "start one with `icehouse serve`" in nobody.output
+    codes = {result.exit_code for result in (plain, public, wrong, needless, nameless, nobody)}
+    assert codes == {1}
