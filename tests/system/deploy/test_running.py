@@ -10,10 +10,14 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from icehouse_server.cli import serve
+from icehouse_server.cli.main import app
 from icehouse_server.config import SETTINGS, Config, load_config
+from icehouse_server.config.load import ClientVariable
 
 from docs.generate import pages
 from tests.tidy.tree import ROOT
@@ -126,9 +130,11 @@ def test_an_image_is_made_of_what_is_here(path: Path) -> None:
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_every_setting_that_is_named_exists(path: Path) -> None:
     text = path.read_text()
-    variables = {setting.variable for setting in SETTINGS} | {"ICEHOUSE_CONFIG"}
+    variables = {setting.variable for setting in SETTINGS} | {"ICEHOUSE_CONFIG", *ClientVariable}
     assert set(re.findall(r"\bICEHOUSE_[A-Z_]+\b", text)) <= variables
+    command: Any = typer.main.get_command(app)
     own = {setting.flag for setting in SETTINGS}
+    own |= {flag for option in command.commands["top"].params for flag in option.opts}
     named = set(re.findall(r"`(--[a-z-]+)[ `]", text))
     switches = {f"--no-{flag[2:]}" for flag in own}
     assert named - own - switches - {"--cache-directory", "--unencrypted", "--all", "--show-tokens"} == set()
