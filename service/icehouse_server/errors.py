@@ -43,6 +43,7 @@ class Reason(enum.StrEnum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     ENGINE_FAILED = "ENGINE_FAILED"
+    LOGITS_NOT_FINITE = "LOGITS_NOT_FINITE"
     MESSAGE_MISSING = "MESSAGE_MISSING"
     MESSAGE_MALFORMED = "MESSAGE_MALFORMED"
     MESSAGE_LATE = "MESSAGE_LATE"
@@ -132,6 +133,10 @@ class Cancelled(IcehouseError):
 
 class EngineFailed(IcehouseError):
     """The inference loop died: a broken invariant, never the client's fault (INTERNAL)."""
+
+
+class ModelOutputInvalid(IcehouseError):
+    """The model computed no numbers for this request; the others go on (INTERNAL)."""
 
 
 class ConfigError(IcehouseError):

@@ -21,7 +21,7 @@ from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.admission import Admission
 from icehouse_server.engine.scheduling.parts import SchedulingParts
-from icehouse_server.errors import Cancelled, DeadlineExceeded, IcehouseError
+from icehouse_server.errors import Cancelled, DeadlineExceeded, IcehouseError, ModelOutputInvalid
 
 
 class Requests:
@@ -107,9 +107,12 @@ class Requests:
         self._end(sequence, end)
 
     def fail(self, sequence: Sequence, error: IcehouseError) -> None:
-        """End a request before its own end; the blocks it computed are kept."""
+        """End a request before its own end; the blocks it computed are kept, unless they hold no numbers."""
         self._count(error)
-        self._prefix.forget(sequence)
+        if isinstance(error, ModelOutputInvalid):
+            self._prefix.discard(sequence)
+        else:
+            self._prefix.forget(sequence)
         self._end(sequence, Failed(error))
 
     def fail_all(self, error: IcehouseError) -> None:

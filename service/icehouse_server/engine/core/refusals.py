@@ -8,6 +8,7 @@ from icehouse_server.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    ModelOutputInvalid,
     Reason,
     Unavailable,
 )
@@ -42,6 +43,16 @@ def engine_failed() -> EngineFailed:
     """The inference loop died. Why may name folders and insides, so only the log says it."""
     return EngineFailed(
         Reason.ENGINE_FAILED, "the inference loop failed and the server is ending; its log says why"
+    )
+
+
+def logits_not_finite(drawn_count: int) -> ModelOutputInvalid:
+    """The model's logits for a token are NaN or without bounds, so nothing can be drawn from them."""
+    return ModelOutputInvalid(
+        Reason.LOGITS_NOT_FINITE,
+        f"the model's logits for output token {drawn_count} are NaN or infinite, so the output cannot go on; "
+        "a model or adapter with damaged weights does this, or one whose numbers outgrow its type",
+        metadata={"output_token_count": drawn_count},
     )
 
 

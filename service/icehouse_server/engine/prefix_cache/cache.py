@@ -238,6 +238,10 @@ class PrefixCache:
     def reject(self, entries: ReadSequence[Entry]) -> None:
         """Remove blocks that do not make a cache from both tiers, so that they are not tried again."""
         self._counters.promote.failed_restore_total += 1
+        self.remove(entries)
+
+    def remove(self, entries: ReadSequence[Entry]) -> None:
+        """Remove blocks from both tiers, whatever keeps them there."""
         stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
         if stored and self.storage is not None:
             self.storage.evict(stored)

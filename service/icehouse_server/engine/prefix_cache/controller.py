@@ -199,6 +199,13 @@ class CacheController:
         if restore is None and (has_row or sequence.phase is Phase.PREFILLING):
             self.cache.capture(sequence, is_end=True)
 
+    def discard(self, sequence: Sequence) -> None:
+        """Remove every block that a decoding sequence computed or began with: what came of them is no number,
+        and it cannot be told which of them is why."""
+        token_ids = sequence.tokens(0, sequence.token_count)
+        self.cache.remove(self.cache.known_chain(token_ids, sequence.request.scope))
+        sequence.unkept.clear()
+
     def _begin_empty(self, sequence: Sequence, limit: ReuseLimit) -> None:
         """Nothing is reused: account for what was tried, and start the chain anew."""
         restore = self._restores.pop(sequence.sequence_id, None)

@@ -14,12 +14,13 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.request import DraftCounts, Drafting, SpeculationLimit, TokenLogprobs, Vector
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Drawn
+from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
 from icehouse_server.engine.runner.forward import Row
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.row import SamplingRow
-from icehouse_server.engine.sampling.sampler import sample
+from icehouse_server.engine.sampling.sampler import are_finite, sample
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,6 +94,17 @@ class Draw:
         return self.sequence.sampling
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What a sequence drew in a pass that is done: its token, and one more for each guess."""
+
+    draw: Draw
+    token_ids: list[int]
+    finite: list[bool]
+    """Whether the model gave numbers to draw it from."""
+    logprobs: list[TokenLogprobs | None]
+
+
 @dataclasses.dataclass(slots=True)
 class DispatchedPass:
     """What one forward pass was asked for, on its way through the device."""
@@ -110,6 +122,8 @@ class DispatchedPass:
     """Where in `token_ids` a sequence's first one is, by the identity of the sequence."""
     elapsed_s: float = 0.0
     """Of the device, once it was waited for."""
+    _finite: mx.array | None = None
+    """Whether the logits of each drawn token were numbers."""
     _told: tuple[list[int], LogprobArrays] | None = None
 
     @property
@@ -131,7 +145,7 @@ class DispatchedPass:
         A view of a cache that is held while the next pass writes makes that write copy the whole cache.
         """
         self.logits = None
-        told = [] if self.token_ids is None else [self.token_ids]
+        told = [array for array in (self.token_ids, self._finite) if array is not None]
         told += [array for found in self._found() for array in found.arrays]
         told += self.pooled.values()
         if not told:
@@ -157,7 +171,8 @@ class DispatchedPass:
             is_all = where == list(range(self.logits.shape[0]))
             logits = self.logits if is_all else self.logits[mx.array(where)]
             self.token_ids = sample(logits, rows, may_wait=may_wait).astype(mx.uint32)
-            self.arrays.append(self.token_ids)
+            self._finite = are_finite(logits, self.token_ids, rows)
+            self.arrays += [self.token_ids, self._finite]
             self._measure(logits, rows)
         self.dispatch()
         self._let_go()
@@ -178,11 +193,13 @@ class DispatchedPass:
         """Return when the device is done with the pass."""
         mx.eval(self.arrays)
 
-    def read(self) -> list[tuple[Draw, list[int], list[TokenLogprobs | None]]]:
+    def read(self) -> list[Found]:
         """Return what was drawn, guesses not judged yet."""
         if self.token_ids is None:
             return []
+        assert self._finite is not None
         ids = cast("list[int]", self.token_ids.tolist())
+        finite = cast("list[bool]", self._finite.tolist())
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
         if self._told is not None:
             for place, entry in zip(self._told[0], self._told[1].read(), strict=True):
@@ -190,7 +207,7 @@ class DispatchedPass:
         found, start = [], 0
         for draw in self.draws:
             stop = start + draw.count
-            found.append((draw, ids[start:stop], logprobs[start:stop]))
+            found.append(Found(draw, ids[start:stop], finite[start:stop], logprobs[start:stop]))
             start = stop
         return found
 
@@ -200,14 +217,13 @@ class DispatchedPass:
         return {sequence_id: np.array(array) for sequence_id, array in self.pooled.items()}
 
 
-def settle(
-    draw: Draw, token_ids: list[int], logprobs: Sequence[TokenLogprobs | None], *, is_fed: bool
-) -> list[Drawn]:
+def settle(found: Found, *, is_fed: bool) -> list[Drawn]:
     """Take a sequence's draws of a pass that is done: right guesses count, wrong ones leave its caches.
 
     `is_fed`: the token was fed to the next pass before it was known. Returns what to tell; what is fed ahead
-    is not said yet.
+    is not said yet. A sequence whose logits are no numbers is told to end, and to leave nothing behind.
     """
+    draw, token_ids, logprobs = found.draw, found.token_ids, found.logprobs
     sequence, sampling = draw.sequence, draw.sampling
     guesses = draw.guesses
     known = cast("list[int]", guesses.tolist()) if isinstance(guesses, mx.array) else list(guesses)
@@ -215,6 +231,10 @@ def settle(
     while accepted_count < len(known) and token_ids[accepted_count] == known[accepted_count]:
         accepted_count += 1
     kept = token_ids[: accepted_count + 1]
+    if not all(found.finite[: len(kept)]):
+        sequence.row.is_damaged = True
+        error = logits_not_finite(sampling.drawn_count)
+        return [Drawn(sequence.sequence_id, kept[0], error=error)]
     again_count = 0
     if known:
         again_count = sequence.row.take_back(len(known) - accepted_count)

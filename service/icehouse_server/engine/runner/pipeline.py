@@ -184,9 +184,10 @@ class Pipeline:
         ended.elapsed_s = now - max(ended.began_time, self._last_end_time)
         self._last_end_time = now
         told: list[Drawn] = []
-        for draw, token_ids, logprobs in ended.read():
-            if self._decoding.get(draw.sequence.sequence_id) is draw.sequence:
-                told += settle(draw, token_ids, logprobs, is_fed=is_fed)
+        for found in ended.read():
+            sequence = found.draw.sequence
+            if self._decoding.get(sequence.sequence_id) is sequence:
+                told += settle(found, is_fed=is_fed)
         return told
 
     def _result(self, told: list[Drawn], ended: DispatchedPass | None, *, is_behind: bool) -> PassResult:

@@ -45,6 +45,23 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool = Fa
     return tokens
 
 
+def are_finite(logits: mx.array, token_ids: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Return [rows] booleans: whether the model gave numbers to draw from. Nothing is evaluated.
+
+    `logits` are as the model gave them, `token_ids` what was drawn. A greedy row shows by its own token: the
+    likeliest of what holds a NaN is that NaN, and of what overflowed the infinity. What others drew need not
+    be it, so their highest is looked at.
+    """
+    shown = mx.take_along_axis(logits, token_ids[:, None].astype(mx.int32), axis=-1)[:, 0]
+    finite = mx.isfinite(shown)
+    random_indices = [i for i, row in enumerate(rows) if not row.is_greedy]
+    if random_indices:
+        where = mx.array(random_indices)
+        highest = mx.max(logits[where] if len(random_indices) < len(rows) else logits, axis=-1)
+        finite[where] = finite[where] & mx.isfinite(highest)
+    return finite
+
+
 def _sample_unmasked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Draw where waiting is no loss: a greedy row's mask is made only if its peak is not allowed.
 

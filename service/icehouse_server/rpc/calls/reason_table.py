@@ -118,6 +118,11 @@ TABLE: Mapping[Reason, Row] = {
         "Report it with the request id; another replica may answer.",
         is_also_local=True,
     ),
+    Reason.LOGITS_NOT_FINITE: Row(
+        grpc.StatusCode.INTERNAL,
+        "The model's numbers overflowed for this request alone; nothing of it is kept.",
+        "Report it with the request id; another number type (`dtype`) or model may have room for it.",
+    ),
     Reason.MESSAGE_MISSING: Row(
         _INVALID, "The call ended without a request message.", "Send one; mend the client."
     ),

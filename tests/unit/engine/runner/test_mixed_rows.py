@@ -120,7 +120,8 @@ def run(runner: ModelRunner, wanted: dict[int, DecodeRow], *, late: tuple[int, .
             if token.sequence_id in ended:
                 continue
             drawn[token.sequence_id].append(token)
-            if len(drawn[token.sequence_id]) + len(wanted[token.sequence_id].output_token_ids) == STEPS:
+            count = len(drawn[token.sequence_id]) + len(wanted[token.sequence_id].output_token_ids)
+            if count == STEPS or token.error is not None:
                 ended.add(token.sequence_id)
         runner.release([SequenceId(name) for name in ended])
         if len(ended) == len(wanted):

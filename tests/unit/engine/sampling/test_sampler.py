@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.sampling.row import SamplingRow
-from icehouse_server.engine.sampling.sampler import filter_logits, row_key, sample
+from icehouse_server.engine.sampling.sampler import are_finite, filter_logits, row_key, sample
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from tests.unit.engine.sampling.allow_only import AllowOnly
@@ -39,6 +39,30 @@ def test_greedy_takes_the_peak() -> None:
     rows = [row_of(SamplingParams()) for _ in range(4)]
     assert sample(table, rows).tolist() == mx.argmax(table, axis=-1).tolist()
     assert [row.drawn_count for row in rows] == [1, 1, 1, 1]
+
+
+BAD = {"nan": np.nan, "all nan": np.nan, "infinite": np.inf, "minus infinite": -np.inf}
+
+
+@pytest.mark.parametrize("where", BAD)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_a_row_without_numbers_is_told_from_the_others(where: str, dtype: mx.Dtype) -> None:
+    bad_places = slice(None) if where in ("all nan", "minus infinite") else slice(17, 18)
+    params = [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=2)]
+    rows = [row_of(params[i % 2]) for i in range(6)]
+    table = logits(6).astype(dtype)
+    for bad in (2, 5):
+        table[bad, bad_places] = BAD[where]
+    tokens = sample(table, rows)
+    assert are_finite(table, tokens, rows).tolist() == [True, True, False, True, True, False]
+    assert are_finite(table[:1], tokens[:1], rows[:1]).tolist() == [True]
+
+
+def test_a_logit_of_minus_infinity_that_is_not_drawn_is_no_fault() -> None:
+    table = logits(2)
+    table[:, 7:30] = -np.inf
+    rows = [row_of(SamplingParams()), row_of(SamplingParams(temperature=2.0, seed=1))]
+    assert are_finite(table, sample(table, rows), rows).tolist() == [True, True]
 
 
 def test_a_row_draws_the_same_alone_and_anywhere_in_a_mixed_batch() -> None:

@@ -34,7 +34,7 @@ class Keeper(Protocol):
 class Row:
     """One sequence in forward passes."""
 
-    __slots__ = ("_caches", "_mark", "keepers", "seated_caches", "token_count")
+    __slots__ = ("_caches", "_mark", "is_damaged", "keepers", "seated_caches", "token_count")
 
     def __init__(self, caches: Sequence[Cache], *, token_count: int = 0) -> None:
         """`caches` are fresh, or hold `token_count` tokens; they belong to the row now."""
@@ -44,6 +44,8 @@ class Row:
         self.keepers: list[Keeper] = []
         self.seated_caches: list[Cache] | None = None
         """What passes use instead of the caches while a slab keeps some of them."""
+        self.is_damaged = False
+        """Whether its caches hold what is no number: it ends, and leaves no trace of them."""
         self._mark: _Mark | None = None
 
     @property

@@ -57,7 +57,13 @@ class SlotClass:
 
     def remove(self, row: Row) -> None:
         """Free a row's slot; nothing is copied, since others may end in the same pass."""
-        self.rows[self.slots.pop(id(row))] = None
+        slot = self.slots.pop(id(row))
+        self.rows[slot] = None
+        if row.is_damaged:
+            # A mask keeps a number that is not to count at nothing; times what is no number it is none.
+            for buffers in self.buffers.values():
+                for buffer in buffers:
+                    buffer[slot] = 0
 
     def close_gaps(self) -> None:
         """Move rows from the end into slots that are free."""
