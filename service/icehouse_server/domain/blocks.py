@@ -61,6 +61,18 @@ def block_hash(
     return _digest(_BLOCK_TAG + parent + count + pack_tokens(token_ids) + extra, secret)
 
 
+def prefix_hashes(
+    *, parent: BlockHash, token_ids: Sequence[int], lengths: Sequence[int], secret: bytes = b""
+) -> list[BlockHash]:
+    """Return `block_hash` of the first so many of these tokens, for each length; they are packed once."""
+    packed = pack_tokens(token_ids)
+    counts = [(length, length.to_bytes(8, "little")) for length in lengths]
+    return [
+        _digest(b"".join((_BLOCK_TAG, parent, count, packed[: 4 * length])), secret)
+        for length, count in counts
+    ]
+
+
 def _digest(data: bytes, secret: bytes) -> BlockHash:
     return BlockHash(hmac.digest(secret, data, "sha256") if secret else hashlib.sha256(data).digest())
 

@@ -427,7 +427,7 @@ class PrefixCache:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self._store(sequence, entry, regions)
         self._eviction.supersede(entry)
-        if self._is_cut_off(sequence):
+        if self._spills.is_on and self._is_cut_off(sequence):
             self._spills.offer(entry, request_id=sequence.request.request_id)
         self._index.discard_if_empty(entry)
         return entry.hash

@@ -8,10 +8,12 @@ because both tiers live in the same entries.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from icehouse_server.domain.blocks import RegionKind, block_hash
+from icehouse_server.domain.blocks import RegionKind, block_hash, prefix_hashes
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.prefix_cache.tiers.children import Children
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, Spilling
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.storage.record import BlockRecord
@@ -61,7 +63,46 @@ class _Level:
     parents: tuple[BlockHash, ...]
     """By that name the tenant's own blocks begin here, and those of the prefix it shares."""
     covered: int
-    chain: tuple[Entry, ...]
+    chain_count: int
+    """Blocks of the descent's chain before this place."""
+    names: tuple[BlockHash, ...]
+    """Of the full blocks that follow in the prompt, one for each parent; none where its rest is shorter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Descent:
+    """The known full blocks of a prompt, and the places between them."""
+
+    levels: list[_Level]
+    chain: list[Entry]
+
+    def kv_counts(self, *, with_ssd: bool) -> tuple[int, int]:
+        """Return how many of the first blocks have their kv in RAM, and up to where it can be had at all:
+        from RAM as far as it goes, from there all from SSD."""
+        in_ram = itertools.takewhile(lambda entry: RegionKind.KV in entry.ram, self.chain)
+        ram_count = sum(1 for _ in in_ram)
+        if not with_ssd:
+            return ram_count, ram_count
+        behind = itertools.islice(self.chain, ram_count, None)
+        return ram_count, ram_count + sum(
+            1 for _ in itertools.takewhile(lambda entry: RegionKind.KV in entry.ssd, behind)
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A chain that a prompt begins with: the first so many blocks of a descent, and perhaps one more."""
+
+    token_count: int
+    chain_count: int
+    last: Entry | None
+
+    def backwards(self, descent: _Descent) -> Iterator[Entry]:
+        """Yield its blocks from the last to the first."""
+        if self.last is not None:
+            yield self.last
+        for number in range(self.chain_count - 1, -1, -1):
+            yield descent.chain[number]
 
 
 class BlockIndex:
@@ -70,7 +111,7 @@ class BlockIndex:
     def __init__(self, rules: IndexRules) -> None:
         self.rules = rules
         self._entries: dict[BlockHash, Entry] = {}
-        self._children: dict[BlockHash, dict[BlockHash, Entry]] = {}
+        self._children = Children()
         self._spilling: dict[BlockHash, Entry] = {}
 
     def __len__(self) -> int:
@@ -96,9 +137,13 @@ class BlockIndex:
             names.append(self.name_of(parent=parent, token_ids=token_ids[start : start + size]))
         return names
 
-    def children(self, parent: BlockHash) -> tuple[Entry, ...]:
-        """Return the known blocks that follow `parent`, oldest first."""
-        return tuple(self._children.get(parent, {}).values())
+    def children(self, parent: BlockHash, *, limit: int | None = None) -> tuple[Entry, ...]:
+        """Return the known blocks that follow `parent`, the last `limit` of them, oldest first."""
+        return self._children.of(parent, limit=limit)
+
+    def reach(self, entry: Entry) -> int:
+        """Return where the longest known block that follows this one ends; its own end when none does."""
+        return entry.end_token_index + max(self._children.lengths(entry.hash), default=0)
 
     def add(self, *, parent: BlockHash, start_token_index: int, token_ids: tuple[int, ...]) -> Entry:
         """Return the entry of the block with these tokens below `parent`, made if it was not known."""
@@ -159,13 +204,12 @@ class BlockIndex:
         tokens = entry.token_ids
         if tokens is None or not self.rules.facts.cuttable_inside:
             return []
+        shorter = [n for n in self._children.lengths(entry.parent) if n < entry.token_count]
         return [
             other
-            for other in self.children(entry.parent)
-            if other.token_count < entry.token_count
-            and not other.is_pinned
+            for other in self._named(entry.parent, tokens, shorter)
+            if not other.is_pinned
             and all(entry.has(kind, with_ssd=True) for kind in (*other.ram, *other.ssd))
-            and other.hash == self.name_of(parent=entry.parent, token_ids=tokens[: other.token_count])
         ]
 
     def discard_if_empty(self, entry: Entry) -> None:
@@ -173,10 +217,7 @@ class BlockIndex:
         if entry.ram or entry.ssd or entry.is_spilling or self._entries.get(entry.hash) is not entry:
             return
         del self._entries[entry.hash]
-        siblings = self._children[entry.parent]
-        del siblings[entry.hash]
-        if not siblings:
-            del self._children[entry.parent]
+        self._children.remove(entry)
 
     def match(
         self,
@@ -194,11 +235,14 @@ class BlockIndex:
         hashes alone never make a hit.
         """
         tokens = tuple(token_ids[:token_limit])
+        descent = self._descend(_roots(root, shared_root), tokens)
+        counts = descent.kv_counts(with_ssd=with_ssd)
         known = 0
-        for count, entries in self._candidates(_roots(root, shared_root), tokens):
-            known = known or count
-            if self._is_usable(entries, count, with_ssd=with_ssd):
-                return Match(entries, count, known)
+        for found in self._candidates(descent, tokens):
+            known = known or found.token_count
+            if self._is_usable(found, descent, counts, with_ssd=with_ssd):
+                entries = tuple(found.backwards(descent))[::-1]
+                return Match(entries, found.token_count, known)
         return Match((), 0, known)
 
     def unread_blocks(
@@ -216,113 +260,137 @@ class BlockIndex:
         if not self.rules.facts.cuttable_inside:
             return []
         tokens = tuple(token_ids[:token_limit])
-        level = self._levels(_roots(root, shared_root), tokens)[-1]
+        level = self._descend(_roots(root, shared_root), tokens).levels[-1]
         if level.covered == len(tokens):
             return []
-        below = [entry for parent in reversed(level.parents) for entry in self.children(parent)]
-        unknown = [entry for entry in below if entry.token_ids is None and entry.ssd]
-        return unknown[: -_UNREAD_LIMIT - 1 : -1]
+        below = (
+            entry
+            for parent in level.parents
+            for entry in itertools.islice(self._children.latest(parent), _CANDIDATE_LIMIT)
+        )
+        unknown = (entry for entry in below if entry.token_ids is None and entry.ssd)
+        return list(itertools.islice(unknown, _UNREAD_LIMIT))
 
     def known_chain(self, *, root: BlockHash, token_ids: Sequence[int]) -> tuple[Entry, ...]:
         """Return every known block that is wholly part of this prompt, in order."""
         tokens = tuple(token_ids)
-        levels = self._levels((root,), tokens)
-        whole = [
-            entry
-            for level in levels
-            for entry, count in self._inside(level.parents, tokens[level.covered :])
-            if count == entry.token_count
-        ]
+        levels = self._descend((root,), tokens).levels
+        whole = [entry for level in levels for entry in self._whole(level, tokens)]
         return tuple(sorted(dict.fromkeys(whole), key=lambda entry: entry.end_token_index))
 
-    def _candidates(
-        self, roots: tuple[BlockHash, ...], tokens: tuple[int, ...]
-    ) -> Iterator[tuple[int, tuple[Entry, ...]]]:
-        """Yield the chains a prompt begins with and how much of it they cover, longest first."""
-        for level in reversed(self._levels(roots, tokens)):
-            for entry, count in self._inside(level.parents, tokens[level.covered :]):
-                yield level.covered + count, (*level.chain, entry)
+    def _candidates(self, descent: _Descent, tokens: tuple[int, ...]) -> Iterator[_Candidate]:
+        """Yield the chains a prompt begins with, longest first."""
+        for level in reversed(descent.levels):
+            for entry, count in self._inside(level, tokens):
+                yield _Candidate(level.covered + count, level.chain_count, entry)
             # A level whose own block is unknown repeats the chain of the one before it.
-            if level.chain and level.chain[-1].end_token_index == level.covered:
-                yield level.covered, level.chain
+            before = descent.chain[level.chain_count - 1] if level.chain_count else None
+            if before is not None and before.end_token_index == level.covered:
+                yield _Candidate(level.covered, level.chain_count, None)
 
     def _insert(self, entry: Entry) -> None:
         above = self._entries.get(entry.parent)
         owner_above = None if above is None else above.owner
         entry.owner = owner_above if entry.start_token_index else entry.parent
         self._entries[entry.hash] = entry
-        self._children.setdefault(entry.parent, {})[entry.hash] = entry
+        self._children.add(entry)
 
-    def _levels(self, roots: tuple[BlockHash, ...], tokens: tuple[int, ...]) -> list[_Level]:
+    def _descend(self, roots: tuple[BlockHash, ...], tokens: tuple[int, ...]) -> _Descent:
         """Walk down the full blocks of a prompt as far as they are known.
 
         Without kv regions the blocks between two checkpoints hold nothing and are not known, so
         the walk then goes on to the prompt's end.
         """
         size = self.rules.block_token_count
-        chain: tuple[Entry, ...] = ()
-        levels = [_Level(roots, 0, chain)]
-        for start in range(0, len(tokens) - size + 1, size):
+        descent = _Descent([], [])
+        parents, in_ram = roots, True
+        for start in range(0, len(tokens) + 1, size):
             wanted = tokens[start : start + size]
-            names = tuple(self.name_of(parent=parent, token_ids=wanted) for parent in levels[-1].parents)
-            entry = self._best(names, wanted, chain)
+            is_full = len(wanted) == size
+            names = tuple(self.name_of(parent=p, token_ids=wanted) for p in parents) if is_full else ()
+            descent.levels.append(_Level(parents, start, len(descent.chain), names))
+            entry = self._best(names, wanted, in_ram=in_ram)
             if entry is not None:
-                chain = (*chain, entry)
+                descent.chain.append(entry)
+                in_ram = in_ram and RegionKind.KV in entry.ram
             elif self.rules.facts.has_kv:
                 break
-            levels.append(_Level(names, start + size, chain))
-        return levels
+            if not is_full:
+                break
+            parents = names
+        return descent
 
-    def _best(
-        self, names: tuple[BlockHash, ...], wanted: tuple[int, ...], chain: tuple[Entry, ...]
-    ) -> Entry | None:
+    def _best(self, names: tuple[BlockHash, ...], wanted: tuple[int, ...], *, in_ram: bool) -> Entry | None:
         """Return the block with these tokens that holds most; of equal ones the first that goes on where
-        the chain is, in RAM or, behind the first gap there, on SSD."""
+        the chain is, `in_ram` or, behind the first gap there, on SSD."""
         found = [entry for name in names if (entry := self._entries.get(name)) is not None]
         same = [entry for entry in found if entry.token_ids in (None, wanted)]
-        in_ram = len(same) > 1 and all(RegionKind.KV in entry.ram for entry in chain)
         return max(same, key=lambda e: (len({*e.ram, *e.ssd}), len(e.ram if in_ram else e.ssd)), default=None)
 
-    def _inside(self, parents: tuple[BlockHash, ...], rest: tuple[int, ...]) -> list[tuple[Entry, int]]:
-        """Return children that begin like `rest`, with how many of their tokens are wanted, longest first."""
-        found = []
-        for entry in (e for parent in parents for e in self.children(parent)[-_CANDIDATE_LIMIT:]):
-            if entry.token_ids is None:
-                tail = rest[: entry.token_count]
-                is_it = len(tail) == entry.token_count and entry.hash == self.name_of(
-                    parent=entry.parent, token_ids=tail
-                )
-                count = len(tail) if is_it else 0
-            else:
-                count = _common_prefix(entry.token_ids, rest)
-            if count and (count == entry.token_count or self.rules.facts.cuttable_inside):
-                found.append((entry, count))
+    def _named(self, parent: BlockHash, tokens: tuple[int, ...], lengths: Sequence[int]) -> Iterator[Entry]:
+        """Yield the known blocks below `parent` that are the first so many of these tokens."""
+        secret = self.rules.name_secret
+        names = prefix_hashes(parent=parent, token_ids=tokens, lengths=lengths, secret=secret)
+        for name, length in zip(names, lengths, strict=True):
+            entry = self._entries.get(name)
+            if entry is not None and entry.token_ids in (None, tokens[:length]):
+                yield entry
+
+    def _whole(self, level: _Level, tokens: tuple[int, ...]) -> list[Entry]:
+        """Return the children at this place that are wholly part of the prompt: one look for each length."""
+        size = self.rules.block_token_count
+        rest = tokens[level.covered : level.covered + size]
+        found = [e for name in level.names if (e := self._entries.get(name)) is not None]
+        found = [entry for entry in found if entry.token_ids in (None, rest)]
+        for parent in level.parents:
+            shorter = [n for n in self._children.lengths(parent) if n <= len(rest) and n < size]
+            found += self._named(parent, rest, shorter)
+        return found
+
+    def _inside(self, level: _Level, tokens: tuple[int, ...]) -> list[tuple[Entry, int]]:
+        """Return children that begin like the rest, and how many of their tokens are wanted; longest first."""
+        found = [(entry, entry.token_count) for entry in self._whole(level, tokens)]
+        if self.rules.facts.cuttable_inside:
+            rest = tokens[level.covered : level.covered + self.rules.block_token_count]
+            for parent in level.parents:
+                for entry in self._children.of(parent, limit=_CANDIDATE_LIMIT):
+                    count = _common_prefix(entry.token_ids or (), rest)
+                    if 0 < count < entry.token_count:
+                        found.append((entry, count))
         return sorted(found, key=lambda pair: -pair[1])
 
-    def _is_usable(self, entries: tuple[Entry, ...], token_count: int, *, with_ssd: bool) -> bool:
-        """Say whether a restore can be made: kv from RAM as far as it goes, from there all from SSD."""
-        if self.rules.facts.needs_checkpoint and entries[-1].end_token_index != token_count:
-            return False
-        if not self._covers_window(entries, token_count):
-            return False
-        in_ram = True
-        for entry in entries:
-            kinds = self.rules.needed_kinds(entry, token_count)
-            if not all(entry.has(kind, with_ssd=with_ssd) for kind in kinds):
+    def _is_usable(
+        self, found: _Candidate, descent: _Descent, counts: tuple[int, int], *, with_ssd: bool
+    ) -> bool:
+        """Say whether a restore can be made. What is asked of every block is in `counts` (`kv_counts`);
+        the rest is asked of those in the window, and of the last."""
+        facts, token_count = self.rules.facts, found.token_count
+        last = next(found.backwards(descent))
+        if facts.needs_checkpoint:
+            is_at_end = last.end_token_index == token_count
+            if not (is_at_end and last.has(RegionKind.CHECKPOINT, with_ssd=with_ssd)):
                 return False
-            if RegionKind.KV in kinds:
-                in_ram = in_ram and RegionKind.KV in entry.ram
-                if not in_ram and RegionKind.KV not in entry.ssd:
+        if facts.has_kv:
+            ram_count, kv_count = counts
+            if found.chain_count > kv_count:
+                return False
+            if found.last is not None:
+                goes_on_in_ram = found.chain_count <= ram_count and RegionKind.KV in found.last.ram
+                if not (goes_on_in_ram or (with_ssd and RegionKind.KV in found.last.ssd)):
                     return False
-        return True
+        return self._covers_window(found, descent, with_ssd=with_ssd)
 
-    def _covers_window(self, entries: tuple[Entry, ...], token_count: int) -> bool:
-        """Say whether the blocks reach back as far as the window does; without kv a chain may have gaps."""
-        window_start = max(0, token_count - self.rules.facts.window_token_count)
-        covered_from = token_count
-        for entry in reversed(entries):
+    def _covers_window(self, found: _Candidate, descent: _Descent, *, with_ssd: bool) -> bool:
+        """Say whether the blocks reach back as far as the window does, and have what it holds; without kv
+        a chain may have gaps."""
+        window = self.rules.facts.window_token_count
+        window_start = max(0, found.token_count - window)
+        covered_from = found.token_count
+        for entry in found.backwards(descent):
             if covered_from <= window_start or entry.end_token_index < covered_from:
                 break
+            if window and not entry.has(RegionKind.WINDOW, with_ssd=with_ssd):
+                return False
             covered_from = entry.start_token_index
         return covered_from <= window_start
 

@@ -21,6 +21,9 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 _FILE_OVERHEAD_BYTES = 64 * 1024
 """Header and alignment of a block file, added to what a spill reserves."""
 
+_SHORT_CHILD_LIMIT = 64
+"""Children of a block below the minimum that are asked whether a longer prefix goes through them."""
+
 
 class Spills:
     """`storage` is None without an SSD tier, and from the moment it is lost.
@@ -136,6 +139,10 @@ class Spills:
 
     def _is_short(self, entry: Entry) -> bool:
         """A prefix below the minimum stays out, unless a longer one needs it."""
-        if entry.end_token_index >= self._settings.min_prefix_token_count:
+        wanted = self._settings.min_prefix_token_count
+        if entry.end_token_index >= wanted or self._index.reach(entry) >= wanted:
             return False
-        return all(self._is_short(child) for child in self._index.children(entry.hash))
+        # Only a full block has others behind it; of a crowd that is short itself, the latest speak for all.
+        full = self._settings.block_token_count
+        children = self._index.children(entry.hash, limit=_SHORT_CHILD_LIMIT)
+        return all(self._is_short(child) for child in children if child.token_count == full)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain import blocks
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import IndexRules
 
 from tests.fixtures.known_blocks import (
@@ -277,3 +280,76 @@ def test_a_shared_chain_of_ones_own_changes_nothing() -> None:
     shelf.chain(LONG, ram=True)
     match = shelf.index.match(root=ROOT, token_ids=LONG, token_limit=len(LONG), shared_root=ROOT)
     assert match == shelf.index.match(root=ROOT, token_ids=LONG, token_limit=len(LONG))
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all that is hashed from here on."""
+    sizes: list[int] = []
+    digest = blocks._digest
+
+    def counting(data: bytes, secret: bytes) -> BlockHash:
+        sizes.append(len(data))
+        return digest(data, secret)
+
+    monkeypatch.setattr(blocks, "_digest", counting)
+    return sizes
+
+
+def crowd(count: int, *, is_known: bool) -> Shelf:
+    """Return the index of so many short prompts below one block; known are their tokens, or only names."""
+    shelf = Shelf()
+    (stem,) = shelf.chain(LONG[:SIZE], ram=True, ssd=True)
+    for number in range(count):
+        tail = (number, *range(number % (SIZE - 1)))
+        entry = shelf.index.add(parent=stem.hash, start_token_index=SIZE, token_ids=tail)
+        shelf.index.add_stored(record_of(entry, RegionKind.KV))
+        if not is_known:
+            entry.token_ids = None
+    return shelf
+
+
+@pytest.mark.parametrize("count", [10, 20_000])
+def test_a_crowd_of_siblings_costs_a_capture_one_hash_for_each_length(count: int, hashed: list[int]) -> None:
+    shelf = crowd(count, is_known=True)
+    stem = shelf.index.get(shelf.index.chain_names(ROOT, LONG)[0])
+    assert stem is not None
+    new = shelf.index.add(parent=stem.hash, start_token_index=SIZE, token_ids=(5, 0, 1, 2))
+    new.ram[RegionKind.KV] = SizedRegion()
+    hashed.clear()
+    assert [other.token_ids for other in shelf.index.superseded(new)] == [(5, 0, 1)]
+    assert len(hashed) <= SIZE - 1
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["seen", "after a restart"])
+@pytest.mark.parametrize("count", [10, 20_000])
+def test_a_crowd_of_siblings_costs_a_match_one_hash_for_each_length(
+    count: int, is_known: bool, hashed: list[int]
+) -> None:
+    shelf = crowd(count, is_known=is_known)
+    hashed.clear()
+    # An old one: the first to come are found as the last.
+    assert shelf.matched([*LONG[:SIZE], 2, 0, 1, 9]) == SIZE + 3
+    # The names of the two levels, and one for each shorter length.
+    assert len(hashed) <= 2 + SIZE - 1
+
+
+def test_a_long_prompt_of_small_blocks_is_matched_in_one_pass_over_its_chain(hashed: list[int]) -> None:
+    """No candidate is usable: each is judged by itself, not by all the blocks before it."""
+    shelf = Shelf(HYBRID)
+    prompt = list(range(2_000 * SIZE))
+    asked = []
+
+    class Counted(Entry):
+        __slots__ = ()
+
+        def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
+            asked.append(kind)
+            return Entry.has(self, kind, with_ssd=with_ssd)
+
+    for entry in shelf.chain(prompt, ram=True):
+        entry.ram.pop(RegionKind.CHECKPOINT, None)
+        entry.__class__ = Counted
+    hashed.clear()
+    assert shelf.matched([*prompt, 1]) == 0
+    assert len(asked) <= 2 * 2_000 and len(hashed) <= 2_001
