@@ -18,6 +18,20 @@ class PeerKind(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
+PROVIDER = "icehouse"
+"""Who answers, in the conventions' words."""
+
+
+class Operation(enum.StrEnum):
+    """What a request asks of a model, as OpenTelemetry's conventions for generative AI name it."""
+
+    CHAT = "chat"
+    TEXT_COMPLETION = "text_completion"
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    """Not among the conventions' own; they allow others."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceContext:
     """The caller's W3C trace context, as it came; empty when it sent none."""
@@ -51,6 +65,13 @@ class CallRecord:
     usage: Usage | None
     """None unless it ran to its end."""
     trace: TraceContext = TraceContext()
+    operation: Operation | None = None
+    """None for calls that ask no model for anything: counters, orders to the cache."""
+
+    @property
+    def error_type(self) -> str:
+        """Why it failed, in a word of few; empty when it did not."""
+        return "" if self.code == "OK" else self.reason or self.code
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

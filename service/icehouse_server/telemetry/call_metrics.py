@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from icehouse_server.domain.call import CallRecord, WireRecord
+from icehouse_server.domain.call import PROVIDER, CallRecord, Operation, WireRecord
 from icehouse_server.domain.events import Usage
 from icehouse_server.telemetry.metric import Kind, Metric
 
@@ -30,7 +30,7 @@ _TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7
 _REQUEST_BUCKETS_S = tuple(0.01 * 2**i for i in range(14))
 _TOKEN_COUNT_BUCKETS = tuple(float(4**i) for i in range(1, 11))
 
-_GEN_AI = ("gen_ai.operation.name", "gen_ai.request.model")
+_GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
 
 CALLS_STARTED = Metric(
     "grpc.server.call.started",
@@ -74,8 +74,8 @@ REQUEST_DURATION = Metric(
     "gen_ai.server.request.duration",
     Kind.HISTOGRAM,
     "s",
-    "From a request's arrival to its last token; requests that ran to their end.",
-    _GEN_AI,
+    "From a request's arrival to its last token or, with an error type, to its refusal or failure.",
+    (*_GEN_AI, "error.type"),
     _REQUEST_BUCKETS_S,
 )
 FIRST_TOKEN = Metric(
@@ -178,19 +178,27 @@ class CallMetrics:
         if record.started is not None:
             self._meter.observe(QUEUE_TIME, record.started.queue_s)
         if record.usage is not None:
-            self._request_ended(record.usage, record)
+            self._request_ended(record.usage)
+        if record.operation is not None:
+            self._operation_ended(record.operation, record)
 
-    def _request_ended(self, usage: Usage, record: CallRecord) -> None:
+    def _request_ended(self, usage: Usage) -> None:
         meter = self._meter
         meter.observe(PREFILL_TIME, usage.prefill_s)
         meter.observe(PROMPT_TOKENS, usage.prompt_token_count)
         meter.observe(OUTPUT_TOKENS, usage.output_token_count)
         if usage.cache.cached_token_count:
             meter.observe(RESTORE_TIME, usage.cache.restore_s)
-        if not usage.output_token_count:
-            return  # A warm-up has no tokens to time.
-        labels = ("text_completion", record.model_id)
-        meter.observe(REQUEST_DURATION, usage.total_s, labels)
-        meter.observe(FIRST_TOKEN, usage.ttft_s, labels)
+
+    def _operation_ended(self, operation: Operation, record: CallRecord) -> None:
+        labels, error_type = (operation.value, PROVIDER, record.model_id), record.error_type
+        usage = record.usage
+        if usage is None or error_type:
+            # What ended before it came to a model has none to name.
+            self._meter.observe(REQUEST_DURATION, record.duration_s, (*labels, error_type))
+            return
+        self._meter.observe(REQUEST_DURATION, usage.total_s, (*labels, ""))
+        if usage.output_token_count:
+            self._meter.observe(FIRST_TOKEN, usage.ttft_s, labels)
         if usage.output_token_count > 1:
-            meter.observe(PER_TOKEN, usage.decode_s / (usage.output_token_count - 1), labels)
+            self._meter.observe(PER_TOKEN, usage.decode_s / (usage.output_token_count - 1), labels)

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord
+from icehouse_server.domain.call import PROVIDER, CallRecord, SpanNames, SpillRecord
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.telemetry.stages import Attribute, stages_of
 
@@ -158,12 +158,14 @@ def _attributes_of(record: CallRecord) -> dict[str, Attribute]:
         "icehouse.request.id": record.request_id,
         "icehouse.peer": record.peer.value,
     }
-    if record.code != "OK":
-        attributes["error.type"] = record.reason or record.code
+    if record.error_type:
+        attributes["error.type"] = record.error_type
     if record.tenant:
         attributes["icehouse.tenant"] = record.tenant
+    if record.operation is not None:
+        attributes["gen_ai.operation.name"] = record.operation.value
+        attributes["gen_ai.provider.name"] = PROVIDER
     if record.model_id:
-        attributes["gen_ai.operation.name"] = "text_completion"
         attributes["gen_ai.request.model"] = record.model_id
     if record.prompt_token_count:
         attributes["gen_ai.usage.input_tokens"] = record.prompt_token_count

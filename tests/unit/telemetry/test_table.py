@@ -175,6 +175,28 @@ def test_requests_are_counted_by_stage(scrape: Any) -> None:
     )
 
 
+def test_a_request_is_timed_under_what_it_asked_for_and_why_it_failed(scrape: Any) -> None:
+    found = scrape(EMPTY)["gen_ai_server_request_duration_seconds"].samples
+    labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "error_type")
+    sums = {tuple(s.labels[label] for label in labels): s.value for s in found if s.name.endswith("_sum")}
+    assert sums == {("chat", "icehouse", "tiny", ""): 4.0, ("chat", "icehouse", "tiny", "DRAINING"): 4.125}
+    first = scrape(EMPTY)["gen_ai_server_time_to_first_token_seconds"].samples
+    assert {s.labels["gen_ai_operation_name"] for s in first} == {"chat"}
+
+
+def test_a_call_that_asks_a_model_for_nothing_is_no_operation() -> None:
+    told: list[str] = []
+
+    class Meter:
+        def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
+            told.append(metric.name)
+
+        observe = add
+
+    CallMetrics(Meter()).call_ended(call_record(operation=None))
+    assert told and not [name for name in told if name.startswith("gen_ai")]
+
+
 def test_before_the_first_sample_there_are_no_made_up_zeros(scrape: Any) -> None:
     found = scrape(EMPTY)
     assert samples(found["icehouse_engine_requests"]) == {}
@@ -199,5 +221,7 @@ def test_no_metric_is_counted_per_token_or_per_request_name() -> None:
         "grpc.status",
         "icehouse.reason",
         "gen_ai.operation.name",
+        "gen_ai.provider.name",
         "gen_ai.request.model",
+        "error.type",
     }

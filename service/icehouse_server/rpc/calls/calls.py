@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.call import CallRecord, TraceContext
+from icehouse_server.domain.call import CallRecord, Operation, TraceContext
 from icehouse_server.domain.events import Event, Finished, Started, Usage
 from icehouse_server.errors import IcehouseError, Overloaded, Reason, Unavailable
 from icehouse_server.rpc.access import caller as callers
@@ -49,6 +49,7 @@ class Call:
     prompt_token_count: int = 0
     started: Started | None = None
     usage: Usage | None = None
+    operation: Operation | None = None
 
     def note(self, event: Event) -> None:
         """Take what an event tells of the request's cost."""
@@ -82,7 +83,9 @@ class Calls:
         await self._idle.wait()
 
     @contextlib.asynccontextmanager
-    async def call(self, method: str, context: Context) -> AsyncIterator[Call]:
+    async def call(
+        self, method: str, context: Context, operation: Operation | None = None
+    ) -> AsyncIterator[Call]:
         """Wrap one servicer method; whatever leaves the block becomes a status, and is told on."""
         call = Call(
             current_method(),
@@ -90,6 +93,7 @@ class Calls:
             self._clock.wall(),
             self._deadline_time(context),
             callers.current.get(),
+            operation=operation,
         )
         self._running_count += 1
         self._idle.clear()
@@ -157,6 +161,7 @@ class Calls:
             started=call.started,
             usage=call.usage,
             trace=_trace_context(context),
+            operation=call.operation,
         )
         return self._watchers.see_out(record)
 

@@ -7,6 +7,7 @@ import dataclasses
 from icehouse.v1 import cache_policy_pb2, embedding_service_pb2_grpc
 from icehouse.v1 import embedding_service_pb2 as messages
 
+from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import Finished
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import Pooling, Vector, finished
@@ -42,7 +43,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         """Answer with a vector for each input."""
-        async with self._calls.call("Embed", context) as call:
+        async with self._calls.call("Embed", context, Operation.EMBEDDINGS) as call:
             model = self._router.require_model()
             whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
             dimension_count = self._check(request, model.info)

@@ -7,6 +7,7 @@ import dataclasses
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 
+from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import CacheReport, Finished
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
@@ -44,7 +45,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.GenerateRequest, context: Context
     ) -> messages.GenerateResponse:
         """Answer once, with the complete output."""
-        async with self._calls.call("Generate", context) as call:
+        async with self._calls.call("Generate", context, _operation_of(request)) as call:
             prepared = await self._prepare(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
             caches = [CacheReport()] * prepared.completion_count
@@ -65,7 +66,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Answer event by event."""
         timer = StallTimer(timeout_s=self._config.stall_timeout_s)
-        async with self._calls.call("Stream", context) as call:
+        async with self._calls.call("Stream", context, _operation_of(request)) as call:
             prepared = await self._prepare(request, call)
             replies = prepared.new_replies()
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
@@ -129,3 +130,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             ),
         )
         return await self._generation.prepare(unread, call=call)
+
+
+def _operation_of(request: messages.GenerateRequest) -> Operation:
+    return Operation.CHAT if request.WhichOneof("prompt") == "chat" else Operation.TEXT_COMPLETION

@@ -8,6 +8,7 @@ import math
 from icehouse.v1 import rerank_service_pb2 as messages
 from icehouse.v1 import rerank_service_pb2_grpc
 
+from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import Delta, Event, Finished
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import LogprobsWanted
@@ -40,7 +41,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
 
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
         """Answer with the documents, best first."""
-        async with self._calls.call("Rerank", context) as call:
+        async with self._calls.call("Rerank", context, Operation.RERANK) as call:
             model = self._router.require_model()
             whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
             form = self._check(request, model)

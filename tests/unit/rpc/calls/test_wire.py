@@ -10,8 +10,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse.v1 import (
+    embedding_service_pb2,
+    inference_service_pb2_grpc,
+    load_report_pb2,
+    rerank_service_pb2,
+)
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import inference_service_pb2_grpc, load_report_pb2
 from icehouse_server.domain.cache_stats import CacheStats, LookupStats, MissTokens
 from icehouse_server.domain.call import CallRecord, PeerKind, WireRecord
 from icehouse_server.domain.events import ReuseLimit
@@ -79,6 +84,33 @@ async def test_a_finished_call_is_told_with_all_it_cost() -> None:
     assert notes.started == [GENERATE]
     assert (wire.method, wire.code) == (GENERATE, "OK")
     assert (wire.received_bytes, wire.sent_bytes) == (request.ByteSize(), response.ByteSize())
+
+
+async def test_a_call_is_told_with_what_it_asks_of_a_model() -> None:
+    chat = messages.GenerateRequest(max_output_tokens=1)
+    chat.chat.messages.add(role="user", content="Hi")
+    async with watched_server() as (served, notes):
+        await served.inference.Generate(chat)
+        await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+        async for _ in served.inference.Stream(chat):
+            pass
+        for refused in (
+            served.embeddings.Embed(embedding_service_pb2.EmbedRequest()),
+            served.reranking.Rerank(rerank_service_pb2.RerankRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await refused
+        await served.inference.CacheStats(messages.CacheStatsRequest())
+        await notes.ended(6)
+    told = [(record.operation, record.error_type) for record in notes.calls]
+    assert told == [
+        ("chat", ""),
+        ("text_completion", ""),
+        ("chat", ""),
+        ("embeddings", "EMBEDDING_UNSUPPORTED"),
+        ("rerank", "PARAMETER_OUT_OF_RANGE"),
+        (None, ""),
+    ]
 
 
 async def test_a_stream_counts_the_bytes_of_all_its_messages() -> None:
