@@ -8,7 +8,11 @@ import struct
 from pathlib import Path
 
 import pytest
+from icehouse.v1 import cache_service_pb2 as cache
+from icehouse.v1 import embedding_service_pb2 as embedding
 from icehouse.v1 import inference_service_pb2 as pb
+from icehouse.v1 import model_service_pb2 as model
+from icehouse.v1 import rerank_service_pb2 as rerank
 from icehouse_client import Client, IcehouseClientError
 
 from tests.system.mesh.conftest import BLOCK, Fleet
@@ -91,12 +95,36 @@ def test_vectors_and_rankings_come_as_json_too(fleet: Fleet) -> None:
         assert (status, len(json.loads(answer)[field])) == (200, 1), answer
 
 
-def test_a_stream_as_json_is_a_list_of_events(fleet: Fleet) -> None:
+def test_a_stream_as_json_is_one_server_sent_event_for_each_message(fleet: Fleet) -> None:
     body = json.dumps({"tokens": {"ids": prompt(2)}, "max_output_tokens": 5}).encode()
     path = "/icehouse.v1.InferenceService/Stream"
-    status, _, answer = fleet.envoy.http(path, body=body, headers={"content-type": "application/json"})
-    kinds = [next(iter(event)) for event in json.loads(answer)]
+    status, headers, answer = fleet.envoy.http(path, body=body, headers={"content-type": "application/json"})
+    *events, rest = answer.decode().split("\n\n")
+    assert rest == "" and all(event.startswith("data: ") for event in events)
+    kinds = [next(iter(json.loads(event.removeprefix("data: ")))) for event in events]
     assert status == 200 and kinds[0] == "started" and kinds[-1] == "finished" and "delta" in kinds
+    assert headers["content-type"].startswith("text/event-stream")
+
+
+def test_the_cache_is_commanded_in_json_too(fleet: Fleet) -> None:
+    asked = json.dumps({"tokens": {"ids": prompt(4)}}).encode()
+    headers = {"content-type": "application/json", "icehouse-prefix-key": "4"}
+    warmed, _, _ = fleet.envoy.http("/icehouse.v1.CacheService/Warm", body=asked, headers=headers)
+    status, _, answer = fleet.envoy.http("/icehouse.v1.CacheService/Explain", body=asked, headers=headers)
+    assert (warmed, status) == (200, 200), answer
+    assert sum(block["token_count"] for block in json.loads(answer)["blocks"]) >= 4 * BLOCK
+
+
+def test_json_reaches_every_service(fleet: Fleet) -> None:
+    services = {
+        service.full_name
+        for file in (cache, embedding, pb, model, rerank)
+        for service in file.DESCRIPTOR.services_by_name.values()
+    }
+    listener = config()["static_resources"]["listeners"][0]
+    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    (transcoder,) = [one["typed_config"] for one in filters if one["name"].endswith("json_transcoder")]
+    assert set(transcoder["services"]) == services
 
 
 def test_json_users_are_told_what_is_wrong(fleet: Fleet) -> None:
