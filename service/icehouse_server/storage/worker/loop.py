@@ -1,14 +1,17 @@
 """Storage loop: one inbox, one small piece of work at a time.
 
-Owns the `BlockStore`. A step empties the inbox, then does one piece: a spill or a batch of
-evictions for it, a batch of a purge, one file of a verify, one slice of the deferred walk.
-Reads never wait here (see `reader_pool`). Nothing the disk does ends the loop: a failure
-shuts the write gate, and the directory is opened anew when that is due.
+Owns the `BlockStore`. A step empties the inbox, then does one piece of what is due: a spill or a
+batch of evictions for it, a batch of an ordered removal, one file of a verify, upkeep (recency, a
+slice of the deferred walk). The four take turns, so that none waits for another one's queue to
+empty; an order waits only for the spills accepted before it. Reads never wait here (see
+`reader_pool`). Nothing the disk does ends the loop: a failure shuts the write gate, and the
+directory is opened anew when that is due.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import queue
 import sqlite3
@@ -57,6 +60,15 @@ _DEFERRED_SLICE_COUNT = 64
 """Files looked at per idle step after a clean start."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A task that waits."""
+
+    task: Task
+    spill_count: int
+    """Spills accepted before it: the blocks they bring are on SSD, or dropped, before it begins."""
+
+
 class StorageLoop:
     """Everything the storage thread does, callable step by step."""
 
@@ -82,7 +94,14 @@ class StorageLoop:
         self._breaker = WriteBreaker()
         self._counters = StorageCounters()
         self._spiller = Spiller(store, breaker=self._breaker, counters=self._counters, clock=clock, post=post)
-        self._tasks: collections.deque[Task] = collections.deque()
+        self._orders: collections.deque[_Ticket] = collections.deque()
+        self._verifications: collections.deque[_Ticket] = collections.deque()
+        self._turns = collections.deque(
+            (self._step_spill, self._step_order, self._step_verification, self._step_upkeep)
+        )
+        """What may do the next piece, the one that did the last at the end."""
+        self._asked: list[TaskId] = []
+        """Who wants the counters: counted once for all of them."""
         self._close: CloseRequest | None = None
         self._deferred: Iterator[BlockHash] = iter(())
         self._announced_detail = ""
@@ -137,6 +156,7 @@ class StorageLoop:
         """Empty the inbox and do one piece of work; False when there is nothing left to do now."""
         while not self._inbox.empty():
             self._handle(self._inbox.get_nowait())
+        self._answer_asked()
         is_busy = self._guarded(self._work, instead=True)
         self._announce()
         return is_busy and not self.is_closed
@@ -149,15 +169,30 @@ class StorageLoop:
             return False
         if self._breaker.is_retry_due(now=now):
             self._try_to_recover(now)
-        if self._spiller:
-            self._spiller.step()
-            return True
         if not self._store.is_open:
             self._give_up_tasks()
+            return self._step_spill()
+        for _ in range(len(self._turns)):
+            # Turned before it is taken: one that raises has had its turn too.
+            self._turns.rotate(-1)
+            if self._turns[-1]():
+                return True
+        return False
+
+    def _step_spill(self) -> bool:
+        if not self._spiller:
             return False
-        if self._tasks:
-            self._step_task()
-            return True
+        self._spiller.step()
+        return True
+
+    def _step_order(self) -> bool:
+        return self._step_task(self._orders)
+
+    def _step_verification(self) -> bool:
+        return self._step_task(self._verifications)
+
+    def _step_upkeep(self) -> bool:
+        now = self._clock.monotonic()
         if now - self._kept_up_time >= _KEEP_UP_S:
             self._kept_up_time = now
             self._store.keep_up()
@@ -174,15 +209,15 @@ class StorageLoop:
                 self._task_meter.give_back(1)
                 self._guarded(lambda: self._pin(hashes, pinned=pinned), instead=False)
             case PurgeRequest():
-                self._tasks.append(PurgeTask(request))
+                self._orders.append(_Ticket(PurgeTask(request), self._spiller.accepted_total))
             case VerifyRequest():
-                self._tasks.append(VerifyTask(request))
+                self._verifications.append(_Ticket(VerifyTask(request), self._spiller.accepted_total))
             case FlushRequest():
                 self._task_meter.give_back(1)
                 self._spiller.flush(request)
             case StatsRequest(task_id):
                 self._task_meter.give_back(1)
-                self._answer(task_id)
+                self._asked.append(task_id)
             case CloseRequest():
                 self._close = request
             case LoadReport():
@@ -193,20 +228,27 @@ class StorageLoop:
             case _:
                 assert_never(request)
 
-    def _step_task(self) -> None:
-        outcome = self._tasks[0].step(self._store)
+    def _step_task(self, waiting: collections.deque[_Ticket]) -> bool:
+        """Do a piece of the first task; False when there is none, or spills before it are yet to end."""
+        if not waiting or self._spiller.settled_total < waiting[0].spill_count:
+            return False
+        outcome = waiting[0].task.step(self._store)
         if outcome is not None:
-            self._tasks.popleft()
+            waiting.popleft()
             self._task_meter.give_back(1)
             # The engine must have forgotten the blocks before it tells anybody that they are gone.
             self._announce()
             self._post(outcome)
+        return True
 
     def _give_up_tasks(self) -> None:
         """Nobody waits for a directory that may never come back: whoever ordered may order again."""
-        while self._tasks:
+        waiting = sorted(ticket.task.task_id for ticket in (*self._orders, *self._verifications))
+        self._orders.clear()
+        self._verifications.clear()
+        for task_id in waiting:
             self._task_meter.give_back(1)
-            self._post(TaskGivenUp(self._tasks.popleft().task_id, self._breaker.detail))
+            self._post(TaskGivenUp(task_id, self._breaker.detail))
 
     def _walk_deferred(self) -> bool:
         """After a clean start, look at a few files; False when all have been looked at."""
@@ -222,7 +264,10 @@ class StorageLoop:
             self._store.set_pinned(hashes, pinned=pinned)
         return True
 
-    def _answer(self, task_id: TaskId) -> None:
+    def _answer_asked(self) -> None:
+        if not self._asked:
+            return
+        asked, self._asked = self._asked, []
         stats = storage_stats(
             self._store,
             self._counters,
@@ -231,7 +276,8 @@ class StorageLoop:
             load_meter=self._load_meter,
             spill_queue_count=len(self._spiller),
         )
-        self._post(StatsAnswer(task_id, stats))
+        for task_id in asked:
+            self._post(StatsAnswer(task_id, stats))
 
     def _count_load(self, report: LoadReport) -> bool:
         self._store.integrity.verified_block_total += report.block_count

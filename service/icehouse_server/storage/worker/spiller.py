@@ -54,6 +54,16 @@ class Spiller:
     def __len__(self) -> int:
         return len(self._spills)
 
+    @property
+    def accepted_total(self) -> int:
+        """Blocks accepted since start."""
+        return self._counters.spill.accepted_block_total
+
+    @property
+    def settled_total(self) -> int:
+        """Blocks of these that have their outcome; the first accepted are the first settled."""
+        return self._counters.spill.persisted_block_total + self._counters.drops.total()
+
     def add(self, request: SpillRequest) -> None:
         """Accept a block."""
         self._counters.spill.accepted_block_total += 1

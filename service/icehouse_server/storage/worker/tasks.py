@@ -38,6 +38,7 @@ class PurgeTask:
         self.task_id = request.task_id
         self._request = request
         self._left: list[BlockRecord] | None = None
+        self._next = 0
         self._block_count = 0
         self._size_bytes = 0
 
@@ -45,12 +46,16 @@ class PurgeTask:
         """Remove one batch."""
         if self._left is None:
             self._left = self._targets(store)
-        batch, self._left = self._left[:_PURGE_BATCH_COUNT], self._left[_PURGE_BATCH_COUNT:]
-        batch = [record for record in batch if record.hash in store.index]
+        batch = self._left[self._next : self._next + _PURGE_BATCH_COUNT]
+        self._next += len(batch)
+        # As they are now: what was replaced meanwhile is removed too, what is gone is gone.
+        found = (store.index.get(record.hash) for record in batch)
+        batch = [record for record in found if record is not None]
         store.purge(batch)
         self._block_count += len(batch)
         self._size_bytes += sum(record.file_bytes for record in batch)
-        return None if self._left else Purged(self.task_id, self._block_count, self._size_bytes)
+        is_done = self._next >= len(self._left)
+        return Purged(self.task_id, self._block_count, self._size_bytes) if is_done else None
 
     def _targets(self, store: BlockStore) -> list[BlockRecord]:
         if self._request.hashes is not None:

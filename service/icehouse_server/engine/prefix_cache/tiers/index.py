@@ -348,7 +348,7 @@ class BlockIndex:
         return found
 
     def _inside(self, level: _Level, tokens: tuple[int, ...]) -> list[tuple[Entry, int]]:
-        """Return children that begin like the rest, and how many of their tokens are wanted; longest first."""
+        """Return children that begin like the rest, with how much of each is wanted; longest first."""
         found = [(entry, entry.token_count) for entry in self._whole(level, tokens)]
         if self.rules.facts.cuttable_inside:
             rest = tokens[level.covered : level.covered + self.rules.block_token_count]

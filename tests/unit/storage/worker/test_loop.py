@@ -1,0 +1,110 @@
+"""Turns on the storage thread: spills, orders, verifications and upkeep each go on beside the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.storage.messages import Evicted, Persisted, Purged, StatsAnswer, Verified
+from icehouse_server.storage.worker import loop
+
+from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.storage_thread import StorageThread
+
+
+def keep_spilling(served: StorageThread) -> Iterator[HostBlock]:
+    """Work with a queue of spills that is never empty: before each step two of them wait."""
+    blocks = (make_block(seed=1_000 + number) for number in range(400))
+    waiting: list[HostBlock] = []
+    for block in blocks:
+        credit = served.storage.try_reserve(block.size_bytes)
+        assert credit is not None
+        served.storage.spill(block, credit)
+        waiting.append(block)
+        while len(served.storage._loop._spiller) + served.storage._inbox.qsize() > 2:
+            served.storage.step()
+        yield block
+
+
+def test_an_order_is_done_while_spills_keep_coming(tmp_path):
+    stored = make_chain(3)
+    with StorageThread(tmp_path) as served:
+        served.spill(*stored)
+        spilling = keep_spilling(served)
+        for _ in range(5):
+            next(spilling)
+        task_id = served.storage.evict([stored[-1].header.hash])
+        for _ in range(8):
+            next(spilling)
+        done = [o for o in served.outcomes if isinstance(o, Purged)]
+        assert [(o.task_id, o.block_count) for o in done] == [(task_id, 1)]
+
+
+def test_an_order_comes_after_the_spills_accepted_before_it(tmp_path):
+    blocks = [make_block(seed=seed) for seed in range(3)]
+    with StorageThread(tmp_path) as served:
+        for block in blocks:
+            credit = served.storage.try_reserve(block.size_bytes)
+            assert credit is not None
+            served.storage.spill(block, credit)
+        served.storage.evict([block.header.hash for block in blocks])
+        outcomes = [o for o in served.take() if not isinstance(o, loop.Inventory)]
+        assert [type(o) for o in outcomes] == [Persisted] * 3 + [Evicted, Purged]
+        assert outcomes[-1].block_count == 3 and len(served.storage._store.index) == 0
+
+
+def test_an_eviction_does_not_wait_for_a_verification_of_everything(tmp_path):
+    stored = make_chain(40)
+    with StorageThread(tmp_path) as served:
+        served.spill(*stored)
+        served.take()
+        served.storage.verify()
+        served.storage.evict([stored[-1].header.hash])
+        outcomes = [type(o) for o in served.take()]
+        assert outcomes == [Evicted, Purged, Verified]
+
+
+def test_uses_are_written_while_spills_keep_coming(tmp_path):
+    stored = make_block(seed=1)
+    with StorageThread(tmp_path) as served:
+        served.spill(stored)
+        spilling = keep_spilling(served)
+        served.storage.touch([stored.header.hash])
+        for _ in range(5):
+            next(spilling)
+        served.clock.advance(10)
+        for _ in range(10):
+            next(spilling)
+        rows, _ = served.storage._store.manifest.load()
+        assert {row.hash: row.hit_count for row in rows}[stored.header.hash] == 1
+
+
+def test_a_purge_of_many_looks_at_each_block_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    stored = make_chain(3 * 64 + 5)
+    with StorageThread(tmp_path) as served:
+        served.spill(*stored)
+        served.take()
+        copied = []
+
+        class Counted(list):
+            def __getitem__(self, index):
+                got = super().__getitem__(index)
+                copied.append(len(got))
+                return got
+
+        task = loop.PurgeTask(loop.PurgeRequest(task_id=7, hashes=None, fingerprint=None))
+        targets = task._targets
+        monkeypatch.setattr(task, "_targets", lambda store: Counted(targets(store)))
+        while task.step(served.storage._store) is None:
+            pass
+        assert sum(copied) == len(stored)
+
+
+def test_whoever_asks_for_the_counters_at_once_gets_one_count(tmp_path):
+    with StorageThread(tmp_path) as served:
+        served.take()
+        ids = [served.storage.request_stats() for _ in range(10)]
+        answers = [o for o in served.take() if isinstance(o, StatsAnswer)]
+        assert [o.task_id for o in answers] == ids
+        assert len({id(o.stats) for o in answers}) == 1
