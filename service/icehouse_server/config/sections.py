@@ -31,7 +31,11 @@ class ServerConfig:
         16 * MIB, Kind.BYTES, "Largest request message.", minimum=1024, maximum=1024 * MIB
     )
     max_concurrent_calls: int = setting(
-        1024, Kind.COUNT, "Calls served at once; more are refused with RESOURCE_EXHAUSTED.", minimum=1
+        1024,
+        Kind.COUNT,
+        "Calls served at once; more are refused with RESOURCE_EXHAUSTED. One tenant, or connection without "
+        "credentials, gets at most three quarters, and less the less is free.",
+        minimum=1,
     )
     outbox_event_limit: int = setting(
         256, Kind.COUNT, "Events one slow reader may leave unread before they are merged.", minimum=4

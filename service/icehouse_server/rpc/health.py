@@ -1,25 +1,36 @@
-"""Health: grpc.health.v1 after the engine's state and heartbeat."""
+"""Health: grpc.health.v1 after the engine's state and heartbeat.
+
+A check is answered from how things stand at that moment. A watcher is written to by its own task, from
+what it has seen, and nobody holds anything while a write waits for its reader: grpc_health's own servicer
+writes under a lock, so that one reader who takes nothing keeps everybody's status from changing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
-from grpc_health.v1 import health
-from grpc_health.v1.health_pb2 import HealthCheckResponse
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.model import EngineState
+from icehouse_server.errors import IcehouseError
+from icehouse_server.rpc.calls.calls import Context, end
+from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 
 REFRESH_INTERVAL_S = 0.5
 """How often the heartbeat is looked at. Changes of state do not wait for it."""
 
 
 class Health:
-    """Keeps the standard health service true. Owned by the event loop."""
+    """Knows whether the server serves, and wakes those who watch that. Owned by the event loop."""
 
     def __init__(
         self,
@@ -29,40 +40,98 @@ class Health:
         clock: Clock,
         service_names: Sequence[str],
         heartbeat_timeout_s: float,
+        stall_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._router = router
         self._clock = clock
-        self._names = ("", *service_names)
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._is_stopping = False
+        self._shown = self.is_serving
+        self._looks = asyncio.Event()
         self._changed = asyncio.Event()
-        self.servicer = health.aio.HealthServicer()
-        router.add_listener(self._changed.set)
+        self.servicer = HealthServicer(
+            self, names=frozenset(("", *service_names)), stall_timeout_s=stall_timeout_s
+        )
+        router.add_listener(self._looks.set)
 
     @property
     def is_serving(self) -> bool:
         """The model is warm, nobody ordered a stop, and the inference loop turns."""
-        if self._router.state is not EngineState.READY:
+        if self._is_stopping or self._router.state is not EngineState.READY:
             return False
         allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
         return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
 
-    async def refresh(self) -> None:
-        """Tell checkers and watchers how things stand."""
-        serving = HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING
-        for name in self._names:
-            await self.servicer.set(name, serving)
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set once things stand otherwise than now; then there is another one for the next change."""
+        return self._changed
+
+    def refresh(self) -> None:
+        """Wake the watchers if things stand otherwise than when they were last woken."""
+        serving = self.is_serving
+        if serving is not self._shown:
+            self._shown = serving
+            # Whoever waits holds the old event; whoever comes next gets one that is not set.
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
 
     async def run(self) -> None:
         """Refresh on every change of state and at least once per interval, until cancelled."""
         while True:
-            self._changed.clear()
-            await self.refresh()
+            self._looks.clear()
+            self.refresh()
             # Without a change of state too: the heartbeat may have gone stale.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_INTERVAL_S):
-                    await self._changed.wait()
+                    await self._looks.wait()
 
-    async def stop_serving(self) -> None:
+    def stop_serving(self) -> None:
         """NOT_SERVING from now on, whatever the engine says."""
-        await self.servicer.enter_graceful_shutdown()
+        self._is_stopping = True
+        self.refresh()
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """The standard service. A write that its reader does not take ends that call and nothing else."""
+
+    def __init__(self, health: Health, *, names: frozenset[str], stall_timeout_s: float) -> None:
+        self._health = health
+        self._names = names
+        self._stall_timeout_s = stall_timeout_s
+
+    async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
+        """Answer with how things stand now."""
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return HealthCheckResponse(status=self._status(request.service))
+
+    async def List(self, request: Any, context: Context) -> Any:
+        """Answer for all services. The stubs of grpc_health know nothing of it."""
+        messages: Any = health_pb2
+        return messages.HealthListResponse(
+            statuses={name: HealthCheckResponse(status=self._status(name)) for name in self._names}
+        )
+
+    async def Watch(self, request: HealthCheckRequest, context: Context) -> None:
+        """Tell the status now and whenever it is another one, until the caller ends it."""
+        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        told: object = None
+        try:
+            async with timer.guard():
+                while True:
+                    # Taken before the status is looked at, so that no change comes between them unseen.
+                    changed = self._health.changed
+                    status = self._status(request.service)
+                    if status != told:
+                        await timer.write(context, HealthCheckResponse(status=status))
+                        told = status
+                    await changed.wait()
+        except IcehouseError as error:
+            await end(context, status_of(error))
+
+    def _status(self, name: str) -> Any:
+        if name not in self._names:
+            return HealthCheckResponse.SERVICE_UNKNOWN
+        return HealthCheckResponse.SERVING if self._health.is_serving else HealthCheckResponse.NOT_SERVING

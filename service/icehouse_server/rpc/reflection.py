@@ -22,7 +22,7 @@ V1ALPHA_NAME = "grpc.reflection.v1alpha.ServerReflection"
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Serve both versions for `service_names` and for reflection itself."""
     names = (*service_names, V1_NAME, V1ALPHA_NAME)
-    servicer = reflection.aio.ReflectionServicer(names, pool=_Pool(_pool_with_v1()))
+    servicer = reflection.aio.ReflectionServicer(names, pool=_Pool(pool_with_v1()))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -52,7 +52,8 @@ class _Pool:
             return service.methods_by_name[method_name].containing_service.file
 
 
-def _pool_with_v1() -> descriptor_pool.DescriptorPool:
+def pool_with_v1() -> descriptor_pool.DescriptorPool:
+    """Return the pool of all descriptors, version 1 of reflection among them."""
     pool = descriptor_pool.Default()
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)

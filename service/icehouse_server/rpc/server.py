@@ -25,6 +25,7 @@ from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.address import bind, remove_uds, server_options
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls.calls import Calls
+from icehouse_server.rpc.calls.methods import shares_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
@@ -90,7 +91,6 @@ class RpcServer:
         )
         self._calls = Calls(
             clock=clock,
-            concurrent_call_limit=config.server.max_concurrent_calls,
             watchers=self._observation.watchers,
         )
         self.health = Health(
@@ -99,14 +99,18 @@ class RpcServer:
             clock=clock,
             service_names=SERVICE_NAMES,
             heartbeat_timeout_s=config.server.stuck_timeout_s,
+            stall_timeout_s=config.server.stall_timeout_s,
         )
         """The health service, after the engine's state and heartbeat."""
         auth_interceptor = AuthInterceptor(
             authenticator=self.security.authenticator,
             calls=self._calls,
             health_is_open=config.security.health_open,
+            shares=shares_of(
+                concurrent_call_limit=config.server.max_concurrent_calls,
+                connection_limit=config.connection.connection_limit,
+            ),
             message_timeout_s=config.connection.message_timeout_s,
-            unread_call_limit=config.server.max_concurrent_calls,
         )
         # The first is the outermost: what watches sees refusals too, and whoever calls is authenticated
         # before anything else is looked at.
@@ -125,7 +129,6 @@ class RpcServer:
         self.address = bind(
             self._server, self._config, self._security_config, credentials=self.security.credentials
         )
-        await self.health.refresh()
         await self._server.start()
         self._grammars.start()
         self._tasks = [
@@ -142,7 +145,7 @@ class RpcServer:
 
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
-        await self.health.stop_serving()
+        self.health.stop_serving()
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

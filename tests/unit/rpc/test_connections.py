@@ -90,10 +90,12 @@ async def test_calls_whose_messages_do_not_come_are_bounded() -> None:
         running(max_concurrent_calls=4) as served,
         peer_of(served.server.address) as peer,
     ):
-        waiting = [await peer.open_call() for _ in range(4)]
+        waiting = [await peer.open_call() for _ in range(3)]
         code, message = await peer.status(await peer.open_call())
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-        assert "wait for their messages" in message
+        assert "3 calls are in flight, 3 of them yours; the limit is 4" in message
+        # The last quarter is for others.
+        assert await is_serving(served)
         for stream in waiting:
             await peer.send(stream, MESSAGE, end=True)
             assert await peer.status(stream) == (0, "")

@@ -20,7 +20,6 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def health_of(served: RunningServer) -> set[int]:
     """Return the distinct answers for the whole server and for each service."""
-    await served.server.health.refresh()
     stub: Any = health_pb2_grpc.HealthStub(served.channel)
     answers = [await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", *SERVICE_NAMES)]
     return {answer.status for answer in answers}
@@ -58,7 +57,6 @@ async def test_steps_that_are_always_long_are_not_stuck(served: RunningServer) -
 
 
 async def test_watchers_hear_of_a_change_without_asking(served: RunningServer) -> None:
-    await served.server.health.refresh()
     stub: Any = health_pb2_grpc.HealthStub(served.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=""))
     assert (await watch.read()).status == SERVING

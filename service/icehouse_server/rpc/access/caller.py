@@ -48,6 +48,9 @@ UNPROVED = Caller(None, Role.OPERATOR)
 current: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller", default=UNPROVED)
 """Set by the interceptor for the task of one call, before its message is read."""
 
+origin: contextvars.ContextVar[str] = contextvars.ContextVar("origin", default="")
+"""Whose shares this task's call counts against; set with `current`."""
+
 
 def peer_kind(peer: str | None) -> PeerKind:
     """Return the kind of "ipv4:127.0.0.1:4711", "ipv6:[::1]:4711" or "unix:"."""
@@ -64,3 +67,8 @@ def peer_kind(peer: str | None) -> PeerKind:
         return PeerKind.UNKNOWN
     mapped = getattr(address, "ipv4_mapped", None) or address
     return PeerKind.LOOPBACK if mapped.is_loopback else PeerKind.NETWORK
+
+
+def origin_of(caller: Caller, peer: str | None) -> str:
+    """Return whose shares a call counts against: a proved tenant's, else those of its connection."""
+    return f"tenant:{caller.tenant}" if caller.tenant is not None else f"peer:{peer or ''}"

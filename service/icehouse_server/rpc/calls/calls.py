@@ -1,4 +1,4 @@
-"""Calls: what each shares with all, admission by number, the deadline, errors to statuses, draining."""
+"""Calls: what each shares with all, the deadline, errors to statuses, draining."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import grpc
 from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord, Operation, TraceContext
 from icehouse_server.domain.events import Event, Finished, Started, Usage
-from icehouse_server.errors import IcehouseError, Overloaded, Reason, Unavailable
+from icehouse_server.errors import IcehouseError, Reason, Unavailable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
@@ -23,9 +23,6 @@ from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import DEADLINE_TOLERANCE_S, current_method
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-CALL_RETRY_S = 1.0
-"""When to come back after being refused for the number of calls; calls last seconds."""
 
 _logger = logging.getLogger("icehouse_server.rpc.calls.calls")
 
@@ -65,9 +62,8 @@ class Call:
 class Calls:
     """Lets calls in and sees them out. Owned by the event loop."""
 
-    def __init__(self, *, clock: Clock, concurrent_call_limit: int, watchers: Watchers) -> None:
+    def __init__(self, *, clock: Clock, watchers: Watchers) -> None:
         self._clock = clock
-        self._concurrent_call_limit = concurrent_call_limit
         self._watchers = watchers
         self._running_count = 0
         self._closed = False
@@ -98,13 +94,14 @@ class Calls:
         self._running_count += 1
         self._idle.clear()
         try:
-            self._check_limit()
+            if self._closed:
+                raise Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
             yield call
             if trailers := self._see_out(call, context, grpc.StatusCode.OK):
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
         except IcehouseError as error:
             trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
-            await context.abort_with_status(with_trailers(status_of(error), trailers))
+            await end(context, with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
             self._see_out(call, context, self._cancel_code(call))
             raise
@@ -113,23 +110,7 @@ class Calls:
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
             broken = internal_error()
             trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
-            await context.abort_with_status(with_trailers(status_of(broken), trailers))
-        finally:
-            self._running_count -= 1
-            if not self._running_count:
-                self._idle.set()
-
-    def _check_limit(self) -> None:
-        if self._closed:
-            raise Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
-        if self._running_count <= self._concurrent_call_limit:
-            return
-        raise Overloaded(
-            Reason.QUEUE_FULL,
-            f"{self._concurrent_call_limit} calls are running, which is the limit; try again later",
-            retry_after_s=CALL_RETRY_S,
-            metadata={"concurrent_call_limit": self._concurrent_call_limit},
-        )
+            await end(context, with_trailers(status_of(broken), trailers))
 
     def _deadline_time(self, context: Context) -> float | None:
         remaining_s = context.time_remaining()
@@ -163,7 +144,24 @@ class Calls:
             trace=_trace_context(context),
             operation=call.operation,
         )
+        # Before the status leaves: a stop does not wait for readers who do not take theirs.
+        self._running_count -= 1
+        if not self._running_count:
+            self._idle.set()
         return self._watchers.see_out(record)
+
+
+async def end(context: Context, status: grpc.Status) -> None:
+    """End a call with a status, which goes behind the messages that its reader has not taken yet.
+
+    One who never takes them keeps the call open, and with it its own share of places, until its connection
+    ends: nothing in gRPC's Python lets a server reset a single call.
+    """
+    try:
+        await context.abort_with_status(status)
+    except grpc.aio.InternalError:
+        # The connection ended before the status could leave.
+        raise asyncio.CancelledError from None
 
 
 def _trace_context(context: Context) -> TraceContext:

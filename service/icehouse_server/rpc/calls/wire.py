@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
@@ -83,24 +82,11 @@ class _WatchedCall:
 
     def wrap(self, handler: Any) -> Any:
         """Return a handler of the same kind that counts."""
-        behavior = (
-            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        )
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        assert not inspect.isasyncgenfunction(behavior), (
-            "the interceptor inside makes every method a coroutine"
-        )
-        return make(
-            self._awaiting(behavior),
+        assert handler.stream_stream is not None, "the interceptor inside makes streams of all methods"
+        return grpc.stream_stream_rpc_method_handler(
+            self._awaiting(handler.stream_stream),
             request_deserializer=self._reader(handler.request_deserializer),
-            response_serializer=self._writer(handler.response_serializer)
-            if handler.response_streaming
-            else handler.response_serializer,
+            response_serializer=self._writer(handler.response_serializer),
         )
 
     def end(self, code: str) -> None:
@@ -116,13 +102,9 @@ class _WatchedCall:
             watcher.wire_ended(record)
 
     def _awaiting(self, behavior: Any) -> Any:
-        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             with self._watched(context):
-                response = await behavior(request, context)
-                if response is not None:
-                    # The one message of a unary call is serialized after this function has returned.
-                    self._sent_bytes += response.ByteSize()
-                return response
+                await behavior(request, context)
 
         return serve
 

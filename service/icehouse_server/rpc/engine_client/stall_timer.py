@@ -5,8 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any, Protocol
 
 from icehouse_server.errors import Overloaded, Reason
+
+
+class Writable(Protocol):
+    """What is wanted of a call's context."""
+
+    async def send_initial_metadata(self, initial_metadata: Any) -> None: ...
+    async def write(self, message: Any) -> None: ...
 
 
 class StallTimer:
@@ -15,6 +23,7 @@ class StallTimer:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._scope: asyncio.Timeout | None = None
+        self._has_begun = False
 
     @contextlib.asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
@@ -32,15 +41,20 @@ class StallTimer:
         finally:
             self._scope = None
 
-    def writing(self) -> None:
-        """A message is being handed to the connection, which may wait for the reader."""
-        if self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+    async def write(self, context: Writable, message: object) -> None:
+        """Hand a message to the connection, which may wait for the reader; only within `guard`."""
+        if not self._has_begun:
+            # Apart from the message: headers that wait with it for the reader would keep the call from being
+            # ended with a status (grpc 1.85).
+            self._has_begun = True
+            await context.send_initial_metadata(())
+        self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        await context.write(message)
+        self._reschedule(None)
 
-    def written(self) -> None:
-        """The connection took the message."""
-        if self._scope is not None:
-            self._scope.reschedule(None)
+    def _reschedule(self, when: float | None) -> None:
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(when)
 
     def expire(self) -> None:
         """End the block now."""

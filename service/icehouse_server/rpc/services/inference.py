@@ -73,9 +73,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             async with running as events, timer.guard():
                 async for index, event in events:
                     for response in replies.responses(index, event):
-                        timer.writing()
-                        await context.write(response)
-                        timer.written()
+                        await timer.write(context, response)
 
     async def Tokenize(
         self, request: messages.TokenizeRequest, context: Context

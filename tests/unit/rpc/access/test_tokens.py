@@ -43,13 +43,14 @@ def line(token: str, tenant: str, role: Role = Role.TENANT, *, last_day: str | N
 
 @contextlib.asynccontextmanager
 async def guarded_server(
-    tmp_path: Path, *, tenants: TenantConfig | None = None, **settings: Any
+    tmp_path: Path, *, tenants: TenantConfig | None = None, channelz: bool = False, **settings: Any
 ) -> AsyncIterator[RunningServer]:
     """Start a server with three tokens: two tenants and an operator."""
     file = tmp_path / "tokens"
     write(file, "# ours", line(SEARCH, "search"), "", line(ADS, "ads"), line(BOSS, "boss", Role.OPERATOR))
     security = SecurityConfig(token_file=str(file), **settings)
-    async with running(security=security, tenants=tenants or TenantConfig()) as served:
+    limits = tenants or TenantConfig()
+    async with running(security=security, tenants=limits, channelz_enabled=channelz) as served:
         yield served
 
 

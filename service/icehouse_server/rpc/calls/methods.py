@@ -1,0 +1,141 @@
+"""Method table: for each RPC who may call it, what it may cost and whose share it counts against.
+
+The one place where this is decided; the interceptor at the edge goes by it. A method without a row is not
+served, and a test asks the server's own reflection for methods that have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from icehouse_server.rpc.calls.shares import Share
+
+KIB = 1 << 10
+
+
+class Access(enum.StrEnum):
+    """Who may call."""
+
+    OPEN = "open"
+    """Anybody where `security.health_open` says so, else as CALLER."""
+    CALLER = "caller"
+    """Whoever proves who they are, where that is asked for."""
+    OPERATOR = "operator"
+
+
+class Place(enum.StrEnum):
+    """Where the most costly part of a call is done; what is above it takes no time worth a limit."""
+
+    EVENT_LOOP = "event loop"
+    TOKENIZER = "tokenizer threads"
+    INFERENCE = "inference thread"
+    STORAGE = "storage thread"
+
+
+class Cost(enum.StrEnum):
+    """What a call is charged as, where tokens per minute are limited."""
+
+    NOTHING = "nothing"
+    PROMPT = "prompt"
+    """Its prompt's tokens."""
+    GENERATION = "generation"
+    """Its prompt's tokens and the output it may ask for."""
+
+
+class Pool(enum.StrEnum):
+    """Calls that share one number of places."""
+
+    WORK = "work"
+    COMMANDS = "commands"
+    """Commands to the cache, and its counters."""
+    WATCHES = "watches"
+    """What takes no time and may never end."""
+    HEALTH = "health"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method:
+    """One row."""
+
+    pool: Pool
+    place: Place
+    cost: Cost = Cost.NOTHING
+    access: Access = Access.CALLER
+    message_byte_limit: int | None = None
+    """Longest request; None is `server.max_message_bytes`."""
+    message_timeout_s: float | None = None
+    """How long the request may take to arrive; None is `connection.message_timeout_s`."""
+
+
+_GENERATION = Method(Pool.WORK, Place.INFERENCE, Cost.GENERATION)
+_COMMAND = Method(Pool.COMMANDS, Place.INFERENCE, Cost.PROMPT)
+_LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
+_CHANNELZ = Method(
+    Pool.WATCHES, Place.EVENT_LOOP, access=Access.OPERATOR, message_byte_limit=KIB, message_timeout_s=2.0
+)
+_REFLECTION = Method(Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
+_HEALTH = Method(
+    Pool.HEALTH, Place.EVENT_LOOP, access=Access.OPEN, message_byte_limit=KIB, message_timeout_s=2.0
+)
+
+METHODS: Mapping[str, Method] = {
+    "icehouse.v1.InferenceService/Generate": _GENERATION,
+    "icehouse.v1.InferenceService/Stream": _GENERATION,
+    "icehouse.v1.InferenceService/Tokenize": Method(Pool.WORK, Place.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/CacheStats": Method(
+        Pool.COMMANDS, Place.INFERENCE, message_byte_limit=4 * KIB
+    ),
+    "icehouse.v1.CacheService/Explain": _COMMAND,
+    "icehouse.v1.CacheService/Warm": _GENERATION,
+    "icehouse.v1.CacheService/Pin": _COMMAND,
+    "icehouse.v1.CacheService/Unpin": _COMMAND,
+    "icehouse.v1.CacheService/Evict": _COMMAND,
+    "icehouse.v1.CacheService/Verify": Method(
+        Pool.COMMANDS, Place.STORAGE, access=Access.OPERATOR, message_byte_limit=4 * KIB
+    ),
+    "icehouse.v1.CacheService/WatchStats": Method(Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB),
+    "icehouse.v1.ModelService/ListModels": _LOOKUP,
+    "icehouse.v1.ModelService/GetModel": _LOOKUP,
+    "icehouse.v1.EmbeddingService/Embed": _GENERATION,
+    "icehouse.v1.RerankService/Rerank": _GENERATION,
+    "grpc.health.v1.Health/Check": _HEALTH,
+    "grpc.health.v1.Health/List": _HEALTH,
+    "grpc.health.v1.Health/Watch": _HEALTH,
+    "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _REFLECTION,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _REFLECTION,
+    "grpc.channelz.v1.Channelz/GetTopChannels": _CHANNELZ,
+    "grpc.channelz.v1.Channelz/GetServers": _CHANNELZ,
+    "grpc.channelz.v1.Channelz/GetServer": _CHANNELZ,
+    "grpc.channelz.v1.Channelz/GetServerSockets": _CHANNELZ,
+    "grpc.channelz.v1.Channelz/GetChannel": _CHANNELZ,
+    "grpc.channelz.v1.Channelz/GetSubchannel": _CHANNELZ,
+    "grpc.channelz.v1.Channelz/GetSocket": _CHANNELZ,
+}
+
+_COMMAND_LIMIT = 256
+_WATCH_LIMIT = 512
+_HEALTH_CALLS_PER_CONNECTION = 8
+"""A client that watches health does so once per connection."""
+
+
+def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[Pool, Share]:
+    """Return the places of each pool.
+
+    One caller may have three quarters of the calls, half of the commands, a fifth of the watches. Health
+    checkers prove nothing, and one of them may come over every connection there can be, so each connection
+    has its own places, which no other can take.
+    """
+    health_limit = connection_limit * _HEALTH_CALLS_PER_CONNECTION
+    return {
+        Pool.WORK: Share(limit=concurrent_call_limit, factor=3.0, what="calls"),
+        Pool.COMMANDS: Share(limit=_COMMAND_LIMIT, factor=1.0, what="cache commands and counters"),
+        Pool.WATCHES: Share(limit=_WATCH_LIMIT, factor=0.25, what="watches"),
+        Pool.HEALTH: Share(
+            limit=health_limit,
+            factor=health_limit,
+            most=_HEALTH_CALLS_PER_CONNECTION,
+            what="health checks",
+        ),
+    }

@@ -1,0 +1,172 @@
+"""Shares: places and turns that callers have between them, so that none can take them all. Event loop.
+
+Who is refused or made to wait follows from what is free, not from a fixed part: a caller may hold at most
+`factor` times what nobody holds (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). One
+busy caller gets `factor / (1 + factor)` of it, n of them `factor / (1 + n * factor)` each, and something
+stays free for the next one. A caller is a proved tenant, or a connection where nobody proves anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Iterator
+
+from icehouse_server.errors import Overloaded, Reason
+
+RETRY_S = 1.0
+"""When to come back after being refused for a number; calls last seconds."""
+
+
+class Share:
+    """Places that are taken or refused, never waited for.
+
+    With `most` no caller gets more than that, however much is free.
+    """
+
+    def __init__(self, *, limit: int, factor: float, what: str, most: int | None = None) -> None:
+        assert limit >= 1 and factor > 0, (limit, factor)
+        self.limit = limit
+        self._factor = factor
+        self._most = limit if most is None else most
+        self._what = what
+        self._held: collections.Counter[str] = collections.Counter()
+        self._total = 0
+
+    @contextlib.contextmanager
+    def place(self, origin: str) -> Iterator[None]:
+        """Hold a place until the block ends; raises Overloaded when the caller may have no more now."""
+        held, free = self._held[origin], self.limit - self._total
+        if free <= 0 or held >= min(self._factor * free, self._most):
+            raise self._full(held=held)
+        self._held[origin] += 1
+        self._total += 1
+        try:
+            yield
+        finally:
+            self._total -= 1
+            self._held[origin] -= 1
+            if not self._held[origin]:
+                del self._held[origin]
+
+    def _full(self, *, held: int) -> Overloaded:
+        return Overloaded(
+            Reason.QUEUE_FULL,
+            f"{self._total} {self._what} are in flight, {held} of them yours; the limit is {self.limit}, of "
+            "which some stay free for others; try again later",
+            retry_after_s=RETRY_S,
+            metadata={"in_flight": self._total, "yours": held, "limit": self.limit},
+        )
+
+
+class Hold:
+    """What one caller holds of a `FairQueue`."""
+
+    def __init__(self, queue: FairQueue, origin: str, amount: int) -> None:
+        self._queue = queue
+        self._origin = origin
+        self.amount = amount
+
+    def shrink(self, amount: int) -> None:
+        """Hold less from now on."""
+        if amount < self.amount:
+            self._queue.give_back(self._origin, self.amount - amount)
+            self.amount = amount
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        self.shrink(0)
+
+
+class FairQueue:
+    """An amount of which callers take parts, waiting for their turns: one caller after the other, and of
+    each the oldest first. Without a `factor` one caller may hold all of it while nobody else waits."""
+
+    def __init__(self, *, capacity: int, factor: float | None = None) -> None:
+        assert capacity >= 1, capacity
+        self.capacity = capacity
+        self._factor = factor
+        self._held: collections.Counter[str] = collections.Counter()
+        self._total = 0
+        self._waiting: collections.OrderedDict[str, collections.deque[tuple[int, asyncio.Future[None]]]] = (
+            collections.OrderedDict()
+        )
+
+    @property
+    def waiting_count(self) -> int:
+        """How many wait for their turn."""
+        return sum(len(queue) for queue in self._waiting.values())
+
+    async def take(self, origin: str, amount: int = 1) -> Hold:
+        """Wait for the caller's turn. More than there is counts as all there is."""
+        amount = min(amount, self.capacity)
+        if self._waiting or not self._fits(origin, amount):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry = (amount, turn)
+            self._waiting.setdefault(origin, collections.deque()).append(entry)
+            self._hand_out()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self.give_back(origin, amount)
+                else:
+                    self._leave(origin, entry)
+                raise
+        else:
+            self._grant(origin, amount)
+        return Hold(self, origin, amount)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, origin: str) -> collections.abc.AsyncIterator[None]:
+        """Hold one of it until the block ends."""
+        hold = await self.take(origin)
+        try:
+            yield
+        finally:
+            hold.release()
+
+    def give_back(self, origin: str, amount: int) -> None:
+        """Take back what a caller held, and hand it out again."""
+        self._total -= amount
+        self._held[origin] -= amount
+        if not self._held[origin]:
+            del self._held[origin]
+        self._hand_out()
+
+    def _fits(self, origin: str, amount: int) -> bool:
+        free = self.capacity - self._total
+        held = self._held[origin]
+        if amount > free:
+            return False
+        return self._factor is None or not held or held + amount <= self._factor * free
+
+    def _grant(self, origin: str, amount: int) -> None:
+        self._held[origin] += amount
+        self._total += amount
+
+    def _hand_out(self) -> None:
+        passed = 0
+        while self._waiting and passed < len(self._waiting) and self._total < self.capacity:
+            origin, queue = next(iter(self._waiting.items()))
+            amount, turn = queue[0]
+            self._waiting.move_to_end(origin)
+            if not self._fits(origin, amount):
+                passed += 1
+                continue
+            passed = 0
+            queue.popleft()
+            if not queue:
+                del self._waiting[origin]
+            if not turn.cancelled():
+                self._grant(origin, amount)
+                turn.set_result(None)
+
+    def _leave(self, origin: str, entry: tuple[int, asyncio.Future[None]]) -> None:
+        queue = self._waiting.get(origin)
+        if queue is not None and entry in queue:
+            queue.remove(entry)
+            if not queue:
+                del self._waiting[origin]
+        self._hand_out()

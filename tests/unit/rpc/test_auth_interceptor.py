@@ -1,0 +1,143 @@
+"""What one caller leaves open, unread or idle is its own loss: others go on being served."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2
+from icehouse_server.rpc.calls.methods import METHODS, Access, Pool
+
+from tests.fixtures.rpc.http2 import Peer, framed, peer_of
+from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
+from tests.unit.rpc.conftest import RunningServer, channel_options
+
+GENERATE = inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1)
+WATCH = framed(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}).SerializeToString())
+BOUND_S = 30.0
+FRAME_BYTES = 1 << 14
+"""The longest frame that a server takes unasked."""
+EXHAUSTED = str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+
+
+async def is_served(served: RunningServer, token: str = ADS) -> bool:
+    """Whether another tenant, on a connection of its own, gets each kind of answer."""
+    async with grpc.aio.insecure_channel(served.server.address, options=channel_options()) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+    metadata = bearer(token)
+    answer = await served.inference.Generate(GENERATE, metadata=metadata, timeout=BOUND_S)
+    stats = inference_service_pb2.CacheStatsRequest()
+    await served.inference.CacheStats(stats, metadata=metadata, timeout=BOUND_S)
+    watch = served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(), metadata=metadata, timeout=BOUND_S)
+    first = await watch.read()
+    watch.cancel()
+    return bool(answer.text == " w0" and first.HasField("stats"))
+
+
+@contextlib.asynccontextmanager
+async def peers(served: RunningServer, count: int, *, window_bytes: int | None = None) -> AsyncIterator[Any]:
+    async with contextlib.AsyncExitStack() as opened:
+        yield [
+            await opened.enter_async_context(peer_of(served.server.address, window_bytes=window_bytes))
+            for _ in range(count)
+        ]
+
+
+async def heard(peer: Peer) -> None:
+    """Return when the server has taken in all that was sent."""
+    number = peer.answered_ping_count() + 1
+    await peer.ping(number)
+    await peer.answered(number)
+
+
+def refused_count(peer: Peer) -> int:
+    return sum(fields.get("grpc-status") == EXHAUSTED for fields in peer.headers.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "token"),
+    [
+        ("/grpc.health.v1.Health/Check", ""),
+        ("/icehouse.v1.InferenceService/Generate", SEARCH),
+        ("/icehouse.v1.CacheService/WatchStats", SEARCH),
+    ],
+    ids=["health", "work", "watch"],
+)
+async def test_calls_that_never_send_their_message_lock_nobody_out(
+    tmp_path: Path, path: str, token: str
+) -> None:
+    async with guarded_server(tmp_path) as served, peers(served, 3) as hostile:
+        for peer in hostile:
+            for _ in range(400):
+                await peer.open_call(path, token=token)
+        # When the last of them is refused, all before it have been looked at.
+        last = hostile[-1]
+        await last.until(lambda: refused_count(last) > 0, timeout_s=BOUND_S)
+        assert await is_served(served)
+
+
+async def test_watches_that_never_end_lock_nobody_out(tmp_path: Path) -> None:
+    async with guarded_server(tmp_path) as served, peers(served, 3) as hostile:
+        for peer in hostile:
+            for _ in range(400):
+                stream = await peer.open_call("/icehouse.v1.CacheService/WatchStats", token=SEARCH)
+                await peer.send(stream, WATCH, end=True)
+            await peer.until(lambda peer=peer: refused_count(peer) > 290, timeout_s=BOUND_S)
+        assert await is_served(served)
+        # Not even the tenant's own requests: what takes no time has places of its own.
+        await served.inference.Generate(GENERATE, metadata=bearer(SEARCH), timeout=BOUND_S)
+
+
+async def test_answers_that_nobody_reads_count_against_who_asked(tmp_path: Path) -> None:
+    message = framed(model_service_pb2.ListModelsRequest().SerializeToString())
+    async with guarded_server(tmp_path) as served, peers(served, 3, window_bytes=0) as hostile:
+        for peer in hostile:
+            for _ in range(400):
+                stream = await peer.open_call("/icehouse.v1.ModelService/ListModels", token=SEARCH)
+                await peer.send(stream, message, end=True)
+        last = hostile[-1]
+        await last.until(lambda: refused_count(last) > 300, timeout_s=BOUND_S)
+        assert await is_served(served)
+
+
+async def test_a_health_checker_that_sends_nothing_is_given_up_soon(tmp_path: Path) -> None:
+    row = METHODS["grpc.health.v1.Health/Check"]
+    assert row.message_timeout_s is not None and row.message_timeout_s <= 2
+    async with guarded_server(tmp_path) as served, peers(served, 1) as [peer]:
+        code, message = await peer.status(await peer.open_call("/grpc.health.v1.Health/Check"))
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0] and "2 s" in message
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.message_byte_limit])
+async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path, name: str) -> None:
+    limit = METHODS[name].message_byte_limit
+    assert limit is not None
+    async with guarded_server(tmp_path, channelz=True) as served, peers(served, 1) as [peer]:
+        stream = await peer.open_call(f"/{name}", token=BOSS)
+        message = framed(b"a" * (limit + 1))
+        for at in range(0, len(message), FRAME_BYTES):
+            await peer.send(stream, message[at : at + FRAME_BYTES])
+        code, message = await peer.status(stream)
+        assert code == grpc.StatusCode.INVALID_ARGUMENT.value[0] and str(limit) in message
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.access is Access.OPERATOR])
+async def test_what_is_for_operators_is_refused_to_tenants_before_it_is_read(
+    tmp_path: Path, name: str
+) -> None:
+    async with guarded_server(tmp_path, channelz=True) as served, peers(served, 1) as [peer]:
+        code, message = await peer.status(await peer.open_call(f"/{name}", token=SEARCH))
+        assert code == grpc.StatusCode.PERMISSION_DENIED.value[0] and name.rpartition("/")[2] in message
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.pool is not Pool.HEALTH])
+async def test_nothing_but_health_is_served_to_who_proves_nothing(tmp_path: Path, name: str) -> None:
+    async with guarded_server(tmp_path, channelz=True) as served, peers(served, 1) as [peer]:
+        code, _ = await peer.status(await peer.open_call(f"/{name}"))
+        assert code == grpc.StatusCode.UNAUTHENTICATED.value[0]
