@@ -44,13 +44,10 @@ class CommandIssuer:
         self.open_count = 0
         self._ledger = ledger
         self._say = say
-        self._dooms: list[_Doom] = []
-        """What the orders to evict that are still open will remove."""
 
     def begin_life(self) -> None:
         """Nobody answers what a process that is gone was asked."""
         self.open_count = 0
-        self._dooms.clear()
 
     def give(self, served: SimServer, order: CacheCommand) -> None:
         """Send an order through the engine's door."""
@@ -64,7 +61,6 @@ class CommandIssuer:
             nonlocal is_open
             assert is_open, f"{order} was answered twice"
             is_open = False
-            self._dooms = [other for other in self._dooms if other is not doom]
             self.open_count -= 1
             self._say(f"  answered {answer!r:.200}")
             self._ledger.seen[type(answer).__name__] += 1
@@ -74,7 +70,6 @@ class CommandIssuer:
                 self._check_verified(served, may_miss=self._ledger.rot_count > rot_count)
 
         if isinstance(order, Evict):
-            self._dooms.append(doom)
             # Answered at once, right before the order is carried out.
             served.mailbox.post(Command(Unpin((1, 2)), lambda _: self._pronounce(doom, served, order)))
         served.mailbox.post(Command(order, reply))
@@ -94,10 +89,12 @@ class CommandIssuer:
         """Note the blocks that an order to evict is about to remove, and the last spill before it."""
         is_all = order.prompt_token_ids is None
         doom.spill_number = self._ledger.spill_number
-        known = list(served.cache.blocks() if is_all else _known(served, order))
-        # Where a tenant's quota made it go, the file goes when the storage thread gets there.
-        on_its_way = {e.hash for e in known if not e.ssd and self._ledger.is_being_evicted(e.hash)}
-        doom.blocks |= {entry.hash for entry in known} - on_its_way
+        known = served.cache.blocks() if is_all else _known(served, order)
+        doom.blocks |= {entry.hash for entry in known}
+        if is_all and served.storage is not None and served.store.is_open:
+            # What a quota or an order before has made go is known to the engine no more, and there still.
+            mine = served.cache.settings.fingerprint
+            doom.blocks |= {record.hash for record in served.store.index if record.fingerprint == mine}
 
     def _check(
         self, served: SimServer, order: CacheCommand, answer: CacheAnswer | IcehouseError, doom: _Doom
@@ -126,7 +123,6 @@ class CommandIssuer:
             return
         numbers = self._ledger.spill_numbers
         left = {record.hash for record in served.store.index} & doom.blocks
-        left.difference_update(*(other.blocks for other in self._dooms))
         old = [name.hex()[:8] for name in left if numbers.get(name, 0) <= doom.spill_number]
         assert not old, f"evicted by order and still there: {old}"
 

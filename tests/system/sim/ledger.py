@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from icehouse_server.domain.blocks import Damage
@@ -71,7 +70,6 @@ class Ledger:
         self.io_error_count = 0
         self.spill_numbers: dict[BlockHash, int] = {}
         self.spill_number = 0
-        self._eviction_numbers: dict[BlockHash, int] = {}
         self.promises: list[Promise] = []
         self._manifest_bytes = 0
         self.last_stats: CacheStats | None = None
@@ -83,14 +81,6 @@ class Ledger:
         self.spilled.add(block)
         self.spill_number += 1
         self.spill_numbers[block] = self.spill_number
-
-    def note_eviction(self, blocks: Sequence[BlockHash]) -> None:
-        """The SSD tier was asked to remove blocks; it does so later."""
-        self._eviction_numbers.update(dict.fromkeys(blocks, self.spill_number))
-
-    def is_being_evicted(self, block: BlockHash) -> bool:
-        """Whether nobody handed the block to the SSD tier again since it was asked to remove it."""
-        return self._eviction_numbers.get(block, -1) >= self.spill_numbers.get(block, 0)
 
     def note_rot(self, rot: Rot) -> None:
         """These files are not what they were; a file's name is its block's hash."""

@@ -57,8 +57,6 @@ class PinWatch:
         """A pin survives an orderly restart: the rows of pinned blocks say so."""
         if served.storage is None or served.is_storage_dead or self._ledger.io_errors(served):
             return
-        if served.setup.task_queue_count == 1:
-            return
         for entry in served.cache._index:
             record = served.store.index.get(entry.hash)
             # One that was written after the flush had given up waiting is not known to the engine.

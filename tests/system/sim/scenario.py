@@ -233,7 +233,7 @@ class Scenario:
         self._check()
         check_rest(served)
         check_agreement(served)
-        if self.setup.task_queue_count > 1 and not self.ledger.io_errors(served):
+        if not self.ledger.io_errors(served):
             check_pins_agree(served)
         if served.storage is not None and not served.is_storage_dead:
             assert served.store.is_open, "the directory was never opened again"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
@@ -71,13 +71,9 @@ class _WatchedStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def spill(self, block: HostBlock, credit: Any, *, request_id: RequestId | None = None) -> None:
+    def spill(self, block: HostBlock, credit: Any, **rest: Any) -> None:
         self._ledger.note_spill(block.header.hash)
-        self._storage.spill(block, credit, request_id=request_id)
-
-    def evict(self, hashes: Sequence[BlockHash]) -> Any:
-        self._ledger.note_eviction(hashes)
-        return self._storage.evict(hashes)
+        self._storage.spill(block, credit, **rest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

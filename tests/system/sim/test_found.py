@@ -23,8 +23,9 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Command, Submit
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded
+from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 
-from tests.system.sim.checks import check_agreement, check_ram, check_rest
+from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ModelSpec, reference_reply
 from tests.system.sim.server import Life, SimClock, SimServer
@@ -135,6 +136,38 @@ def test_a_block_pinned_while_it_was_to_leave_stays_when_the_disk_does_not_take_
     assert entry is not None and entry.ram and entry.is_pinned
 
 
+@pytest.mark.parametrize("is_written_first", [False, True])
+def test_a_block_pinned_while_it_was_to_leave_outlives_a_full_disk(
+    directory: Path, is_written_first: bool
+) -> None:
+    """Between its row and an order to pin it, the next one on its way may take its place on the disk."""
+    bench = Bench(
+        directory,
+        ModelSpec(1, True, 0, False),
+        ram_limit_bytes=200,
+        disk_limit_bytes=LOG_ALLOWANCE_BYTES + 5_000,
+        spill_policy="on_evict",
+    )
+    served = bench.served
+    for prompt in (b"aaaabbbbc", b"ccccddddc", b"bbbbaaaac"):
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            served.step_engine()
+    block, *_ = served.spilling()
+    served.mailbox.post(Command(Pin(tuple(b"aaaabbbb")), lambda _: None))
+    if not is_written_first:
+        served.step_engine()
+    while served.step_storage():
+        pass
+    assert (block in bench.ledger.removed) is is_written_first
+    served.come_to_rest()
+    entry = served.cache._index.get(block)
+    assert entry is not None and entry.is_pinned
+    assert entry.ram if is_written_first else block in bench.ledger.committed
+    check_ram(served)
+    check_pins_agree(served)
+
+
 def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -> None:
     """Without kv regions a chain may have gaps; a window may not."""
     bench = Bench(directory, ModelSpec(1, False, 2 * BLOCK + 1, False), ram_limit_bytes=100_000)
@@ -159,6 +192,41 @@ def test_a_pin_right_after_an_order_to_evict_finds_nothing(directory: Path) -> N
     bench.served.come_to_rest()
     assert isinstance(answers[0], NotFound), answers
     assert isinstance(answers[1], EvictReport) and answers[1].ssd_block_count == 2, answers
+
+
+def test_a_block_computed_and_pinned_again_behind_an_order_to_evict_it_stays(directory: Path) -> None:
+    """It was on its way to SSD when the order came: its row, pinned by then, is removed behind it."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=200, spill_policy="on_evict")
+    served = bench.served
+    for prompt in (b"aaaabbbbc", b"ccccddddc"):
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            served.step_engine()
+    (block,) = served.spilling()
+    served.mailbox.post(Command(Evict(None), lambda _: None))
+    bench.submit(b"aaaabbbbc", max_output_tokens=0)
+    for _ in range(10):
+        served.step_engine()
+    assert served.spilling() == [block]
+    assert isinstance(bench.order(Pin(tuple(b"aaaabbbb"))), PinReport)
+    entry = served.cache._index.get(block)
+    assert entry is not None and entry.is_pinned and entry.ram and block in bench.ledger.removed
+
+
+def test_an_order_to_evict_is_answered_when_what_another_one_removes_is_gone(directory: Path) -> None:
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
+    prompt = b"aaaabbbbc"
+    bench.ask(prompt, max_output_tokens=0)
+    bench.restart()
+    answers: list[CacheAnswer | IcehouseError] = []
+    for _ in range(2):
+        bench.served.mailbox.post(Command(Evict(tuple(prompt)), answers.append))
+    bench.served.step_engine()
+    assert answers == [] and len(bench.served.store.index) == 2
+    bench.served.come_to_rest()
+    first, second = answers
+    assert isinstance(first, EvictReport) and first.ssd_block_count == 2, first
+    assert isinstance(second, EvictReport) and second.ssd_block_count == 0, second
 
 
 def test_a_refused_pin_pins_nothing(directory: Path) -> None:

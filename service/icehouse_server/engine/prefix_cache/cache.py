@@ -33,6 +33,7 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.storage.loads import HeadRequest, LoadId, LoadRequest
+from icehouse_server.storage.messages import TaskId
 from icehouse_server.storage.record import BlockRecord
 
 
@@ -243,8 +244,8 @@ class PrefixCache:
     def remove(self, entries: ReadSequence[Entry]) -> None:
         """Remove blocks from both tiers, whatever keeps them there."""
         stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
-        if stored and self.storage is not None:
-            self.storage.evict(stored)
+        if stored:
+            self._spills.remove(stored)
         for entry in entries:
             self._purge(entry)
             self.forget_stored(entry.hash)
@@ -343,21 +344,20 @@ class PrefixCache:
             self._index.forget_stored(block)
 
     def note_persisted(self, record: BlockRecord) -> None:
-        """Note that a block is committed on SSD: pinned there as here, and instead of shorter ones."""
+        """Note that a block is committed on SSD, instead of shorter ones."""
         entry = self._add_stored(record)
-        if self.storage is not None:
-            if entry.is_pinned and not record.pinned:
-                self.storage.pin([entry.hash])
-            shorter = [other.hash for other in self._index.superseded(entry) if other.ssd]
-            if shorter:
-                self.storage.evict(shorter)
-        self.spill_ended(record.hash)
+        shorter = [other.hash for other in self._index.superseded(entry) if other.ssd]
+        if shorter:
+            self._spills.remove(shorter)
+        # An order to pin it that came after the commit may have come after its eviction, too.
+        is_kept = record.pinned and not self._spills.is_to_be_removed(record.hash)
+        self._eviction.spill_ended(entry, is_kept_on_ssd=is_kept)
 
     def spill_ended(self, block: BlockHash) -> None:
-        """Note that a spill was persisted or dropped; the RAM copy of an evicted block goes now."""
+        """Note that a spill was dropped; the RAM copy of an evicted block goes now."""
         entry = self._index.get(block)
         if entry is not None:
-            self._eviction.spill_ended(entry)
+            self._eviction.spill_ended(entry, is_kept_on_ssd=bool(entry.ssd))
 
     def lose_storage(self) -> None:
         """The SSD tier is gone for good: forget it and go on with RAM alone."""
@@ -378,7 +378,7 @@ class PrefixCache:
 
     def pin(self, entries: ReadSequence[Entry], *, pinned: bool) -> bool:
         """Pin or unpin blocks in both tiers; False, and nothing changed, when too much waits for the SSD."""
-        stored = [entry.hash for entry in entries if entry.ssd]
+        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
         if stored and self.storage is not None:
             is_taken = self.storage.pin(stored) if pinned else self.storage.unpin(stored)
             if not is_taken:
@@ -386,6 +386,19 @@ class PrefixCache:
         for entry in entries:
             entry.is_pinned = pinned
         return True
+
+    def remove_stored(self, blocks: ReadSequence[BlockHash]) -> TaskId | None:
+        """Order blocks to be removed from SSD, after those of every order before; None: too much waits."""
+        return self._spills.remove(blocks)
+
+    def removal_ended(self, task_id: TaskId) -> None:
+        """Note that an order to remove blocks was carried out or given up."""
+        self._spills.removal_ended(task_id)
+
+    @property
+    def is_removing(self) -> bool:
+        """Whether blocks that are forgotten here are still on SSD: a quota or an order made them go."""
+        return self._spills.removal_count > 0
 
     def purge(self, entries: ReadSequence[Entry], *, with_ssd: bool) -> None:
         """Remove blocks from RAM, pinned ones too; from the index as well where the SSD removes them."""

@@ -111,6 +111,7 @@ class CacheCommands:
             if reply is not None:
                 reply(self._cache.stats(outcome.stats))
         elif isinstance(outcome, Purged):
+            self._cache.removal_ended(outcome.task_id)
             eviction = self._evictions.pop(outcome.task_id, None)
             if eviction is not None:
                 report, answer = eviction
@@ -135,6 +136,7 @@ class CacheCommands:
             self._give_up(outcome)
 
     def _give_up(self, outcome: TaskGivenUp) -> None:
+        self._cache.removal_ended(outcome.task_id)
         waiting = self._evictions.pop(outcome.task_id, None) or self._verifications.pop(outcome.task_id, None)
         if waiting is not None:
             _, answer = waiting
@@ -217,8 +219,9 @@ class CacheCommands:
         stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
         report = EvictReport(len(in_ram), sum(entry.ram_bytes for entry in in_ram))
         task_id = None
-        if stored and cache.storage is not None:
-            task_id = cache.storage.evict(stored)
+        # Nor is one gone that a quota or an order before has made go, until the storage thread gets there.
+        if cache.storage is not None and (stored or cache.is_removing):
+            task_id = cache.remove_stored(stored)
             if task_id is None:
                 raise _storage_busy()
             self._evictions[task_id] = (report, reply)

@@ -74,6 +74,7 @@ def finish_commit(
     manifest: Manifest,
     now_time: float,
     day: int,
+    pinned: bool,
     replaced: BlockRecord | None = None,
 ) -> BlockRecord:
     """Wait until a block's file is durable, give it its name and insert its row; return the row.
@@ -90,9 +91,12 @@ def finish_commit(
         files.fsync_dir(paths.folder(writing.file.outline.fingerprint))
         info = files.stat(writing.path)
         record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
+        record = record._replace(pinned=pinned)
         if replaced is not None:
             record = record._replace(
-                created_time=replaced.created_time, hit_count=replaced.hit_count, pinned=replaced.pinned
+                created_time=replaced.created_time,
+                hit_count=replaced.hit_count,
+                pinned=pinned or replaced.pinned,
             )
         manifest.insert([(record, writing.file)], day=day, written_bytes=record.file_bytes)
     except (OSError, sqlite3.Error):

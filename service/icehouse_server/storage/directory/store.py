@@ -145,7 +145,7 @@ class BlockStore:
 
     def put(self, prepared: PreparedBlock) -> BlockRecord:
         """Commit a block that is not stored yet; there must be room. Raises `OSError` or `sqlite3.Error`."""
-        return self.finish(self.begin(prepared))
+        return self.finish(self.begin(prepared), pinned=False)
 
     def begin(self, prepared: PreparedBlock) -> Writing:
         """Write the file of a block that is not stored whole yet; `finish` or `undo` follows.
@@ -162,7 +162,7 @@ class BlockStore:
         self.space.partial_bytes += prepared.file_bytes
         return writing
 
-    def finish(self, writing: Writing) -> BlockRecord:
+    def finish(self, writing: Writing, *, pinned: bool) -> BlockRecord:
         """Commit a block that was begun. Raises `OSError` or `sqlite3.Error`; it is no longer begun then."""
         now_time = self.clock.wall()
         day = self.space.turn_day(now_time)
@@ -176,6 +176,7 @@ class BlockStore:
                 manifest=self.manifest,
                 now_time=now_time,
                 day=day,
+                pinned=pinned,
                 replaced=replaced,
             )
         except OSError:

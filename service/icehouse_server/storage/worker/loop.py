@@ -207,6 +207,7 @@ class StorageLoop:
                 self._store.touch(hashes)
             case PinRequest(hashes, pinned):
                 self._task_meter.give_back(1)
+                self._spiller.set_pinned(frozenset(hashes), pinned=pinned)
                 self._guarded(lambda: self._pin(hashes, pinned=pinned), instead=False)
             case PurgeRequest():
                 self._orders.append(_Ticket(PurgeTask(request), self._spiller.accepted_total))

@@ -19,6 +19,8 @@ class SpillRequest:
     credit: Credit
     request_id: RequestId | None = None
     """Whose work made the block leave RAM."""
+    pinned: bool = False
+    """Whether its row says from the first that it is kept from eviction."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class TouchRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinRequest:
-    """Protect these blocks, or stop to."""
+    """Protect these blocks, stored or waiting to be, or stop to."""
 
     hashes: tuple[BlockHash, ...]
     pinned: bool

@@ -9,11 +9,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.block_format.file import PreparedBlock, prepare_block
 from icehouse_server.storage.directory.commit import Writing
 from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
@@ -68,6 +69,12 @@ class Spiller:
         """Accept a block."""
         self._counters.spill.accepted_block_total += 1
         self._spills.append(request)
+
+    def set_pinned(self, hashes: Collection[BlockHash], *, pinned: bool) -> None:
+        """Pin or unpin those of these blocks that wait: no other spill may evict one before its pin."""
+        for place, spill in enumerate(self._spills):
+            if spill.block.header.hash in hashes:
+                self._spills[place] = dataclasses.replace(spill, pinned=pinned)
 
     def flush(self, request: FlushRequest) -> None:
         """Tell when all spills accepted so far have their outcome, at the latest at the deadline."""
@@ -168,7 +175,7 @@ class Spiller:
         under_way = self._writings.popleft()
         size_bytes = under_way.writing.prepared.file_bytes
         try:
-            record = self._store.finish(under_way.writing)
+            record = self._store.finish(under_way.writing, pinned=self._spills[0].pinned)
         except OSError as error:
             self.undo_writings()
             self._refused(error, size_bytes)

@@ -130,13 +130,15 @@ class Storage:
         """Take room for one block in the spill queue, before it is copied; None when there is none."""
         return Credit(self._spill_meter, size_bytes) if self._spill_meter.try_take(size_bytes) else None
 
-    def spill(self, block: HostBlock, credit: Credit, *, request_id: RequestId | None = None) -> None:
-        """Hand a block over to be persisted; `Persisted` or `SpillDropped` follows.
+    def spill(
+        self, block: HostBlock, credit: Credit, *, pinned: bool = False, request_id: RequestId | None = None
+    ) -> None:
+        """Hand a block over to be persisted, pinned or not; `Persisted` or `SpillDropped` follows.
 
         `request_id` names the request whose work made the block leave RAM.
         """
         assert block.size_bytes <= credit.size_bytes, "Spill larger than its credit"
-        self._inbox.put(SpillRequest(block, credit, request_id))
+        self._inbox.put(SpillRequest(block, credit, request_id, pinned))
 
     def load(self, request: LoadRequest) -> bool:
         """Have blocks read; `Loaded` or `LoadFailed` follows. False when too many loads wait."""
@@ -157,7 +159,8 @@ class Storage:
         return self._send(TouchRequest(tuple(hashes)))
 
     def pin(self, hashes: Iterable[BlockHash]) -> bool:
-        """Protect blocks and their ancestors from eviction. False when too much waits."""
+        """Protect blocks and their ancestors from eviction, those that are yet to be written from their
+        first moment there. False when too much waits."""
         return self._send(PinRequest(tuple(hashes), pinned=True))
 
     def unpin(self, hashes: Iterable[BlockHash]) -> bool:

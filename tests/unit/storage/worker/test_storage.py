@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import IntegrityStats, SpillDropCause
+from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadFailed
 from icehouse_server.storage.messages import (
@@ -244,6 +245,37 @@ def test_evict_purge_and_verify(tmp_path):
         served.storage.purge()
         assert served.take()[-1].block_count == 1
         assert os.listdir(os.path.dirname(served.path(chain[0]))) == []
+
+
+@pytest.mark.parametrize("order", ["with it", "behind it"])
+def test_a_block_that_is_pinned_on_its_way_is_never_there_without_its_pin(tmp_path, order):
+    """Its row and its pin used to be two orders; on a full disk the next spill took it in between."""
+    first, second, third = (make_block(seed=seed, head_count=2048) for seed in range(3))
+    limit_bytes = LOG_ALLOWANCE_BYTES + 7 * first.size_bytes // 4
+    with StorageThread(tmp_path, limit_bytes=limit_bytes) as served:
+        for block in (first, second):
+            credit = served.storage.try_reserve(block.size_bytes)
+            assert credit is not None
+            served.storage.spill(block, credit, pinned=block is first and order == "with it")
+        if order == "behind it":
+            served.storage.pin([first.header.hash])
+        outcomes = served.take()
+        assert [o.record.pinned for o in outcomes if isinstance(o, Persisted)] == [True]
+        assert [o.hash for o in outcomes if isinstance(o, SpillDropped)] == [second.header.hash]
+        assert not any(isinstance(o, Evicted) for o in outcomes)
+        served.storage.unpin([first.header.hash])
+        served.spill(third)
+        assert [type(o) for o in served.take()] == [Evicted, Persisted]
+
+
+def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
+    block = make_block()
+    with StorageThread(tmp_path) as served:
+        credit = served.storage.try_reserve(block.size_bytes)
+        assert credit is not None
+        served.storage.spill(block, credit, pinned=True)
+        served.storage.unpin([block.header.hash])
+        assert [o.record.pinned for o in served.take() if isinstance(o, Persisted)] == [False]
 
 
 def test_a_full_queue_of_tasks_refuses(tmp_path):

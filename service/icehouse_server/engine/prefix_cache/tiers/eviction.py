@@ -109,24 +109,24 @@ class RamEviction:
     def _yieldable(self, spared: Collection[BlockHash]) -> list[Entry]:
         return [e for e in self._ram if not e.is_pinned and not e.is_spilling and e.hash not in spared]
 
-    def spill_ended(self, entry: Entry) -> None:
+    def spill_ended(self, entry: Entry, *, is_kept_on_ssd: bool) -> None:
         """Clear what is known of a block's way to SSD; one that was leaving goes now.
 
-        A pinned one that was not written stays if it can.
+        A pinned one stays if it can unless it `is_kept_on_ssd`: it was not written, or not as pinned.
         """
         spill = self._index.end_spill(entry)
         if spill is not None and spill.leaves_ram:
-            may_stay = entry.is_pinned and not entry.ssd
+            may_stay = entry.is_pinned and not is_kept_on_ssd
             if not may_stay or not self._fits_after_all(entry, None):
                 self._ram.drop(entry)
         self._index.discard_if_empty(entry)
 
     def lose_storage(self) -> None:
         """Nothing is written any more: all that was under way has ended, and what was leaving goes."""
-        self._spills.storage = None
+        self._spills.lose_storage()
         # What stays in RAM ends first, so that it may go for a pinned block that was to leave.
         for entry in sorted(self._index.spilling, key=lambda entry: entry.is_leaving):
-            self.spill_ended(entry)
+            self.spill_ended(entry, is_kept_on_ssd=False)
 
     def _keep(self, entry: Entry, request_id: RequestId | None) -> None:
         """Keep a block that was to leave, if others can go in its place."""

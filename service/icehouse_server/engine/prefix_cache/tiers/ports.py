@@ -122,7 +122,9 @@ class StoragePort(Protocol):
         """Take credit in the write queue; None when it is full."""
         ...
 
-    def spill(self, block: HostBlock, credit: Any, *, request_id: RequestId | None = None) -> None:
+    def spill(
+        self, block: HostBlock, credit: Any, *, pinned: bool = False, request_id: RequestId | None = None
+    ) -> None:
         """Hand over a block to be written, for this request. Answered by Persisted or SpillDropped."""
         ...
 
@@ -139,7 +141,8 @@ class StoragePort(Protocol):
         ...
 
     def pin(self, hashes: Sequence[BlockHash]) -> bool:
-        """Keep blocks from eviction by policy. False: too much waits."""
+        """Keep blocks from eviction by policy, those handed over to be written as well. False: too much
+        waits."""
         ...
 
     def unpin(self, hashes: Sequence[BlockHash]) -> bool:

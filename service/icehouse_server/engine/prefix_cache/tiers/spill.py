@@ -17,6 +17,7 @@ from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.storage.messages import TaskId
 
 _FILE_OVERHEAD_BYTES = 64 * 1024
 """Header and alignment of a block file, added to what a spill reserves."""
@@ -49,6 +50,7 @@ class Spills:
         self._quotas = quotas
         self._counters = counters
         self._runner = runner
+        self._removals: dict[TaskId, frozenset[BlockHash]] = {}
 
     @property
     def is_on(self) -> bool:
@@ -58,6 +60,33 @@ class Spills:
     def under_way_count(self) -> int:
         """Blocks handed to the storage thread and not yet written or dropped."""
         return len(self._index.spilling)
+
+    @property
+    def removal_count(self) -> int:
+        """Orders to remove blocks from SSD that the storage thread has not carried out yet."""
+        return len(self._removals)
+
+    def is_to_be_removed(self, block: BlockHash) -> bool:
+        """Whether such an order is on its way to this block."""
+        return any(block in blocks for blocks in self._removals.values())
+
+    def remove(self, blocks: Sequence[BlockHash]) -> TaskId | None:
+        """Order blocks to be removed from SSD, `removal_ended` follows; None when too much waits."""
+        if self.storage is None:
+            return None
+        task_id = self.storage.evict(blocks)
+        if task_id is not None:
+            self._removals[task_id] = frozenset(blocks)
+        return task_id
+
+    def removal_ended(self, task_id: TaskId) -> None:
+        """Note that an order to remove blocks was carried out or given up."""
+        self._removals.pop(task_id, None)
+
+    def lose_storage(self) -> None:
+        """Nothing is written or removed any more."""
+        self.storage = None
+        self._removals.clear()
 
     def wants(self, entry: Entry) -> bool:
         """Whether this block may go to SSD and is not there yet."""
@@ -114,7 +143,8 @@ class Spills:
         kinds = sorted(entry.ram, key=list(RegionKind).index)
         regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
         header = entry.header(self._settings.fingerprint, self._settings.block_token_count)
-        self.storage.spill(HostBlock(header, regions), credit, request_id=request_id)
+        block = HostBlock(header, regions)
+        self.storage.spill(block, credit, pinned=entry.is_pinned, request_id=request_id)
         self._index.begin_spill(entry, size_bytes=size_bytes)
         return True
 
@@ -123,8 +153,7 @@ class Spills:
         victims = self._quotas.ssd_victims(entry, size_bytes, spared={*spared, entry.hash})
         if not victims:
             return victims is not None
-        assert self.storage is not None
-        if self.storage.evict([victim.hash for victim in victims]) is None:
+        if self.remove([victim.hash for victim in victims]) is None:
             return False
         for victim in victims:
             self._quotas.note_stored(victim, change_bytes=-victim.ssd_bytes)

@@ -31,7 +31,9 @@ class Queue:
     def try_reserve(self, size_bytes: int) -> Credit | None:
         return Credit(self.meter, size_bytes) if self.meter.try_take(size_bytes) else None
 
-    def spill(self, block: HostBlock, credit: Credit, *, request_id: RequestId | None = None) -> None:
+    def spill(
+        self, block: HostBlock, credit: Credit, *, pinned: bool = False, request_id: RequestId | None = None
+    ) -> None:
         assert block.size_bytes <= credit.size_bytes
         self.blocks.append(block)
 
