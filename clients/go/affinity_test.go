@@ -6,8 +6,8 @@ import (
 	"testing"
 
 	"google.golang.org/protobuf/encoding/protojson"
-
-	icehousev1 "icehouse.dev/api/icehouse/v1"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
 )
 
 // The examples are those of all client libraries.
@@ -17,6 +17,7 @@ func TestPrefixKeyOfTheExamples(t *testing.T) {
 		t.Fatal(err)
 	}
 	var examples []struct {
+		Message string
 		Request json.RawMessage
 		Key     string
 	}
@@ -27,12 +28,17 @@ func TestPrefixKeyOfTheExamples(t *testing.T) {
 		t.Fatal("there are no examples")
 	}
 	for _, example := range examples {
-		var request icehousev1.GenerateRequest
-		if err := protojson.Unmarshal(example.Request, &request); err != nil {
+		name := protoreflect.FullName("icehouse.v1." + example.Message)
+		kind, err := protoregistry.GlobalTypes.FindMessageByName(name)
+		if err != nil {
 			t.Fatal(err)
 		}
-		if key := PrefixKey(&request); key != example.Key {
-			t.Errorf("%.80s: %s, not %s", example.Request, key, example.Key)
+		request := kind.New().Interface()
+		if err := protojson.Unmarshal(example.Request, request); err != nil {
+			t.Fatal(err)
+		}
+		if key := PrefixKey(request); key != example.Key {
+			t.Errorf("%s %.80s: %s, not %s", example.Message, example.Request, key, example.Key)
 		}
 	}
 }

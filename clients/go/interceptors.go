@@ -48,14 +48,14 @@ func (s *settings) bounded(ctx context.Context) (context.Context, context.Cancel
 	return context.WithTimeout(ctx, s.timeout)
 }
 
-// announced returns a context that carries the token, and the prefix key of a request to generate.
+// announced returns a context that carries the token, and the prefix key of a request that has one.
 func (s *settings) announced(ctx context.Context, request any) context.Context {
 	var headers []string
 	if s.token != "" {
 		headers = append(headers, "authorization", "Bearer "+s.token)
 	}
-	if generate, is := request.(*icehousev1.GenerateRequest); is {
-		headers = append(headers, PrefixKeyHeader, PrefixKey(generate))
+	if key := PrefixKey(request); key != "" {
+		headers = append(headers, PrefixKeyHeader, key)
 	}
 	return metadata.AppendToOutgoingContext(ctx, headers...)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -22,6 +23,8 @@ import (
 // scripted is a server that refuses as often as it is told; a real one cannot be made to do that.
 type scripted struct {
 	icehousev1.UnimplementedInferenceServiceServer
+	icehousev1.UnimplementedCacheServiceServer
+	icehousev1.UnimplementedRerankServiceServer
 
 	mutex       sync.Mutex
 	refusals    int
@@ -60,6 +63,18 @@ func (s *scripted) Stream(
 	return s.take(stream.Context(), &s.streams)
 }
 
+func (s *scripted) Warm(ctx context.Context, _ *icehousev1.WarmRequest) (*icehousev1.WarmResponse, error) {
+	return &icehousev1.WarmResponse{}, s.take(ctx, new(int))
+}
+
+func (s *scripted) Evict(ctx context.Context, _ *icehousev1.EvictRequest) (*icehousev1.EvictResponse, error) {
+	return &icehousev1.EvictResponse{}, s.take(ctx, new(int))
+}
+
+func (s *scripted) Rerank(ctx context.Context, _ *icehousev1.RerankRequest) (*icehousev1.RerankResponse, error) {
+	return &icehousev1.RerankResponse{}, s.take(ctx, new(int))
+}
+
 // standing is a server's health, always the same. (Importing gRPC's own would link in what the client has
 // to link in itself.)
 type standing struct {
@@ -94,6 +109,8 @@ func serveAs(
 	}
 	server := grpc.NewServer()
 	icehousev1.RegisterInferenceServiceServer(server, script)
+	icehousev1.RegisterCacheServiceServer(server, script)
+	icehousev1.RegisterRerankServiceServer(server, script)
 	grpc_health_v1.RegisterHealthServer(server, standing{status: status})
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
@@ -219,6 +236,27 @@ func TestTheHeadersGoWithBothCalls(t *testing.T) {
 		t.Error(err)
 	}
 	check()
+}
+
+func TestThePrefixKeyGoesWithEveryCallWhoseCacheItConcerns(t *testing.T) {
+	script := &scripted{}
+	client := serve(t, script)
+	check := func(err error, want string) {
+		t.Helper()
+		if key := script.headers.Get(PrefixKeyHeader); err != nil || strings.Join(key, ",") != want {
+			t.Error(key, want, err)
+		}
+	}
+	wanted := PrefixKey(&icehousev1.GenerateRequest{Prompt: Text("Once")})
+	_, err := client.Cache.Warm(t.Context(), &icehousev1.WarmRequest{Prompt: &icehousev1.WarmRequest_Text{Text: "Once"}})
+	check(err, wanted)
+	_, err = client.Cache.Evict(t.Context(), &icehousev1.EvictRequest{Target: &icehousev1.EvictRequest_Text{Text: "Once"}})
+	check(err, wanted)
+	_, err = client.Cache.Evict(t.Context(), &icehousev1.EvictRequest{Target: &icehousev1.EvictRequest_All{All: true}})
+	check(err, "")
+	ranked := &icehousev1.RerankRequest{Query: "Which?", Documents: []string{"a"}}
+	_, err = client.Reranking.Rerank(t.Context(), ranked)
+	check(err, PrefixKey(ranked))
 }
 
 func TestAStreamCutShortHasNoReply(t *testing.T) {

@@ -3,6 +3,7 @@ import {
   type DescMessage,
   type DescMethodServerStreaming,
   type DescMethodUnary,
+  type Message,
   type MessageInitShape,
   type MessageShape,
 } from "@bufbuild/protobuf";
@@ -10,7 +11,6 @@ import {
 import { PREFIX_KEY_HEADER, prefixKey } from "./affinity.js";
 import { Connection } from "./connection.js";
 import {
-  type GenerateRequest,
   GenerateRequestSchema,
   type GenerateResponse,
   InferenceService,
@@ -77,7 +77,7 @@ export class Client {
     options: CallOptions = {},
   ): Promise<MessageShape<O>> {
     const message = create(method.input, request);
-    return this.#connection.unary(method, message, {}, this.#deadline(options), options.signal);
+    return this.#connection.unary(method, message, keyOf(message), this.#deadline(options), options.signal);
   }
 
   /** Yields the answers of any other method with many, such as `CacheService.method.watchStats`; without a
@@ -89,7 +89,7 @@ export class Client {
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
     const message = create(method.input, request);
     const limit = this.#deadline({ timeoutMs: Infinity, ...options });
-    return this.#connection.serverStream(method, message, {}, limit, options.signal);
+    return this.#connection.serverStream(method, message, keyOf(message), limit, options.signal);
   }
 
   #deadline({ timeoutMs = this.#timeoutMs }: CallOptions): { deadline: number } {
@@ -97,6 +97,7 @@ export class Client {
   }
 }
 
-function keyOf(request: GenerateRequest): Readonly<Record<string, string>> {
-  return { [PREFIX_KEY_HEADER]: prefixKey(request) };
+function keyOf(request: Message): Readonly<Record<string, string>> {
+  const key = prefixKey(request);
+  return key ? { [PREFIX_KEY_HEADER]: key } : {};
 }

@@ -8,6 +8,7 @@ import { type TestContext, test } from "node:test";
 import { Client, type ClientOptions, IcehouseError, PREFIX_KEY_HEADER, prefixKey } from "../src/index.js";
 import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
+import { CacheService } from "../src/gen/icehouse/v1/cache_service_pb.js";
 import {
   GenerateRequestSchema,
   GenerateResponseSchema,
@@ -36,6 +37,7 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
     return script.refusals.shift();
   };
   const { generate, stream } = InferenceService.method;
+  const { warm } = CacheService.method;
   const shared = {
     requestDeserialize: (bytes: Buffer) => fromBinary(GenerateRequestSchema, bytes),
     requestSerialize: () => Buffer.alloc(0),
@@ -51,6 +53,13 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
           Buffer.from(toBinary(GenerateResponseSchema, create(GenerateResponseSchema, { text }))),
         responseDeserialize: () => undefined,
       },
+      warm: {
+        ...shared,
+        path: `/${warm.parent.typeName}/${warm.name}`,
+        responseStream: false,
+        responseSerialize: () => Buffer.alloc(0),
+        responseDeserialize: () => undefined,
+      },
       stream: {
         ...shared,
         path: `/${stream.parent.typeName}/${stream.name}`,
@@ -63,6 +72,9 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
       generate: (call: Parameters<typeof take>[0], answer: (refusal: Refusal | null, text?: string) => void) => {
         script.generateCount += 1;
         answer(take(call) ?? null, "done");
+      },
+      warm: (call: Parameters<typeof take>[0], answer: (refusal: Refusal | null, empty?: object) => void) => {
+        answer(take(call) ?? null, {});
       },
       stream: (call: Parameters<typeof take>[0] & { end(): void; emit(name: string, error: Refusal): void }) => {
         script.streamCount += 1;
@@ -141,7 +153,7 @@ test("every call has a deadline unless told otherwise", async (t) => {
   }
 });
 
-test("the headers go with both calls", async (t) => {
+test("the headers go with every call that has a prompt", async (t) => {
   const script = new Scripted();
   const client = await serve(t, script, { security: { token: "secret" } });
   const wanted = [[prefixKey(create(GenerateRequestSchema, request))], ["Bearer secret"]];
@@ -150,6 +162,9 @@ test("the headers go with both calls", async (t) => {
   assert.deepEqual(sent(), wanted);
   script.headers = new Metadata();
   await drain(client.stream(request));
+  assert.deepEqual(sent(), wanted);
+  script.headers = new Metadata();
+  await client.call(CacheService.method.warm, request);
   assert.deepEqual(sent(), wanted);
 });
 

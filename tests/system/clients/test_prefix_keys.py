@@ -7,17 +7,65 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
+from google.protobuf import descriptor_pool, json_format, message_factory
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse_client import Message, prefix_key
 
 _EXAMPLES = json.loads((Path(__file__).parents[3] / "clients" / "prefix_keys.json").read_text())
 
 
-@pytest.mark.parametrize("example", _EXAMPLES, ids=[example["key"] for example in _EXAMPLES])
+def message_of(example: dict[str, Any]) -> Any:
+    kind = message_factory.GetMessageClass(
+        descriptor_pool.Default().FindMessageTypeByName(f"icehouse.v1.{example['message']}")
+    )
+    return json_format.ParseDict(example["request"], kind())
+
+
+@pytest.mark.parametrize("example", _EXAMPLES, ids=[f"{e['message']}-{e['key']}" for e in _EXAMPLES])
 def test_the_examples(example: dict[str, Any]) -> None:
-    request = json_format.ParseDict(example["request"], pb.GenerateRequest())
-    assert prefix_key(request) == example["key"]
+    assert prefix_key(message_of(example)) == example["key"]
+
+
+def test_every_message_with_a_prompt_that_is_cached_has_an_example() -> None:
+    pool = descriptor_pool.Default()
+    files = ("inference", "cache", "rerank")
+    requests = {
+        method.input_type.name
+        for file in files
+        for service in pool.FindFileByName(f"icehouse/v1/{file}_service.proto").services_by_name.values()
+        for method in service.methods
+        if {"adapter", "cache"} <= {field.name for field in method.input_type.fields}
+    }
+    assert {example["message"] for example in _EXAMPLES} == requests
+
+
+def chat(**fields: Any) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(**fields)
+    request.chat.messages.add(role="user", content="Hi")
+    return request
+
+
+def test_what_computes_other_kv_has_another_key() -> None:
+    requests = [
+        chat(),
+        chat(adapter="sql"),
+        chat(tools=[{"name": "a"}]),
+        chat(tools=[{"name": "a", "parameters_json": "{}"}]),
+        chat(tools=[{"name": "a"}, {"name": "b"}]),
+        chat(tools=[{"name": "a"}], adapter="sql"),
+    ]
+    assert len({prefix_key(request) for request in requests}) == len(requests)
+
+
+def test_a_text_in_parts_is_the_same_text() -> None:
+    keys = set()
+    for turn in ({"content": "Be kind."}, {"parts": [{"text": "Be "}, {"text": "kind."}]}):
+        request = pb.GenerateRequest()
+        request.chat.messages.add(role="user", **turn)
+        keys.add(prefix_key(request))
+    other = pb.GenerateRequest()
+    other.chat.messages.add(role="user", parts=[{"text": "Cook."}])
+    assert len(keys) == 1 and prefix_key(other) not in keys
 
 
 def test_turns_of_one_conversation_have_one_key() -> None:

@@ -8,20 +8,42 @@ import json
 import re
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import pytest
-from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, formats, options
+from icehouse.v1.inference_service_pb2 import GenerateRequest
+from icehouse.v1.rerank_service_pb2 import RerankRequest
+from icehouse_client import (
+    PREFIX_KEY_HEADER,
+    AsyncClient,
+    Client,
+    FinishReason,
+    IcehouseClientError,
+    Message,
+    formats,
+    options,
+    prefix_key,
+)
 from icehouse_client.embeddings import embed_request
 from icehouse_client.requests import Options
 from icehouse_client.reranking import RerankOptions, rerank_request
-from icehouse_server.domain.events import Delta, Finished
+from icehouse_server.domain.cache_commands import (
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Unpin,
+)
+from icehouse_server.domain.events import CacheReport, Delta, Finished
 from icehouse_server.domain.events import FinishReason as EngineFinishReason
+from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
 
-from tests.fixtures.rpc.fake_engine import hanging, overloaded, started, usage_of
+from tests.fixtures.rpc.fake_engine import finished, hanging, overloaded, started, usage_of
 from tests.unit.rpc.conftest import SEED, RunningServer, running
 from tests.unit.rpc.services.test_embedding import EMBEDDING, embedding, vector_of
 from tests.unit.rpc.services.test_rerank import vowels
@@ -314,6 +336,78 @@ async def test_documents_are_ranked(served: RunningServer) -> None:
         rerank_request("q", "one text", {})
     with pytest.raises(TypeError, match="not of both"):
         rerank_request("q", ["a"], {"text": "{query}{document}", "user": "a"})
+
+
+async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) -> None:
+    served.engine.script = lambda request: [started(request), finished(request)]
+    chat = [Message("user", "Hi")]
+
+    def use(client: Client) -> Any:
+        warmed = client.cache.warm(chat, tenant="blue", request_id="w", priority=3)
+        served.engine.order_answer = PinReport(1, 2, 3)
+        return warmed, client.cache.pin("Hi", tenant="blue"), client.cache.unpin([1, 2])
+
+    warmed, pinned, unpinned = await threaded(served, use)
+    [run] = served.engine.submitted
+    assert (run.tenant, run.request_id, run.priority, run.max_output_tokens) == ("blue", "w", 3, 0)
+    assert (warmed.request_id, pinned.block_count, unpinned.size_bytes) == ("w", 1, 3)
+    async with AsyncClient(served.server.address) as client:
+        await client.cache.pin(chat)
+        await client.cache.unpin(chat)
+        served.engine.order_answer = EvictReport(4)
+        assert (await client.cache.evict("Hi")).ram_block_count == 4
+        served.engine.order_answer = Explanation(CacheReport(ssd_token_count=2), ())
+        assert (await client.cache.explain([1, 2], model="tiny")).cache.ssd_tokens == 2
+        await served.settle()
+        assert (await client.cache.warm("Hi")).request_id
+    blue, default = CacheScope(Tenant("blue")), CacheScope()
+    assert served.engine.orders == [
+        Pin(tuple(b"Hi"), blue),
+        Unpin((1, 2), default),
+        Pin(tuple(b"user:Hi;"), default),
+        Unpin(tuple(b"user:Hi;"), default),
+        Evict(tuple(b"Hi"), default),
+        Explain((1, 2), default),
+    ]
+    for method in ("explain", "evict", "pin", "warm"):
+        with Client("127.0.0.1:1") as nobody, pytest.raises(TypeError, match="there is no option"):
+            getattr(nobody.cache, method)("Hi", temperature=1)
+
+
+class Headers:
+    """A server that writes the prefix keys of its calls down and refuses them."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[str, list[str]]] = []
+
+    def service(self, details: grpc.HandlerCallDetails) -> None:
+        sent = [str(value) for name, value in details.invocation_metadata if name == PREFIX_KEY_HEADER]
+        self.keys.append((details.method.rpartition("/")[2], sent))
+
+
+async def test_the_prefix_key_goes_with_every_call_whose_cache_it_concerns() -> None:
+    headers = Headers()
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((cast(Any, headers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}", watches_health=False) as client:
+            cache = client.cache
+            for call in (client.generate, cache.warm, cache.explain, cache.pin, cache.unpin, cache.evict):
+                with pytest.raises(IcehouseClientError):
+                    await call("Hi")
+            for other in (client.rerank("Hi", ["a"]), client.embed(["Hi"]), client.tokenize("Hi")):
+                with pytest.raises(IcehouseClientError):
+                    await other
+    finally:
+        await server.stop(None)
+    ranked = prefix_key(RerankRequest(query="Hi", documents=["a"]))
+    assert headers.keys == [
+        *((method, [prefix_key(GenerateRequest(text="Hi"))]) for method in ("Generate", "Warm", "Explain")),
+        *((method, [prefix_key(GenerateRequest(text="Hi"))]) for method in ("Pin", "Unpin", "Evict")),
+        *(("Rerank", [ranked]), ("Embed", []), ("Tokenize", [])),
+    ]
 
 
 async def test_embeddings_come_in_the_order_of_their_inputs() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from icehouse.v1 import cache_service_pb2 as cache
@@ -173,6 +174,38 @@ def test_prompts_that_begin_alike_meet_in_one_cache(fleet: Fleet) -> None:
         fleet.envoy.stats("health_check|membership|ejections_enforced_total"),
     )
     assert min(fleet.served_counts()) > 0, "one replica did all the work"
+
+
+def test_orders_to_the_cache_meet_their_prompts(fleet: Fleet) -> None:
+    prompts = [prompt(number, token_count=256 + 3) for number in range(40, 56)]
+    with fleet.client() as client:
+        warmed = [client.cache.warm(tokens) for tokens in prompts]
+        explained = [client.cache.explain([*tokens, 5]) for tokens in prompts]
+        pinned = [client.cache.pin(tokens) for tokens in prompts]
+        unpinned = [client.cache.unpin(tokens) for tokens in prompts]
+        replies = [client.generate([*tokens, 5, 6], max_output_tokens=2) for tokens in prompts]
+        evicted = [client.cache.evict(tokens) for tokens in prompts]
+    assert [answer.cache.ram_tokens + answer.cache.ssd_tokens for answer in warmed] == [0] * len(prompts)
+    assert min(reply.usage.cached_tokens for reply in replies) >= 256
+    assert min(answer.cache.ram_tokens + answer.cache.ssd_tokens for answer in explained) >= 256
+    assert min(answer.token_count for answer in pinned) >= 256
+    assert min(answer.token_count for answer in unpinned) >= 256
+    assert min(answer.ram_block_count for answer in evicted) >= 256 // BLOCK
+    assert min(fleet.served_counts()) > 0, "one replica did all the work"
+
+
+def test_rankings_by_one_query_meet_in_one_cache(fleet: Fleet) -> None:
+    form: Any = {"text": "{query} {document}", "positive_answer": "y", "negative_answer": "n"}
+    queries = [f"{number} what is it that " * 30 for number in range(8)]
+    counts = []
+    with fleet.client() as client:
+        for query in queries:
+            before = fleet.served_counts()
+            for document in ("a", "b", "c"):
+                client.rerank(query, [document], **form)
+            after = fleet.served_counts()
+            counts.append(sorted(now - then for now, then in zip(after, before, strict=True)))
+    assert counts == [[0, 3]] * len(queries)
 
 
 def test_there_is_an_envoy_to_test() -> None:

@@ -1,21 +1,28 @@
 """The key by which a load balancer sends prompts with one beginning to one server.
 
-Sent as the header `icehouse-prefix-key` with every Generate and Stream. Every client library makes
-it the same way, so that callers in different languages meet in the same cache:
+Sent as the header `icehouse-prefix-key` with every call whose cache it concerns: Generate, Stream, Warm,
+Explain, Pin, Unpin, Evict and Rerank. Every client library makes it the same way, so that callers in
+different languages meet in the same cache:
 
-    key = first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ beginning)
+    key = first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ variant ‖ beginning)
 
-`kind` is "text", "tokens" or "chat". The beginning is the first 1024 bytes of the text in UTF-8; the
-first 256 token ids, each as four bytes, little-endian; or of a conversation each message up to and
-with the first of role "user", as role ‖ 0x00 ‖ content ‖ 0x00, cut after 4096 bytes. So all turns of
-a conversation have one key.
+`kind` is "text", "tokens", "chat" or, for Rerank, "query". The beginning is the first 1024 bytes of the text
+or the query in UTF-8; the first 256 token ids, each as four bytes, little-endian; or of a conversation each
+message up to and with the first of role "user", as role ‖ 0x00 ‖ content ‖ 0x00 with the texts of `parts`
+joined to the content, cut after 4096 bytes. So all turns of a conversation have one key. The variant is what
+else makes KV another: empty without an adapter and tools, otherwise adapter ‖ 0x00 and of each tool
+name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
+from icehouse.v1 import cache_service_pb2 as cache
 from icehouse.v1 import inference_service_pb2 as inference
+from icehouse.v1 import prompt_pb2, tool_pb2
+from icehouse.v1 import rerank_service_pb2 as reranking
 
 PREFIX_KEY_HEADER = "icehouse-prefix-key"
 
@@ -23,23 +30,56 @@ _TEXT_BYTES = 1024
 _TOKEN_COUNT = 256
 _CHAT_BYTES = 4096
 
+PromptRequest = (
+    inference.GenerateRequest
+    | cache.WarmRequest
+    | cache.ExplainRequest
+    | cache.PinRequest
+    | cache.UnpinRequest
+    | cache.EvictRequest
+)
+"""A message with a prompt that the cache is asked for."""
 
-def prefix_key(request: inference.GenerateRequest) -> str:
-    """Return the request's key: 16 hex digits, equal for prompts that begin alike."""
-    kind = request.WhichOneof("prompt") or ""
-    digest = hashlib.sha256(f"{request.model}\0{kind}\0".encode())
-    digest.update(_beginning(request, kind))
-    return digest.hexdigest()[:16]
+
+def prefix_key(request: PromptRequest | reranking.RerankRequest) -> str:
+    """Return the request's key: 16 hex digits, equal for prompts that begin alike; empty without a prompt."""
+    if isinstance(request, reranking.RerankRequest):
+        return _key(
+            request.model, "query", _variant(request.adapter, ()), request.query.encode()[:_TEXT_BYTES]
+        )
+    variant = _variant(request.adapter, request.tools)
+    if request.HasField("tokens"):
+        ids = b"".join(i.to_bytes(4, "little", signed=True) for i in request.tokens.ids[:_TOKEN_COUNT])
+        return _key(request.model, "tokens", variant, ids)
+    if request.HasField("chat"):
+        return _key(request.model, "chat", variant, _turns(request.chat))
+    if request.HasField("text"):
+        return _key(request.model, "text", variant, request.text.encode()[:_TEXT_BYTES])
+    return ""
 
 
-def _beginning(request: inference.GenerateRequest, kind: str) -> bytes:
-    if kind == "text":
-        return request.text.encode()[:_TEXT_BYTES]
-    if kind == "tokens":
-        return b"".join(i.to_bytes(4, "little") for i in request.tokens.ids[:_TOKEN_COUNT])
+def prefix_metadata(request: PromptRequest | reranking.RerankRequest) -> tuple[tuple[str, str], ...]:
+    """Return the header with the request's key; none where it has no prompt."""
+    key = prefix_key(request)
+    return ((PREFIX_KEY_HEADER, key),) if key else ()
+
+
+def _key(model: str, kind: str, variant: bytes, beginning: bytes) -> str:
+    return hashlib.sha256(f"{model}\0{kind}\0".encode() + variant + beginning).hexdigest()[:16]
+
+
+def _variant(adapter: str, tools: Sequence[tool_pb2.Tool]) -> bytes:
+    if not adapter and not tools:
+        return b""
+    texts = (f"{tool.name}\0{tool.description}\0{tool.parameters_json}\0" for tool in tools)
+    return "".join((f"{adapter}\0", *texts)).encode()
+
+
+def _turns(chat: prompt_pb2.ChatPrompt) -> bytes:
     turns = b""
-    for message in request.chat.messages:
-        turns += f"{message.role}\0{message.content}\0".encode()
+    for message in chat.messages:
+        content = message.content + "".join(part.text for part in message.parts)
+        turns += f"{message.role}\0{content}\0".encode()
         if message.role == "user" or len(turns) >= _CHAT_BYTES:
             break
     return turns[:_CHAT_BYTES]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -17,11 +17,12 @@ from icehouse.v1 import (
 )
 from icehouse.v1 import inference_service_pb2 as inference
 
+from icehouse_client.cache_client import AsyncCacheClient
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.client import metadata_of
 from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
-from icehouse_client.errors import error_from
+from icehouse_client.errors import translated
 from icehouse_client.requests import (
     DEFAULT_TIMEOUT_S,
     Options,
@@ -54,6 +55,8 @@ class AsyncClient:
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
+        self.cache = AsyncCacheClient(self._channel, metadata=self._metadata, timeout_s=timeout_s)
+        """The server's prefix cache: warm, explain, pin, unpin, evict."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,8 +73,8 @@ class AsyncClient:
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Reply:
         """Return the whole output."""
         request = generate_request(prompt, options)
-        with _translated():
-            metadata = metadata_of(request, self._metadata)
+        metadata = metadata_of(request, self._metadata)
+        with translated():
             call = self._inference.Generate(request, timeout=self._deadline(options), metadata=metadata)
             return reply_from(await call)
 
@@ -92,7 +95,7 @@ class AsyncClient:
         """Return a vector for each input, a text or token ids."""
         request = embed_request(inputs, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
-        with _translated():
+        with translated():
             return vectors_from(
                 await self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata)
             )
@@ -103,10 +106,9 @@ class AsyncClient:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
-        with _translated():
-            return ranking_from(
-                await self._reranking.Rerank(request, timeout=timeout_s, metadata=self._metadata)
-            )
+        metadata = metadata_of(request, self._metadata)
+        with translated():
+            return ranking_from(await self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
 
     async def tokenize(
         self,
@@ -118,7 +120,7 @@ class AsyncClient:
     ) -> list[Token]:
         """Return the tokens of a prompt."""
         request = tokenize_request(prompt, model=model, tools=tools)
-        with _translated():
+        with translated():
             response = await self._inference.Tokenize(
                 request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
@@ -126,7 +128,7 @@ class AsyncClient:
 
     async def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
         """Return the server's counters, as the API's own message."""
-        with _translated():
+        with translated():
             return await self._inference.CacheStats(
                 inference.CacheStatsRequest(),
                 timeout=timeout_s or self._timeout_s,
@@ -136,7 +138,7 @@ class AsyncClient:
     async def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
         """Return the served models, as the API's own messages."""
         request = model_service_pb2.ListModelsRequest()
-        with _translated():
+        with translated():
             response = await self._models.ListModels(
                 request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
@@ -183,7 +185,7 @@ class AsyncStream:
     async def indexed(self) -> AsyncGenerator[tuple[int, str], None]:
         """Iterate over the text of all completions, each piece with its completion's index."""
         try:
-            with _translated():
+            with translated():
                 async for response in self._call:
                     index, text = self._sum.add(response)
                     if text:
@@ -207,11 +209,3 @@ class AsyncStream:
     def cancel(self) -> None:
         """End it on the server too. Harmless after the end."""
         self._call.cancel()
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise error_from(error.code(), error.details(), error.trailing_metadata()) from None

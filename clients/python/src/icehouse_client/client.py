@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack
+from typing import Protocol, Self, Unpack
 
 import grpc
 from icehouse.v1 import (
@@ -16,12 +16,14 @@ from icehouse.v1 import (
     rerank_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as inference
+from icehouse.v1.rerank_service_pb2 import RerankRequest
 
-from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
+from icehouse_client.affinity import prefix_metadata
+from icehouse_client.cache_client import CacheClient
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
-from icehouse_client.errors import error_from
+from icehouse_client.errors import translated
 from icehouse_client.requests import (
     DEFAULT_TIMEOUT_S,
     Options,
@@ -59,6 +61,8 @@ class Client:
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
+        self.cache = CacheClient(self._channel, metadata=self._metadata, timeout_s=timeout_s)
+        """The server's prefix cache: warm, explain, pin, unpin, evict."""
 
     def __enter__(self) -> Self:
         return self
@@ -75,8 +79,8 @@ class Client:
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Reply:
         """Return the whole output."""
         request = generate_request(prompt, options)
-        with _translated():
-            metadata = metadata_of(request, self._metadata)
+        metadata = metadata_of(request, self._metadata)
+        with translated():
             return reply_from(
                 self._inference.Generate(request, timeout=self._deadline(options), metadata=metadata)
             )
@@ -98,15 +102,16 @@ class Client:
         """Return a vector for each input, a text or token ids."""
         request = embed_request(inputs, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
-        with _translated():
+        with translated():
             return vectors_from(self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> list[Ranked]:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
-        with _translated():
-            return ranking_from(self._reranking.Rerank(request, timeout=timeout_s, metadata=self._metadata))
+        metadata = metadata_of(request, self._metadata)
+        with translated():
+            return ranking_from(self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
 
     def tokenize(
         self,
@@ -118,7 +123,7 @@ class Client:
     ) -> list[Token]:
         """Return the tokens of a prompt."""
         request = tokenize_request(prompt, model=model, tools=tools)
-        with _translated():
+        with translated():
             response = self._inference.Tokenize(
                 request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
@@ -126,7 +131,7 @@ class Client:
 
     def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
         """Return the server's counters, as the API's own message."""
-        with _translated():
+        with translated():
             return self._inference.CacheStats(
                 inference.CacheStatsRequest(),
                 timeout=timeout_s or self._timeout_s,
@@ -136,7 +141,7 @@ class Client:
     def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
         """Return the served models, as the API's own messages."""
         request = model_service_pb2.ListModelsRequest()
-        with _translated():
+        with translated():
             response = self._models.ListModels(
                 request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
@@ -155,9 +160,9 @@ def open_channel(address: str, security: Security, *, watches_health: bool) -> g
     return grpc.secure_channel(address, credentials, options=options)
 
 
-def metadata_of(request: inference.GenerateRequest, metadata: Metadata) -> Metadata:
+def metadata_of(request: inference.GenerateRequest | RerankRequest, metadata: Metadata) -> Metadata:
     """Return what goes with a prompt: the connection's own and the key of its beginning."""
-    return (*metadata, (PREFIX_KEY_HEADER, prefix_key(request)))
+    return (*metadata, *prefix_metadata(request))
 
 
 class ResponseCall(Protocol):
@@ -193,7 +198,7 @@ class Stream:
     def indexed(self) -> Generator[tuple[int, str], None, None]:
         """Iterate over the text of all completions, each piece with its completion's index."""
         try:
-            with _translated():
+            with translated():
                 for response in self._call:
                     index, text = self._sum.add(response)
                     if text:
@@ -217,13 +222,3 @@ class Stream:
     def cancel(self) -> None:
         """End it on the server too. Harmless after the end."""
         self._call.cancel()
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        # What gRPC raises is the call too, which its types do not say.
-        call: Any = error
-        raise error_from(call.code(), call.details(), call.trailing_metadata()) from None

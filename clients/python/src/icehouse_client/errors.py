@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
@@ -60,6 +62,17 @@ def error_from(
         field=violations[0].field if violations else None,
         retry_after_s=delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
     )
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raise what gRPC raises in the block as IcehouseClientError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        # What gRPC raises is the call too, which its types do not say.
+        call: Any = error
+        raise error_from(call.code(), call.details(), call.trailing_metadata()) from None
 
 
 def _details(trailing: Iterable[tuple[str, str | bytes]] | None) -> list[error_details_pb2.ErrorInfo]:

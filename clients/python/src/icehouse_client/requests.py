@@ -8,6 +8,7 @@ from typing import Any
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import prompt_pb2
 
+from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
@@ -22,8 +23,19 @@ Prompt = str | Sequence[Message] | Sequence[int]
 """Text, a conversation, or token ids."""
 
 
-class Options(SamplingOptions, CacheOptions, total=False):
-    """What may be said about a request beside its prompt. Left out: the server's default."""
+class PromptOptions(CacheOptions, total=False):
+    """What may be said beside a prompt, whatever is done with it. Left out: the server's default."""
+
+    model: str
+    adapter: str
+    tools: Sequence[Tool]
+    template_arguments: Mapping[str, Any]
+    continue_final_message: bool
+    timeout_s: float | None
+
+
+class Options(SamplingOptions, PromptOptions, total=False):
+    """What may be said about a request to generate."""
 
     max_output_tokens: int
     stop: Sequence[str]
@@ -35,17 +47,11 @@ class Options(SamplingOptions, CacheOptions, total=False):
     """Tells those of the prompt's tokens too."""
     logprob_token_ids: Sequence[int]
     """Tells those of these tokens too, in every place."""
-    model: str
-    adapter: str
     request_id: str
     priority: int
-    tools: Sequence[Tool]
     tool_choice: ToolChoice
-    template_arguments: Mapping[str, Any]
-    continue_final_message: bool
     response_format: ResponseFormat
     speculation: Speculation
-    timeout_s: float | None
 
 
 def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
@@ -53,14 +59,11 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     refuse_unknown(options, Options)
     request = inference.GenerateRequest(
         request_id=options.get("request_id", ""),
-        model=options.get("model", ""),
-        adapter=options.get("adapter", ""),
         max_output_tokens=options.get("max_output_tokens", 0),
         sampling=sampling_proto(options),
         completions=options.get("completions", 0),
         stop=options.get("stop", ()),
         priority=options.get("priority", 0),
-        tools=tool_protos(options.get("tools", ())),
         cache=cache_policy(options),
     )
     if "logprobs" in options or options.get("prompt_logprobs") or "logprob_token_ids" in options:
@@ -75,6 +78,15 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.speculation.CopyFrom(options["speculation"])
     if "tool_choice" in options:
         request.tool_choice.CopyFrom(choice_proto(options["tool_choice"]))
+    set_prompt(request, prompt, options)
+    return request
+
+
+def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -> None:
+    """Fill in the prompt and what else makes its KV another; raises TypeError for no known kind."""
+    request.model = options.get("model", "")
+    request.adapter = options.get("adapter", "")
+    request.tools.extend(tool_protos(options.get("tools", ())))
     if isinstance(prompt, str):
         request.text = prompt
     elif _is_chat(prompt):
@@ -87,7 +99,6 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         )
     else:
         request.tokens.CopyFrom(prompt_pb2.TokenPrompt(ids=_token_ids(prompt)))
-    return request
 
 
 def tokenize_request(
@@ -99,7 +110,7 @@ def tokenize_request(
     return inference.TokenizeRequest(model=model, chat=chat_proto(prompt), tools=tool_protos(tools))
 
 
-def timeout_of(options: Options, *, default_s: float | None) -> float | None:
+def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | None:
     """Return the call's deadline in seconds, None for none."""
     return options.get("timeout_s", default_s)
 

@@ -12,9 +12,7 @@ import io.grpc.Grpc;
 import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
-import io.grpc.Metadata;
 import io.grpc.StatusRuntimeException;
-import io.grpc.stub.MetadataUtils;
 import java.time.Duration;
 import java.util.Map;
 import java.util.Optional;
@@ -28,8 +26,6 @@ public final class IcehouseClient implements AutoCloseable {
   /** The deadline of a call that names none. */
   public static final Duration DEFAULT_TIMEOUT = Duration.ofSeconds(120);
 
-  private static final Metadata.Key<String> PREFIX_KEY =
-      Metadata.Key.of(PrefixKey.HEADER, Metadata.ASCII_STRING_MARSHALLER);
   private static final Duration CLOSE_TIMEOUT = Duration.ofSeconds(5);
 
   private final ManagedChannel connection;
@@ -62,7 +58,7 @@ public final class IcehouseClient implements AutoCloseable {
 
   private GenerateResponse generate(GenerateRequest request, Optional<Duration> timeout) {
     try {
-      return inference(request, timeout).generate(request);
+      return inference(timeout).generate(request);
     } catch (StatusRuntimeException failure) {
       throw new IcehouseException(failure);
     }
@@ -70,17 +66,17 @@ public final class IcehouseClient implements AutoCloseable {
 
   /** Begins an output that comes piece by piece; a refusal is thrown by its iteration. Never retried. */
   public TextStream stream(GenerateRequest request) {
-    return new TextStream(inference(request, Optional.empty()), request);
+    return new TextStream(inference(Optional.empty()), request);
   }
 
   /** As {@link #stream(GenerateRequest)}, with a deadline of its own. */
   public TextStream stream(GenerateRequest request, Duration timeout) {
-    return new TextStream(inference(request, Optional.of(timeout)), request);
+    return new TextStream(inference(Optional.of(timeout)), request);
   }
 
   /**
-   * The connection, for the generated stubs of all services: they get the deadline and the token, and what
-   * they throw can be given to {@link IcehouseException}.
+   * The connection, for the generated stubs of all services: they get the deadline, the token and the
+   * prefix key, and what they throw can be given to {@link IcehouseException}.
    */
   public Channel channel() {
     return channel;
@@ -97,12 +93,8 @@ public final class IcehouseClient implements AutoCloseable {
     }
   }
 
-  private InferenceServiceBlockingStub inference(GenerateRequest request, Optional<Duration> timeout) {
-    var headers = new Metadata();
-    headers.put(PREFIX_KEY, PrefixKey.of(request));
-    InferenceServiceBlockingStub stub =
-        InferenceServiceGrpc.newBlockingStub(channel)
-            .withInterceptors(MetadataUtils.newAttachHeadersInterceptor(headers));
+  private InferenceServiceBlockingStub inference(Optional<Duration> timeout) {
+    InferenceServiceBlockingStub stub = InferenceServiceGrpc.newBlockingStub(channel);
     return timeout.map(limit -> stub.withDeadlineAfter(limit.toNanos(), TimeUnit.NANOSECONDS)).orElse(stub);
   }
 

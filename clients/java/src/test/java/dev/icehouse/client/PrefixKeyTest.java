@@ -5,9 +5,10 @@ import static org.junit.jupiter.api.Assertions.assertFalse;
 
 import com.google.gson.JsonArray;
 import com.google.gson.JsonElement;
+import com.google.gson.JsonObject;
 import com.google.gson.JsonParser;
+import com.google.protobuf.Message;
 import com.google.protobuf.util.JsonFormat;
-import dev.icehouse.v1.GenerateRequest;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import org.junit.jupiter.api.Test;
@@ -18,9 +19,12 @@ class PrefixKeyTest {
     JsonArray examples = JsonParser.parseString(Files.readString(Path.of("../prefix_keys.json"))).getAsJsonArray();
     assertFalse(examples.isEmpty());
     for (JsonElement example : examples) {
-      GenerateRequest.Builder request = GenerateRequest.newBuilder();
-      JsonFormat.parser().merge(example.getAsJsonObject().get("request").toString(), request);
-      assertEquals(example.getAsJsonObject().get("key").getAsString(), PrefixKey.of(request.build()));
+      JsonObject fields = example.getAsJsonObject();
+      String name = fields.get("message").getAsString();
+      Message.Builder request =
+          (Message.Builder) Class.forName("dev.icehouse.v1." + name).getMethod("newBuilder").invoke(null);
+      JsonFormat.parser().merge(fields.get("request").toString(), request);
+      assertEquals(fields.get("key").getAsString(), PrefixKey.of(request.build()).orElse(""), name);
     }
   }
 }

@@ -1,9 +1,14 @@
 package dev.icehouse.client;
 
+import dev.icehouse.v1.CacheServiceGrpc;
+import dev.icehouse.v1.EvictRequest;
+import dev.icehouse.v1.EvictResponse;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.InferenceServiceGrpc;
 import dev.icehouse.v1.StreamResponse;
+import dev.icehouse.v1.WarmRequest;
+import dev.icehouse.v1.WarmResponse;
 import io.grpc.Context;
 import io.grpc.Contexts;
 import io.grpc.Grpc;
@@ -31,6 +36,20 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
   volatile Metadata headers = new Metadata();
   volatile boolean hasDeadline;
 
+  private final CacheServiceGrpc.CacheServiceImplBase cache =
+      new CacheServiceGrpc.CacheServiceImplBase() {
+        @Override
+        public void warm(WarmRequest request, StreamObserver<WarmResponse> observer) {
+          observer.onNext(WarmResponse.getDefaultInstance());
+          observer.onCompleted();
+        }
+
+        @Override
+        public void evict(EvictRequest request, StreamObserver<EvictResponse> observer) {
+          observer.onNext(EvictResponse.getDefaultInstance());
+          observer.onCompleted();
+        }
+      };
   private final HealthStatusManager health = new HealthStatusManager();
   private final Server server;
 
@@ -39,6 +58,7 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
     server =
         Grpc.newServerBuilderForPort(0, InsecureServerCredentials.create())
             .addService(this)
+            .addService(cache)
             .addService(health.getHealthService())
             .intercept(this)
             .build()
@@ -52,7 +72,7 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
   @Override
   public <I, O> ServerCall.Listener<I> interceptCall(
       ServerCall<I, O> call, Metadata metadata, ServerCallHandler<I, O> next) {
-    if (call.getMethodDescriptor().getServiceName().equals(InferenceServiceGrpc.SERVICE_NAME)) {
+    if (call.getMethodDescriptor().getServiceName().startsWith("icehouse.v1.")) {
       headers = metadata;
       hasDeadline = Context.current().getDeadline() != null;
     }

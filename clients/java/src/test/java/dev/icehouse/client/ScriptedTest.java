@@ -2,6 +2,7 @@ package dev.icehouse.client;
 
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertFalse;
+import static org.junit.jupiter.api.Assertions.assertNull;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
@@ -10,8 +11,12 @@ import com.google.protobuf.Duration;
 import com.google.rpc.Code;
 import com.google.rpc.ErrorInfo;
 import com.google.rpc.RetryInfo;
+import dev.icehouse.v1.CacheServiceGrpc;
+import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.GenerateRequest;
-import dev.icehouse.v1.InferenceServiceGrpc;
+import dev.icehouse.v1.WarmRequest;
+import io.grpc.CallOptions;
+import io.grpc.ClientCall;
 import io.grpc.Metadata;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
@@ -19,6 +24,8 @@ import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import io.grpc.protobuf.StatusProto;
 import java.util.Map;
 import java.util.Optional;
+import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.TimeUnit;
 import org.junit.jupiter.api.Test;
 
 /** What a real server cannot be made to do. */
@@ -116,22 +123,47 @@ class ScriptedTest {
   }
 
   @Test
-  void theHeadersGoWithBothCalls() throws Exception {
+  void theHeadersGoWithEveryCallThatHasAPrompt() throws Exception {
     var prefixKey = Metadata.Key.of("icehouse-prefix-key", Metadata.ASCII_STRING_MARSHALLER);
     var authorization = Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
     try (var server = new ScriptedServer(ServingStatus.SERVING);
         var client = server.client().token("secret").build()) {
       client.generate(REQUEST);
-      assertEquals(PrefixKey.of(REQUEST), server.headers.get(prefixKey));
+      assertEquals(PrefixKey.of(REQUEST).orElseThrow(), server.headers.get(prefixKey));
       assertEquals("Bearer secret", server.headers.get(authorization));
       drain(client);
       assertEquals(1, server.streamCount.get());
-      assertEquals(PrefixKey.of(REQUEST), server.headers.get(prefixKey));
+      assertEquals(PrefixKey.of(REQUEST).orElseThrow(), server.headers.get(prefixKey));
       assertEquals("Bearer secret", server.headers.get(authorization));
-      // Stubs of the caller's own get the token too.
+      // Stubs of the caller's own get them too.
       server.headers = new Metadata();
-      InferenceServiceGrpc.newBlockingStub(client.channel()).generate(REQUEST);
+      var warm = WarmRequest.newBuilder().setText(REQUEST.getText()).build();
+      CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+      assertEquals(PrefixKey.of(REQUEST).orElseThrow(), server.headers.get(prefixKey));
       assertEquals("Bearer secret", server.headers.get(authorization));
+      var everything = EvictRequest.newBuilder().setAll(true).build();
+      CacheServiceGrpc.newBlockingStub(client.channel()).evict(everything);
+      assertNull(server.headers.get(prefixKey));
+    }
+  }
+
+  @Test
+  void aCallThatIsCancelledBeforeItsRequestTellsItsListener() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().build()) {
+      var call = client.channel().newCall(CacheServiceGrpc.getWarmMethod(), CallOptions.DEFAULT);
+      var closed = new CompletableFuture<Status.Code>();
+      call.start(
+          new ClientCall.Listener<>() {
+            @Override
+            public void onClose(Status status, Metadata trailers) {
+              closed.complete(status.getCode());
+            }
+          },
+          new Metadata());
+      call.request(1);
+      call.cancel("changed my mind", null);
+      assertEquals(Status.Code.CANCELLED, closed.get(10, TimeUnit.SECONDS));
     }
   }
 
