@@ -48,6 +48,10 @@ class StorePaths:
         """Where a key file that cannot be read is moved, replacing the one moved before."""
         return f"{self.root}/keys.damaged.json"
 
+    def is_data_keys_name(self, name: str) -> bool:
+        """Say whether a name in the root is that of a key file, one moved aside or an unfinished one."""
+        return name.startswith("keys.")
+
     @property
     def clean_mark(self) -> str:
         """What the directory looked like when it was last closed cleanly."""

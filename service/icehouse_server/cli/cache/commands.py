@@ -29,7 +29,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.config.setting import size_text
 from icehouse_server.errors import Reason, StorageError
-from icehouse_server.storage.directory.offline import OfflineStore, Rows, Verdict
+from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
 from icehouse_server.storage.directory.reconcile import Finding
 from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import SystemFiles
@@ -186,10 +186,13 @@ def purge(
         raise typer.BadParameter(
             "say what to remove: --all, --unencrypted, --fingerprint, --block or --unused-days"
         )
+    if everything and (unencrypted or fingerprint or block or unused_days is not None):
+        raise typer.BadParameter("--all removes everything; leave it out to remove a part")
     store = _open_existing(directory)
     before_time = SystemClock().wall() - (unused_days or 0) * _SECONDS_PER_DAY
     wanted_hash = store.find(block).hash if block else None
-    rows = store.rows()
+    # Everything goes whatever the manifest says, and if it says nothing that can be read.
+    rows = Rows((), (), {}) if everything else store.rows()
 
     def choose(record: BlockRecord) -> bool:
         return (
@@ -200,13 +203,14 @@ def purge(
         )
 
     count = sum(choose(record) for record in rows.records)
+    what = "everything" if everything else f"{count} blocks"
     if not yes:
-        typer.confirm(f"Remove {count} blocks from {store.paths.root}?", abort=True, err=True)
+        typer.confirm(f"Remove {what} from {store.paths.root}?", abort=True, err=True)
+    scope = PurgeScope.EVERYTHING if everything else PurgeScope.CHOSEN
     with _bar("removing blocks", total=count) as advance_to:
         removed_count, removed_bytes = store.purge(
             choose,
-            quarantine_too=everything or unencrypted,
-            keys_too=everything,
+            scope=PurgeScope.CLEAR_TEXT if unencrypted else scope,
             progress=lambda done, _: advance_to(done),
         )
     if as_json:

@@ -56,6 +56,8 @@ class Manifest:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
             connection.execute(f"PRAGMA journal_size_limit = {LOG_ALLOWANCE_BYTES}")
+            # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
+            connection.execute("PRAGMA secure_delete = ON")
             migrations.apply(database)
         except BaseException:
             connection.close()
@@ -79,7 +81,9 @@ class Manifest:
             connection.close()
 
     def scrub(self) -> None:
-        """Rewrite the database without what deleted rows left in its free pages."""
+        """Rewrite the database without contents of no row and without what deleted rows left in its pages."""
+        with self._database.atomic():
+            self._connection.execute("DELETE FROM block_contents WHERE hash NOT IN (SELECT hash FROM blocks)")
         self._connection.execute("VACUUM")
 
     def is_sound(self) -> bool:
@@ -198,6 +202,10 @@ class Manifest:
         """Return the bytes committed on a day (days since the epoch, UTC)."""
         row = self._connection.execute("SELECT size_bytes FROM written_days WHERE day = ?", (day,)).fetchone()
         return int(row[0]) if row else 0
+
+    def written_days(self) -> dict[int, int]:
+        """Return the bytes committed on each of the last days (days since the epoch, UTC)."""
+        return dict(self._connection.execute("SELECT day, size_bytes FROM written_days"))
 
     @property
     def _connection(self) -> sqlite3.Connection:

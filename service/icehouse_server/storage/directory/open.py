@@ -122,7 +122,7 @@ def _load_manifest(
     files: Files, paths: StorePaths, *, check_pages: bool
 ) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
     """Return the open manifest, its rows and edited rows, and whether it was made anew beside blocks."""
-    existed = _create_private(files, paths)
+    existed = create_private(files, paths)
     try:
         manifest = Manifest.open(paths.manifest)
         try:
@@ -139,11 +139,11 @@ def _load_manifest(
     except sqlite3.DatabaseError as error:
         _log.warning("manifest_moved_aside", extra={"detail": str(error)})
     _move_aside(files, paths)
-    _create_private(files, paths)
+    create_private(files, paths)
     return Manifest.open(paths.manifest), [], [], True
 
 
-def _create_private(files: Files, paths: StorePaths) -> bool:
+def create_private(files: Files, paths: StorePaths) -> bool:
     """Make the manifest's file so that SQLite keeps its mode; say whether there was one already."""
     try:
         files.close(files.create(paths.manifest))

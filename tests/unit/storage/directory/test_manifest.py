@@ -152,3 +152,9 @@ def test_another_thread_is_refused(manifest):
     thread.start()
     thread.join()
     assert len(caught) == 1
+
+
+def test_what_is_deleted_is_overwritten_whatever_the_build_does_by_itself(tmp_path):
+    manifest = Manifest.open(str(tmp_path / "manifest.sqlite3"))
+    assert manifest._database.conn.execute("PRAGMA secure_delete").fetchone() == (1,)
+    manifest.close()

@@ -12,7 +12,7 @@ import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import IntegrityStats
 from icehouse_server.storage.directory.manifest import Manifest
-from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
@@ -185,7 +185,7 @@ def test_blocks_from_before_the_key_are_told_and_can_be_wiped(
     assert all(secret in whole_directory(tmp_path) for secret in secrets)
     removed = offline.purge(
         lambda record: KEY_DETAIL not in rows.fingerprints[record.fingerprint],
-        quarantine_too=True,
+        scope=PurgeScope.CLEAR_TEXT,
         progress=lambda done, total: None,
     )
     assert removed[0] == 3
@@ -200,7 +200,7 @@ def test_a_purge_leaves_no_page_of_the_manifest_unwiped(tmp_path: Path) -> None:
     with server_of(tmp_path, None) as served:
         served.spill(*chain_of(None, 60))
     offline = OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock())
-    offline.purge(lambda _: True, quarantine_too=True, progress=lambda done, total: None)
+    offline.purge(lambda _: True, scope=PurgeScope.CHOSEN, progress=lambda done, total: None)
     connection = sqlite3.connect(tmp_path / "manifest.sqlite3")
     assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
     connection.close()

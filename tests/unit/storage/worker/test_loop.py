@@ -6,8 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.storage.messages import Evicted, Persisted, Purged, StatsAnswer, Verified
-from icehouse_server.storage.worker import loop
+from icehouse_server.storage.messages import (
+    Evicted,
+    Inventory,
+    Persisted,
+    Purged,
+    StatsAnswer,
+    TaskId,
+    Verified,
+)
+from icehouse_server.storage.worker.requests import PurgeRequest
+from icehouse_server.storage.worker.tasks import PurgeTask
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.storage_thread import StorageThread
@@ -49,7 +58,7 @@ def test_an_order_comes_after_the_spills_accepted_before_it(tmp_path):
             assert credit is not None
             served.storage.spill(block, credit)
         served.storage.evict([block.header.hash for block in blocks])
-        outcomes = [o for o in served.take() if not isinstance(o, loop.Inventory)]
+        outcomes = [o for o in served.take() if not isinstance(o, Inventory)]
         assert [type(o) for o in outcomes] == [Persisted] * 3 + [Evicted, Purged]
         assert outcomes[-1].block_count == 3 and len(served.storage._store.index) == 0
 
@@ -93,7 +102,7 @@ def test_a_purge_of_many_looks_at_each_block_once(tmp_path, monkeypatch: pytest.
                 copied.append(len(got))
                 return got
 
-        task = loop.PurgeTask(loop.PurgeRequest(task_id=7, hashes=None, fingerprint=None))
+        task = PurgeTask(PurgeRequest(TaskId(7), hashes=None, fingerprint=None))
         targets = task._targets
         monkeypatch.setattr(task, "_targets", lambda store: Counted(targets(store)))
         while task.step(served.storage._store) is None:
