@@ -7,6 +7,8 @@ threads may call at once; the Python wrapper around it may not be shared so.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +21,8 @@ from icehouse_server.text.mlx_lm_parsers import read_reply_format
 from icehouse_server.text.reply_parser import ReplySplitter
 
 _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+_UNINTERRUPTED_LENGTH = 4096
+"""Characters that are tokenized in about a millisecond."""
 _MERGES = '"merges":['
 """How tokenizer.json begins its list of merges; inside a string of it the quotes would be escaped."""
 
@@ -29,8 +33,11 @@ class Tokenizer:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self._fast = getattr(wrapper, "backend_tokenizer", None)
-        # Only the slow path and the chat template share Python state between callers.
+        # The slow path shares Python state between callers, and so may a template that is Python. One that is
+        # Jinja does not, and must not make a short conversation wait for a long one.
         self._wrapper_lock = threading.RLock()
+        is_jinja = self._fast is not None and getattr(wrapper, "_chat_template", None) is None
+        self._template_lock = contextlib.nullcontext() if is_jinja else self._wrapper_lock
         self._format = read_reply_format(wrapper)
         named = (getattr(wrapper, name, None) for name in _HIDDEN_NAMES)
         self._hidden_ids = frozenset(i for i in (*named, *self.eos_token_ids) if i is not None)
@@ -60,6 +67,11 @@ class Tokenizer:
         """Number of token ids the tokenizer knows; the model's own table may be larger."""
         return len(self._wrapper)
 
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the vocabulary's longest entry as it is spelled there: at least those of its text."""
+        return max(len(spelling.encode("utf-8", "replace")) for spelling in self._wrapper.get_vocab())
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` with the model's own special tokens around it (`<bos>`)."""
         return self._encode(text, add_special_tokens=True)
@@ -79,7 +91,7 @@ class Tokenizer:
                 "this model has no chat template; send `text` or `tokens` instead of `chat`",
                 field="chat",
             )
-        with self._wrapper_lock:
+        with self._template_lock:
             return self._renderer.render(conversation)
 
     def reply_splitter(
@@ -138,12 +150,21 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._fast is not None:
-            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            return list(self._encoding(text, add_special_tokens=add_special_tokens).ids)
         with self._wrapper_lock:
             return [int(i) for i in self._wrapper.encode(text, add_special_tokens=add_special_tokens)]
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
+        assert self._fast is not None, "a slow tokenizer has no encodings"
+        if len(text) <= _UNINTERRUPTED_LENGTH:
+            return self._fast.encode(text, add_special_tokens=add_special_tokens)
+        # Only for batches does tokenizers (0.23) let go of Python's global lock: a text of 2 MB held it, and
+        # with it the event loop and the inference thread, for seconds.
+        [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def _common_tokens(self, texts: Sequence[str]) -> int:
         if self._fast is None:
             return common_text_length(texts, None)
-        encodings = [self._fast.encode(text, add_special_tokens=False) for text in texts]
+        encodings = [self._encoding(text, add_special_tokens=False) for text in texts]
         return common_text_length(texts, [[end for _, end in encoding.offsets] for encoding in encodings])

@@ -61,6 +61,11 @@ class EnginePort(Protocol):
 class TokenizerPort(Protocol):
     """A tokenizer that several threads may use at once."""
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """The most bytes of text that one token stands for, or more. May take a tenth of a second."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of plain text, the model's start token included if it wants one."""
         ...

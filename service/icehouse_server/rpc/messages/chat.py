@@ -17,7 +17,12 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.validation import check_token_ids, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGE_COUNT_LIMIT = 4096
+PART_COUNT_LIMIT = 256
+"""Parts of one message, and calls of one."""
 TOOL_COUNT_LIMIT = 128
+TOOL_BYTES_LIMIT = 1 << 20
+"""Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 _SILENT_ROLES = ("assistant", "tool")
@@ -46,6 +51,7 @@ def conversation_of(
         )
     if not chat.messages:
         raise _bad_chat("the conversation has no messages; send at least one", field="chat.messages")
+    _check_count(len(chat.messages), MESSAGE_COUNT_LIMIT, what="messages", field="chat.messages")
     messages = tuple(_message_of(message, index, info) for index, message in enumerate(chat.messages))
     offered = tools_of(tools)
     conversation = Conversation(
@@ -81,6 +87,14 @@ def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
             f"{len(protos)} tools are offered; at most {TOOL_COUNT_LIMIT} may be",
             field="tools",
             metadata={"tool_count": len(protos), "tool_count_limit": TOOL_COUNT_LIMIT},
+        )
+    size = sum(len(proto.parameters_json) + len(proto.description) for proto in protos)
+    if size > TOOL_BYTES_LIMIT:
+        raise InvalidRequest(
+            Reason.TOOL_INVALID,
+            f"the tools on offer have {size} characters; at most {TOOL_BYTES_LIMIT} may be",
+            field="tools",
+            metadata={"size_bytes": size, "limit_bytes": TOOL_BYTES_LIMIT},
         )
     tools: dict[str, Tool] = {}
     for index, proto in enumerate(protos):
@@ -153,6 +167,9 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
         raise _bad_chat(
             f'{field}.tool_call_id is for "tool" only, not {role!r}', field=f"{field}.tool_call_id"
         )
+    _check_count(len(message.tool_calls), PART_COUNT_LIMIT, what="calls", field=f"{field}.tool_calls")
+    limit = info.context_token_limit
+    _check_count(len(message.token_ids), limit, what="tokens", field=f"{field}.token_ids")
     check_token_ids(message.token_ids, info, field=f"{field}.token_ids")
     return ChatMessage(
         role=role,
@@ -172,6 +189,7 @@ def _content_of(message: prompt_pb2.ChatMessage, field: str) -> str:
         return message.content
     if message.content:
         raise _bad_chat(f"{field} has `content` and `parts`; send one of them", field=f"{field}.parts")
+    _check_count(len(message.parts), PART_COUNT_LIMIT, what="parts", field=f"{field}.parts")
     for index, part in enumerate(message.parts):
         if part.WhichOneof("part") != "text":
             raise _bad_chat(f"{field}.parts[{index}] has no text", field=f"{field}.parts[{index}]")
@@ -203,6 +221,16 @@ def _settled(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
+
+
+def _check_count(count: int, limit: int, *, what: str, field: str) -> None:
+    if count > limit:
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            f"{field} has {count} {what}; at most {limit} may be",
+            field=field,
+            metadata={"field": field, "count": count, "limit": limit},
+        )
 
 
 def _check_end(conversation: Conversation) -> None:

@@ -35,7 +35,7 @@ from icehouse_server.rpc.messages.stats import evict_response, explain_response,
 from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
-from icehouse_server.rpc.services.prompts import Unread, prompt_of
+from icehouse_server.rpc.services.prompts import Unread, prompt_of, unchecked
 
 Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport)
 
@@ -80,7 +80,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
             if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
                 refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
-            prompt = prompt_of(request, request.WhichOneof("prompt"), model.info)
+            kind = request.WhichOneof("prompt")
+            prompt = unchecked(request, lambda: prompt_of(request, kind, model.info))
             prepared = await self._generation.prepare(Unread(model, whole, prompt), call=call)
             async with self._generation.run(prepared.requests, call=call) as events:
                 async for _, event in events:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from icehouse.v1 import cache_policy_pb2, embedding_service_pb2_grpc
 from icehouse.v1 import embedding_service_pb2 as messages
@@ -18,7 +19,7 @@ from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.messages.validation import refuse_value
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import input_of, names_item
+from icehouse_server.rpc.services.prompts import input_of, names_item, unchecked
 
 _POOLINGS = {
     messages.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
@@ -100,7 +101,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
         inputs: list[tuple[int, ...]] = []
         for index, message in enumerate(request.inputs):
             with names_item(f"inputs[{index}]"):
-                prompt = input_of(message, message.WhichOneof("input"), model.info)
-                inputs.append((await self._prompts.read(prompt, model)).token_ids)
+                check = functools.partial(input_of, message, message.WhichOneof("input"), model.info)
+                inputs.append((await self._prompts.read(unchecked(message, check), model)).token_ids)
         call.prompt_token_count = sum(map(len, inputs))
         return inputs

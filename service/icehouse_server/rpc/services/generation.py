@@ -24,12 +24,13 @@ from icehouse_server.rpc.messages.validation import check_adapter, check_model, 
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
-    Prompt,
     PromptMessage,
     PromptReader,
     ReadPrompt,
+    UncheckedPrompt,
     Unread,
     prompt_of,
+    unchecked,
 )
 
 
@@ -97,9 +98,10 @@ class Generation:
         check_model(message.model, model.info)
         check_adapter(message.adapter, model.info)
         call.model_id = model.info.model_id
-        return (await self._read(prompt_of(message, kind, model.info), model, call)).token_ids
+        prompt = unchecked(message, lambda: prompt_of(message, kind, model.info))
+        return (await self._read(prompt, model, call)).token_ids
 
-    async def _read(self, prompt: Prompt, model: ServedModel, call: Call) -> ReadPrompt:
+    async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: Call) -> ReadPrompt:
         began = self._clock.monotonic()
         read = await self._prompts.read(prompt, model)
         call.tokenize_s = self._clock.monotonic() - began

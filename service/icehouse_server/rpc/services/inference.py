@@ -25,7 +25,7 @@ from icehouse_server.rpc.messages.validation import (
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
-from icehouse_server.rpc.services.prompts import Unread, prompt_of, text_prompt_of
+from icehouse_server.rpc.services.prompts import Unread, pieces, prompt_of, text_prompt_of, unchecked
 from icehouse_server.rpc.services.reply_sum import ReplySum
 
 
@@ -82,11 +82,16 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._calls.call("Tokenize", context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
-            prompt = text_prompt_of(request, request.WhichOneof("prompt"), model.info)
-            pieces = await self._prompts.pieces(prompt, model)
-            call.prompt_token_count = len(pieces)
-            tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in pieces]
-            return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
+            kind = request.WhichOneof("prompt")
+
+            def answer() -> messages.TokenizeResponse:
+                found = pieces(text_prompt_of(request, kind, model.info), model)
+                tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
+                return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
+
+            response = await self._prompts.run(answer, size_bytes=request.ByteSize())
+            call.prompt_token_count = response.token_count
+            return response
 
     async def CacheStats(
         self, request: messages.CacheStatsRequest, context: Context
@@ -107,6 +112,8 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             info=model.info,
         )
         wants_logprobs = request.HasField("logprobs")
+        kind = request.WhichOneof("prompt")
+        choice = request.tool_choice if request.HasField("tool_choice") else None
         unread = Unread(
             model=model,
             request=dataclasses.replace(
@@ -120,12 +127,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             bad_words=bad_words_of(request.sampling.bad_words),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
             completion_count=completions_of(request.completions, sampling, self._config),
-            prompt=prompt_of(
-                request,
-                request.WhichOneof("prompt"),
-                model.info,
-                request.tool_choice if request.HasField("tool_choice") else None,
-            ),
+            prompt=unchecked(request, lambda: prompt_of(request, kind, model.info, choice)),
         )
         return await self._generation.prepare(unread, call=call)
 

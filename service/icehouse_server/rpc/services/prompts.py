@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
+from google.protobuf.message import Message
 from icehouse.v1 import prompt_pb2, tool_pb2
 
 from icehouse_server.domain.chat import Conversation
@@ -20,12 +21,23 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.calls.shares import FairQueue, Hold
 from icehouse_server.rpc.engine_client.ports import ServedModel, TokenizerPort
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.validation import check_token_ids
 from icehouse_server.rpc.services.prepared import RenderedConversation
 
 Result = TypeVar("Result")
+
+_SHORT_BYTES = 16 << 10
+"""A message up to this long is checked at once, which takes less than going to a thread."""
+_LONG_BYTES = 256 << 10
+"""Tokenizing so much takes some tenths of a second."""
+_TEXT_BYTES = 1 << 20
+"""So much text is tokenized whatever the model."""
+TOKENIZED_BYTES_PER_TOKEN = 8
+"""Text that Tokenize takes, by the model's context: twice what fits, in most languages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +47,11 @@ class Text:
     text: str
     field: str = "text"
 
+    @property
+    def size_bytes(self) -> int:
+        """At least so many bytes: one for each character."""
+        return len(self.text)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
@@ -42,6 +59,11 @@ class Chat:
 
     conversation: Conversation
     field: str = "chat"
+
+    @property
+    def size_bytes(self) -> int:
+        """At least so many bytes: one for each character that somebody said."""
+        return sum(len(message.content) for message in self.conversation.messages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +75,15 @@ class Tokens:
 
 
 Prompt = Text | Chat | Tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UncheckedPrompt:
+    """A prompt as it came. Checking takes time in proportion to it, so a long one is checked in a thread."""
+
+    check: Callable[[], Prompt]
+    """Raises InvalidRequest. Any thread."""
+    size_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +101,7 @@ class Unread:
     model: ServedModel
     request: GenerationRequest
     """Without its prompt, banned words and grammar."""
-    prompt: Prompt
+    prompt: UncheckedPrompt
     bad_words: tuple[str, ...] = ()
     form: ResponseFormat | None = None
     completion_count: int = 1
@@ -125,6 +156,11 @@ def prompt_of(
     return prompt
 
 
+def unchecked(message: Message, check: Callable[[], Prompt]) -> UncheckedPrompt:
+    """Return the prompt of a message that `check` makes of it."""
+    return UncheckedPrompt(check, message.ByteSize())
+
+
 class InputMessage(Protocol):
     """A message with a text or tokens and nothing around them."""
 
@@ -160,36 +196,61 @@ def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
 
 
 class PromptReader:
-    """Runs a tokenizer in `thread_count` threads. `close` ends them."""
+    """Runs a tokenizer in `thread_count` threads, callers in turn. Event loop; `close` ends it.
+
+    Long work leaves one thread to short work, if there are two.
+    """
 
     def __init__(self, *, thread_count: int) -> None:
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
+        self._turns = FairQueue(capacity=thread_count)
+        self._long_turns = FairQueue(capacity=max(1, thread_count - 1))
 
-    async def read(self, prompt: Prompt, model: ServedModel) -> ReadPrompt:
+    async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         """Return the prompt's tokens; raises InvalidRequest if none, or if it fills the context."""
-        if isinstance(prompt, Tokens):
-            return ReadPrompt(prompt.token_ids)
-        loop = asyncio.get_running_loop()
-        read = await loop.run_in_executor(self._executor, _read, prompt, model.tokenizer)
-        if not read.token_ids:
-            raise _empty(prompt.field)
-        check_length(len(read.token_ids), model.info, field=prompt.field)
-        return read
+        if prompt.size_bytes > _SHORT_BYTES:
+            return await self.run(lambda: _read(prompt.check(), model), size_bytes=prompt.size_bytes)
+        checked = prompt.check()
+        if isinstance(checked, Tokens):
+            return ReadPrompt(checked.token_ids)
+        return await self.run(lambda: _read(checked, model), size_bytes=prompt.size_bytes)
 
-    async def pieces(self, prompt: Text | Chat, model: ServedModel) -> list[tuple[int, str]]:
-        """Return each token's id and spelling, without a limit but the message's own."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, _read_pieces, prompt, model.tokenizer)
-
-    async def run(self, work: Callable[[], Result]) -> Result:
+    async def run(self, work: Callable[[], Result], *, size_bytes: int = 0) -> Result:
         """Return what `work` returns, off the event loop: for whatever else needs the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        origin = callers.origin.get()
+        holds = []
+        try:
+            if size_bytes > _LONG_BYTES:
+                holds.append(await self._long_turns.take(origin))
+            holds.append(await self._turns.take(origin))
+            task = self._executor.submit(work)
+        except BaseException:
+            _release(holds)
+            raise
+        # A caller that leaves does not end work that has begun: its turn lasts as long as that.
+        loop = asyncio.get_running_loop()
+        task.add_done_callback(lambda _: _on_loop(loop, lambda: _release(holds)))
+        return await asyncio.wrap_future(task)
 
     def close(self) -> None:
         """Let running work end and take no more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _release(holds: Sequence[Hold]) -> None:
+    for hold in holds:
+        hold.release()
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        # The loop ended before the work did: nobody waits for a turn any more.
+        if not loop.is_closed():
+            raise
 
 
 def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
@@ -205,15 +266,45 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def _read(prompt: Text | Chat, tokenizer: TokenizerPort) -> ReadPrompt:
+def pieces(prompt: Text | Chat, model: ServedModel) -> list[tuple[int, str]]:
+    """Return each token's id and spelling, longer than the context as it may be. Any thread."""
+    limit = max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * model.info.context_token_limit)
+    _check_bytes(prompt, limit_bytes=limit)
+    tokenizer = model.tokenizer
+    return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, tokenizer).token_ids]
+
+
+def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
+    """Return the prompt's tokens. What cannot fit is not even tokenized."""
+    if isinstance(prompt, Tokens):
+        return ReadPrompt(prompt.token_ids)
+    if prompt.size_bytes > _TEXT_BYTES:
+        limit = model.info.context_token_limit * model.tokenizer.longest_token_bytes
+        _check_bytes(prompt, limit_bytes=max(_TEXT_BYTES, limit))
+    read = _tokens(prompt, model.tokenizer)
+    if not read.token_ids:
+        raise _empty(prompt.field)
+    check_length(len(read.token_ids), model.info, field=prompt.field)
+    return read
+
+
+def _tokens(prompt: Text | Chat, tokenizer: TokenizerPort) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(tokenizer.encode(prompt.text)))
     rendered = tokenizer.render_chat(prompt.conversation)
     return ReadPrompt(rendered.token_ids, RenderedConversation(prompt.conversation, rendered))
 
 
-def _read_pieces(prompt: Text | Chat, tokenizer: TokenizerPort) -> list[tuple[int, str]]:
-    return [(token_id, tokenizer.piece(token_id)) for token_id in _read(prompt, tokenizer).token_ids]
+def _check_bytes(prompt: Text | Chat, *, limit_bytes: int) -> None:
+    if prompt.size_bytes <= limit_bytes:
+        return
+    raise InvalidRequest(
+        Reason.PROMPT_TOO_LONG,
+        f"the prompt has {prompt.size_bytes} characters; for this model's context at most {limit_bytes} are "
+        "tokenized; shorten the prompt",
+        field=prompt.field,
+        metadata={"size_bytes": prompt.size_bytes, "limit_bytes": limit_bytes},
+    )
 
 
 def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo) -> Tokens:

@@ -81,7 +81,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         prompts: list[tuple[int, ...]] = []
         for index, document in enumerate(request.documents):
             with names_item(f"documents[{index}]", names_field=False):
-                prompt = await self._prompts.read(form.prompt(document), model)
+                prompt = await self._prompts.read(form.unchecked(document), model)
             # The form's fault, not the document's.
             check_begins_with_answer(prompt)
             prompts.append(prompt.token_ids)

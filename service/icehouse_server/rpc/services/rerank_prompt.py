@@ -12,7 +12,7 @@ from icehouse_server.domain.chat import ChatMessage, Conversation
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.validation import refuse_value
-from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text
+from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text, UncheckedPrompt
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 DEFAULT_ANSWERS = ("yes", "no")
@@ -26,6 +26,10 @@ _DEFAULT_TURNS = messages.RerankTurns(
 )
 """What Qwen3-Reranker was trained with, by its model card; its template gives the rest."""
 
+_FORM_LENGTH_LIMIT = 256 << 10
+_LENGTH_LIMIT = 4 << 20
+"""Characters of one document's prompt; more would not fit into a context of a million tokens."""
+
 _NO_THINKING: Mapping[str, bool] = {"enable_thinking": False}
 _PLACES = re.compile(r"\{(instruction|query|document)\}")
 
@@ -38,11 +42,33 @@ class RerankForm:
     text: str
     known: Mapping[str, str]
 
+    def unchecked(self, document: str) -> UncheckedPrompt:
+        """Return the prompt that asks about one document; raises InvalidRequest when that is too long.
+
+        A form may name a place as often as it likes, so its length is known before it is filled.
+        """
+        size = sum(_filled_length(text, self._values(document)) for text in self._texts)
+        if size > _LENGTH_LIMIT:
+            raise InvalidRequest(
+                Reason.PROMPT_TOO_LONG,
+                f"its prompt would have {size} characters; the limit is {_LENGTH_LIMIT}",
+                field="documents",
+                metadata={"length": size, "length_limit": _LENGTH_LIMIT},
+            )
+        return UncheckedPrompt(lambda: self.prompt(document), size)
+
+    @property
+    def _texts(self) -> tuple[str, ...]:
+        return (self.text,) if self.turns is None else (self.turns.system, self.turns.user)
+
+    def _values(self, document: str) -> Mapping[str, str]:
+        return {**self.known, "document": document}
+
     def prompt(self, document: str) -> Text | Chat:
         """Return the prompt that asks about one document; raises InvalidRequest for none."""
         if not document:
             raise InvalidRequest(Reason.PROMPT_EMPTY, "it is empty; leave it out", field="documents")
-        values = {**self.known, "document": document}
+        values = self._values(document)
         if self.turns is None:
             return Text(_filled(self.text, values))
         turns = [("system", self.turns.system), ("user", self.turns.user)]
@@ -94,6 +120,8 @@ def answers_of(positive: Sequence[int], negative: Sequence[int]) -> tuple[int, i
 
 
 def _check_places(field: str, template: str) -> None:
+    if len(template) > _FORM_LENGTH_LIMIT:
+        refuse_value(field, f"{len(template)} characters", f"at most {_FORM_LENGTH_LIMIT} characters")
     missing = {"query", "document"} - set(_PLACES.findall(template))
     if missing:
         wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))
@@ -104,6 +132,12 @@ def _check_places(field: str, template: str) -> None:
             field=field,
             metadata={"field": field, "wanted": wanted},
         )
+
+
+def _filled_length(template: str, values: Mapping[str, str]) -> int:
+    """Return how long the filled template is; counting takes no Python for each place."""
+    lengths = ((f"{{{name}}}", len(value)) for name, value in values.items())
+    return len(template) + sum(template.count(place) * (length - len(place)) for place, length in lengths)
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:

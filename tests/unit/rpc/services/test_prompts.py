@@ -1,0 +1,177 @@
+"""Prompts off the event loop: checked and tokenized in turn, and what can never fit is not begun."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import prompt_pb2, rerank_service_pb2
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.services.prompts import PromptReader
+from icehouse_server.rpc.services.rerank_prompt import form_of
+
+from tests.fixtures.rpc.details import refused
+from tests.fixtures.rpc.fake_engine import MODEL_INFO
+from tests.unit.rpc.conftest import RunningServer
+
+BOUND_S = 20.0
+LONG = 300 << 10
+"""A text that counts as long."""
+
+
+class Workers:
+    """Work that stays in its thread until a test lets it go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun: list[str] = []
+
+    def work(self, name: str) -> Any:
+        def run() -> str:
+            self.begun.append(name)
+            assert self.go.wait(BOUND_S)
+            return name
+
+        return run
+
+
+@pytest.fixture
+def workers() -> Any:
+    made = Workers()
+    yield made
+    made.go.set()
+
+
+async def begin(reader: PromptReader, work: Any, *, origin: str = "a", size_bytes: int = 0) -> Any:
+    """Have work done for a caller; return when it has its turn or waits for it."""
+
+    async def run() -> object:
+        callers.origin.set(origin)
+        return await reader.run(work, size_bytes=size_bytes)
+
+    task = asyncio.ensure_future(run())
+    await asyncio.sleep(0)
+    return task
+
+
+def giant(*, last_role: str = "user") -> messages.GenerateRequest:
+    """Return a conversation of many turns."""
+    turns = [prompt_pb2.ChatMessage(role="user", content="a" * 20) for _ in range(4000)]
+    turns.append(prompt_pb2.ChatMessage(role=last_role, content="a"))
+    return messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=turns), max_output_tokens=1)
+
+
+async def test_a_long_conversation_is_not_checked_on_the_event_loop(
+    served: RunningServer, workers: Workers
+) -> None:
+    reader = served.server._prompts
+    held = [await begin(reader, workers.work(name)) for name in ("one", "two")]
+    asking = asyncio.ensure_future(served.inference.Generate(giant(last_role="nobody"), timeout=BOUND_S))
+    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    for _ in range(3):
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+    # Its refusal comes from a thread, and those are both busy.
+    assert not asking.done()
+    workers.go.set()
+    assert (await refused(asking)).field == "chat.messages[4000].role"
+    assert await asyncio.gather(*held) == ["one", "two"]
+
+
+async def test_long_work_leaves_a_thread_to_short_work(workers: Workers) -> None:
+    reader = PromptReader(thread_count=2)
+    long = [await begin(reader, workers.work(f"long {i}"), origin=str(i), size_bytes=LONG) for i in range(3)]
+    assert await reader.run(lambda: "short") == "short"
+    assert workers.begun == ["long 0"]
+    workers.go.set()
+    await asyncio.gather(*long)
+    reader.close()
+
+
+async def test_work_whose_caller_left_keeps_its_turn_until_it_is_done(workers: Workers) -> None:
+    reader = PromptReader(thread_count=2)
+    for _ in range(3):
+        task = await begin(reader, workers.work("long"), size_bytes=LONG)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert await reader.run(lambda: "short") == "short"
+    assert workers.begun == ["long"]
+    workers.go.set()
+    reader.close()
+
+
+async def test_one_callers_queue_is_not_everybodys(workers: Workers) -> None:
+    reader = PromptReader(thread_count=1)
+    done: list[str] = []
+    held = await begin(reader, workers.work("first"))
+    mine = [await begin(reader, lambda i=i: done.append(f"mine {i}")) for i in range(3)]
+    other = await begin(reader, lambda: done.append("other"), origin="b")
+    workers.go.set()
+    await asyncio.gather(held, other, *mine)
+    assert done == ["mine 0", "other", "mine 1", "mine 2"]
+    reader.close()
+
+
+async def test_text_that_can_never_fit_is_not_tokenized(served: RunningServer) -> None:
+    served.tokenizer.thread_names.clear()
+    for asking in (
+        served.inference.Generate(messages.GenerateRequest(text="a" * (1 << 20) + "b")),
+        served.inference.Tokenize(messages.TokenizeRequest(text="a" * (1 << 20) + "b")),
+    ):
+        answer = await refused(asking)
+        assert (answer.reason, answer.field) == ("PROMPT_TOO_LONG", "text")
+        assert answer.info.metadata["limit_bytes"] == str(1 << 20)
+    assert not served.tokenizer.thread_names
+
+
+@pytest.mark.parametrize(
+    ("turn", "field", "limit"),
+    [
+        ({"parts": [{"text": "a"}] * 257}, "parts", 256),
+        ({"role": "assistant", "tool_calls": [{"name": "f"}] * 257}, "tool_calls", 256),
+        ({"role": "assistant", "token_ids": [1] * 65}, "token_ids", 64),
+    ],
+)
+async def test_what_one_turn_may_hold_is_counted(
+    served: RunningServer, turn: dict[str, Any], field: str, limit: int
+) -> None:
+    message = prompt_pb2.ChatMessage(**{"role": "user", **turn})
+    request = messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[message]))
+    answer = await refused(served.inference.Generate(request))
+    assert (answer.reason, answer.field) == ("CHAT_INVALID", f"chat.messages[0].{field}")
+    assert answer.info.metadata["limit"] == str(limit)
+
+
+async def test_turns_are_counted_before_they_are_looked_at(served: RunningServer) -> None:
+    request = giant()
+    request.chat.messages.extend([prompt_pb2.ChatMessage(role="nobody")] * 100)
+    answer = await refused(served.inference.Generate(request))
+    assert (answer.reason, answer.field) == ("CHAT_INVALID", "chat.messages")
+
+
+async def test_a_rerank_form_that_multiplies_its_document_is_refused(served: RunningServer) -> None:
+    answers = {"positive_answer": "y", "negative_answer": "n"}
+    request = rerank_service_pb2.RerankRequest(
+        query="q", documents=["d" * 100_000], text="{query}" + "{document}" * 1000, **answers
+    )
+    answer = await refused(served.reranking.Rerank(request))
+    assert (answer.reason, answer.field) == ("PROMPT_TOO_LONG", "documents[0]")
+    assert answer.info.metadata["length"] == str(1 + 100_000 * 1000)
+
+
+async def test_a_rerank_form_is_no_longer_than_a_form(served: RunningServer) -> None:
+    text = "{query}{document}" * 20_000
+    request = rerank_service_pb2.RerankRequest(query="q", documents=["d"], text=text)
+    answer = await refused(served.reranking.Rerank(request))
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "text")
+
+
+@pytest.mark.parametrize("text", ["{query}{document}", "a {query} {document}{query} b {unknown}"])
+def test_a_forms_length_is_known_before_it_is_filled(text: str) -> None:
+    request = rerank_service_pb2.RerankRequest(query="what {document}?", text=text)
+    form = form_of(request, MODEL_INFO)
+    prompt = form.unchecked("this {query}")
+    assert prompt.size_bytes == prompt.check().size_bytes  # type: ignore[union-attr]
