@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from google.protobuf.message import Message
 from icehouse.v1 import prompt_pb2, tool_pb2
 
 from icehouse_server.domain.chat import Conversation
@@ -107,7 +106,11 @@ class Unread:
     completion_count: int = 1
 
 
-class TextMessage(Protocol):
+class _Message(Protocol):
+    def ByteSize(self) -> int: ...
+
+
+class TextMessage(_Message, Protocol):
     """A request message with a prompt in plain text or as a conversation."""
 
     @property
@@ -156,7 +159,7 @@ def prompt_of(
     return prompt
 
 
-def unchecked(message: Message, check: Callable[[], Prompt]) -> UncheckedPrompt:
+def unchecked(message: _Message, check: Callable[[], Prompt]) -> UncheckedPrompt:
     """Return the prompt of a message that `check` makes of it."""
     return UncheckedPrompt(check, message.ByteSize())
 
