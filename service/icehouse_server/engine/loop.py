@@ -378,5 +378,6 @@ def _chunk_of(planned: PrefillChunk) -> Chunk:
         next_token_ids=tokens[planned.start + 1 : planned.stop + 1] if is_measured else (),
         wanted=request.logprobs if is_measured else None,
         pooling=request.pooling,
+        length=sequence.kv_length,
         speculation=request.speculation,
     )

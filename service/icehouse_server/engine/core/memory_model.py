@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvGrowth, KvLength
+
 _METAL_HEAD_SIZES = (64, 80, 128)
 _CUDA_HEAD_SIZE_LIMIT = 128
 _OUTPUT_ALLOWANCE = 256
@@ -37,6 +39,8 @@ layers with KV than layers. Without it estimates were down to 0.4 of the peak wh
 they were 1.0 to 1.9 times the peak for llama and lfm2 of width 256, 1.3 to 3.0 times for gemma3 (its windows
 are counted whole), over chunks of 32 and 128 tokens at contexts up to 640 (mlx 0.32.4, x86).
 """
+_ATTENDED_LAYERS = 1
+"""Layers of which attention copies what it reads while nothing grows (seen where an array is just full)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,32 +107,34 @@ class MemoryModel:
     """Over all layers of unlimited context, as measured on the first tokens."""
     fixed_bytes_per_sequence: int
     """Windows when they are full, and recurrent states."""
-    kv_step_token_count: int = 1
-    """Caches grow by so many tokens at a time, and are copied then; 1 grows in place."""
+    growth: KvGrowth | None = None
+    """How caches grow, which copies them; None where they grow in place."""
     has_length_classes: bool = False
     """Decoding rows may lie in buffers whose lengths are powers of two."""
     draft: DraftFootprint = DraftFootprint()
 
-    def kv_bytes(self, token_count: int) -> int:
-        """Return what one sequence of this length holds."""
-        return self.kv_bytes_per_token * self._capacity(token_count) + self.fixed_bytes_per_sequence
+    def kv_bytes(self, token_count: int, length: KvLength = UNKNOWN_LENGTH) -> int:
+        """Return what one sequence holds that has so many tokens now."""
+        return self.kv_bytes_per_token * self._room(token_count, length) + self.fixed_bytes_per_sequence
 
-    def growth_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
+    def growth_bytes(
+        self, *, chunk_token_count: int, context_token_count: int, length: KvLength = UNKNOWN_LENGTH
+    ) -> int:
         """Return what KV takes more for a chunk that ends at this context, copies included.
 
         Windows and states are written anew by every chunk, beside the old ones.
         """
-        after = self._capacity(context_token_count)
-        added = after - self._capacity(context_token_count - chunk_token_count)
-        if added and self.kv_step_token_count > 1:
-            added += min(after, _GROWING_LAYERS * after // max(1, self.shape.layer_count))
+        after = self._room(context_token_count, length)
+        added = after - self._room(context_token_count - chunk_token_count, length)
+        if self.growth is not None:
+            copied_layers = _GROWING_LAYERS if added else _ATTENDED_LAYERS
+            added += min(after, copied_layers * after // max(1, self.shape.layer_count))
         return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence
 
-    def _capacity(self, token_count: int) -> int:
+    def _room(self, token_count: int, length: KvLength) -> int:
         if self.has_length_classes and token_count:
             return max(_LEAST_CLASS_LENGTH, 1 << (token_count - 1).bit_length())
-        step = self.kv_step_token_count
-        return (token_count + step - 1) // step * step
+        return self.growth.room(token_count, length) if self.growth is not None else token_count
 
     def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
         """Return the peak of temporary arrays while a chunk runs at this context length."""
@@ -155,9 +161,10 @@ class MemoryModel:
     def request_bytes(self, *, token_count: int, chunk_token_count: int) -> int:
         """Return the most a request of this many tokens, output included, needs at once."""
         chunk = min(chunk_token_count, token_count)
+        whole = KvLength(token_count, token_count)
         return (
-            self.kv_bytes(token_count - chunk)
-            + self.growth_bytes(chunk_token_count=chunk, context_token_count=token_count)
+            self.kv_bytes(token_count - chunk, whole)
+            + self.growth_bytes(chunk_token_count=chunk, context_token_count=token_count, length=whole)
             + self.chunk_bytes(chunk_token_count=chunk, context_token_count=token_count)
         )
 

@@ -18,6 +18,7 @@ from icehouse_server.domain.request import (
     Vector,
 )
 from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvLength
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.errors import IcehouseError
 
@@ -55,6 +56,8 @@ class Chunk:
     """With `wanted`: the token behind each one that has one, which its logits are read for."""
     wanted: LogprobsWanted | None = None
     pooling: Pooling | None = None
+    length: KvLength = UNKNOWN_LENGTH
+    """What is known of the sequence's length, for which its caches make room."""
     speculation: Speculation | None = None
     """What the sequence will ask for when it decodes: a draft model reads the prompt along."""
 

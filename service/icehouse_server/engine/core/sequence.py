@@ -21,6 +21,7 @@ from icehouse_server.domain.request import (
     Vector,
 )
 from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.kv_growth import KvLength
 from icehouse_server.text.detokenizer import Decode, TextStream
 
 
@@ -67,6 +68,8 @@ class Sequence:
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
     """Input tokens whose KV exists and may be kept, reused ones included."""
+    loading_room_token_count: int = 0
+    """Tokens for which the arrays have room that its blocks on SSD are read into; 0 but for that time."""
     overtaken_token_count: int = 0
     """Input tokens of younger sequences that ran while this one's waited."""
     passed_count: int = 0
@@ -148,6 +151,12 @@ class Sequence:
         if self.phase is not Phase.DECODING:
             return self.processed_token_count
         return self.token_count - 1 + self.fed_ahead_count
+
+    @property
+    def kv_length(self) -> KvLength:
+        """What is known of how long its caches become."""
+        limit = len(self.request.prompt_token_ids) + self.output_token_limit
+        return KvLength(len(self.input_token_ids), limit)
 
     @property
     def token_count(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol, cast
@@ -9,6 +10,7 @@ from typing import Protocol, cast
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
+from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
@@ -54,8 +56,8 @@ class RunnerBlocks:
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
 
-    def read_layout(self) -> None:
-        """Learn from the model's own empty caches how they are cut."""
+    def read_layout(self, *, growth: KvGrowth) -> None:
+        """Learn from the model's own empty caches how they are cut, and what room they are given."""
         try:
             self._layout = CacheLayout.of(
                 self._sequences.fresh_caches(), block_token_count=self._block_token_count
@@ -64,7 +66,7 @@ class RunnerBlocks:
             self.facts = CacheFacts(unsupported_detail=error.message)
             _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
             return
-        self.facts = _facts_of(self._layout)
+        self.facts = dataclasses.replace(_facts_of(self._layout), growth=growth)
 
     def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
         """Return the bytes of kv a token takes and the bytes a sequence takes whatever its length.

@@ -111,6 +111,14 @@ class CacheClass:
         """Take the last `count` tokens back, fewer than were fed in the last pass."""
         raise AssertionError(f"{self.name} takes no tokens back")
 
+    def make_room(self, cache: Cache, token_count: int) -> None:
+        """Let the cache's arrays have room for so many tokens when they grow next; of kv, which alone grows
+        with every token."""
+
+    def room_token_count(self, cache: Cache) -> int | None:
+        """Return for how many tokens the arrays have room; None where they do not grow with each."""
+        return None
+
     def mark(self, cache: Cache) -> Undo:
         """Remember where the cache stands; the result undoes every update since, of any number of tokens."""
         raise AssertionError(f"{self.name} takes no tokens back")
@@ -141,6 +149,13 @@ class PlainKv(CacheClass):
 
     def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
         return QuantizedKVCache(group_size=group_size, bits=bits)
+
+    def make_room(self, cache: Cache, token_count: int) -> None:
+        # Arrays grow by multiples of `step`, a whole one behind the last token unless they end at one.
+        cache.step = max(1, token_count - cache.offset)
+
+    def room_token_count(self, cache: Cache) -> int | None:
+        return 0 if cache.keys is None else int(_first_array(cache.keys).shape[TOKEN_AXIS])
 
     def can_rewind(self, cache: Cache) -> bool:
         return True
@@ -428,6 +443,12 @@ def parts_of(caches: Sequence[Cache]) -> Iterator[Part]:
         entry.check(cache)
         name = ".".join([f"{path[0]:03d}", *map(str, path[1:])])
         yield Part(name, path, entry, entry.window_token_count(cache), entry.facts(cache))
+
+
+def _first_array(kept: Any) -> mx.array:
+    """Return the array, or the first of those, that keys or values are kept in."""
+    array: mx.array = kept if isinstance(kept, mx.array) else kept[0]
+    return array
 
 
 def _trim(cache: Cache, count: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,9 +20,6 @@ from icehouse_server.engine.kv_cache.cache_classes import Part, leaf, put
 from icehouse_server.engine.kv_cache.load_target import KvTarget
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion
 from icehouse_server.errors import Reason, StorageError
-
-_STEP_TOKEN_COUNT: Final = 256
-"""mlx-lm grows K/V arrays by this many slots; an array with room to spare is not copied on update."""
 
 
 class Restoring:
@@ -43,8 +40,7 @@ class Restoring:
         self._source = source
         self.token_count = token_count
         """Tokens that the caches will hold."""
-        room = max(token_count, capacity_token_count)
-        self._capacity = -(-room // _STEP_TOKEN_COUNT) * _STEP_TOKEN_COUNT
+        self._capacity = max(token_count, capacity_token_count)
         self._done_count = 0
         self._kv_blocks = [(block, dict(block.kv.arrays)) for block in source.blocks if block.kv is not None]
         self._window_blocks = [

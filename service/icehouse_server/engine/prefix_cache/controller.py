@@ -83,7 +83,7 @@ class CacheController:
             self._begin_empty(sequence, plan.report.limit)
             return Phase.PREFILLING
         if restore is None:
-            restore = Restore(sequence, self._clock.monotonic(), plan)
+            restore = Restore(sequence, self._clock.monotonic(), plan, self.cache.facts.growth)
             self._restores[sequence.sequence_id] = restore
         else:
             restore.plan_again(plan)
@@ -209,6 +209,7 @@ class CacheController:
     def _begin_empty(self, sequence: Sequence, limit: ReuseLimit) -> None:
         """Nothing is reused: account for what was tried, and start the chain anew."""
         restore = self._restores.pop(sequence.sequence_id, None)
+        sequence.loading_room_token_count = 0
         if restore is not None and restore.has_failed:
             tried_s = self._clock.monotonic() - restore.began_time
             sequence.note_cache(CacheReport(restore_s=tried_s, limit=ReuseLimit.LOAD_FAILED))
@@ -227,11 +228,8 @@ class CacheController:
         return waiting
 
     def _load(self, restore: Restore, *, beside_decode: bool, budget_s: float) -> Phase:
-        if restore.awaits_target:
-            assert restore.target is not None
-            restore.is_target_made = self._runner.continue_target(restore.target, budget_s=budget_s)
-            if not restore.is_target_made:
-                return Phase.RESTORING
+        if restore.awaits_target and not restore.continue_target(self._runner, budget_s=budget_s):
+            return Phase.RESTORING
         load_id = LoadId(next(self._load_ids))
         if not self.cache.load(restore.make_request(load_id, beside_decode=beside_decode)):
             restore.with_ssd = False
@@ -266,6 +264,7 @@ class CacheController:
         limit = ReuseLimit.LOAD_FAILED if restore.has_failed else plan.report.limit
         sequence.note_cache(dataclasses.replace(plan.report, restore_s=restore_s, limit=limit))
         sequence.processed_token_count = plan.token_count
+        sequence.loading_room_token_count = 0
         self.cache.start_chain(sequence, plan.token_count)
         if restore.loaded is not None:
             sequence.unkept = [

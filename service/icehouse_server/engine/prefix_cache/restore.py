@@ -13,6 +13,7 @@ import dataclasses
 
 from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.core.kv_growth import UNALIGNED, KvGrowth
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.planner import PrefixPlan
@@ -25,9 +26,6 @@ from icehouse_server.engine.prefix_cache.tiers.ports import (
 )
 from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest
 
-_GROWTH_TOKEN_COUNT = 256
-"""mlx-lm's caches grow by this many tokens; restored ones get room in the same unit."""
-
 
 @dataclasses.dataclass(slots=True)
 class Restore:
@@ -36,6 +34,7 @@ class Restore:
     sequence: Sequence
     began_time: float
     plan: PrefixPlan
+    growth: KvGrowth = UNALIGNED
     attempt_count: int = 1
     has_failed: bool = False
     is_to_plan: bool = False
@@ -53,10 +52,7 @@ class Restore:
     @property
     def capacity_token_count(self) -> int:
         """Room for the input and the first of the output, so that the next tokens copy nothing."""
-        sequence = self.sequence
-        left = sequence.output_token_limit - len(sequence.output_token_ids)
-        wanted = len(sequence.input_token_ids) + min(left, _GROWTH_TOKEN_COUNT)
-        return -(-wanted // _GROWTH_TOKEN_COUNT) * _GROWTH_TOKEN_COUNT
+        return self.growth.room(len(self.sequence.input_token_ids), self.sequence.kv_length)
 
     @property
     def awaits_target(self) -> bool:
@@ -67,6 +63,14 @@ class Restore:
         """Have kv read straight into the arrays that will be the sequence's, where it can be."""
         if any(RegionKind.KV in block.regions for block in self.plan.to_load):
             self.target = runner.begin_target(capacity_token_count=self.capacity_token_count)
+
+    def continue_target(self, runner: CacheRunner, *, budget_s: float) -> bool:
+        """Make those arrays; True when all are there."""
+        assert self.target is not None
+        self.is_target_made = runner.continue_target(self.target, budget_s=budget_s)
+        if self.is_target_made:
+            self.sequence.loading_room_token_count = self.capacity_token_count
+        return self.is_target_made
 
     def make_request(self, load_id: LoadId, *, beside_decode: bool) -> LoadRequest:
         """Ask for what RAM lacks."""
@@ -82,6 +86,7 @@ class Restore:
         self.attempt_count += 1
         self.plan, self.loaded, self.is_begun, self.is_to_plan = plan, None, False, False
         self.target, self.is_target_made = None, False
+        self.sequence.loading_room_token_count = 0
 
     def make_input(self, runner: CacheRunner) -> RestoreInput:
         """Put together what RAM holds and what was read from SSD."""

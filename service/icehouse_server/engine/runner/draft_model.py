@@ -48,6 +48,7 @@ class DraftModel:
         self._model = model
         self._forward = ForwardPass(model, examine(model))
         self._vocabulary_size = vocabulary_size
+        self._growth = model_loader.kv_growth()
         self.footprint = footprint
 
     @classmethod
@@ -91,7 +92,7 @@ class DraftModel:
 
     def open(self) -> DraftedRow:
         """Make empty draft caches for a sequence."""
-        return DraftedRow(Row(kv_caches.make_caches(self._model)))
+        return DraftedRow(Row(kv_caches.make_caches(self._model), growth=self._growth))
 
     def read(self, parts: Sequence[tuple[DraftedRow, int]]) -> list[Any]:
         """Let rows read so many of the tokens that they are behind, or all; return what must be evaluated for

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import ModelInfo
+from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import ModelShape, find_int, head_size_of, keeps_scores
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.runner import mlx_lm
@@ -24,6 +25,7 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
+_CUDA_GRID_TOKEN_COUNT = 256
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx", "max_seq_len")
 
 
@@ -204,6 +206,14 @@ def device_memory_bytes() -> int:
     info = mx.device_info()
     found = info.get("max_recommended_working_set_size") or info.get("memory_size")
     return int(found or info.get("total_memory") or 0)
+
+
+def kv_growth() -> KvGrowth:
+    """Return how KV arrays grow on this device.
+
+    Fused attention of a single token wants lengths that are multiples of 256 on CUDA (MLX 0.32, cuDNN).
+    """
+    return KvGrowth(_CUDA_GRID_TOKEN_COUNT if _device_kind() == "cuda" else 1)
 
 
 def _device_kind() -> str:

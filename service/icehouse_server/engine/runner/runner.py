@@ -15,6 +15,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import Drafting, Pooling
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
@@ -80,6 +81,7 @@ class ModelRunner:
         self._model: Any = None
         self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
+        self._growth = KvGrowth()
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
         self._pipeline = Pipeline(
@@ -95,7 +97,8 @@ class ModelRunner:
         self._model = loaded.model
         adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         mlx_lm.wire_memory()
-        self.blocks.read_layout()
+        self._growth = model_loader.kv_growth()
+        self.blocks.read_layout(growth=self._growth)
         self._facts = self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
@@ -109,7 +112,7 @@ class ModelRunner:
             model_loader.shape_of(loaded),
             kv_bytes_per_token,
             fixed_bytes,
-            kv_step_token_count=kv_caches.step_token_count(self.fresh_caches()),
+            growth=self._growth,
             has_length_classes=self._settings.slab_row_count is not None and self._facts.takes_slab,
             draft=self._load_draft(info),
         )
@@ -131,7 +134,8 @@ class ModelRunner:
     def open(self, sequence_id: SequenceId) -> None:
         self._thread.check()
         assert sequence_id not in self._sequences, sequence_id
-        self._sequences[sequence_id] = OpenSequence(sequence_id, Row(self.fresh_caches()))
+        row = Row(self.fresh_caches(), growth=self._growth)
+        self._sequences[sequence_id] = OpenSequence(sequence_id, row)
 
     def run(self, chunks: Sequence[Chunk]) -> PassResult:
         self._thread.check()
@@ -168,7 +172,8 @@ class ModelRunner:
 
     def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
         """Open a sequence with caches that were rebuilt and hold so many tokens."""
-        self._sequences[sequence_id] = OpenSequence(sequence_id, Row(caches, token_count=token_count))
+        row = Row(caches, token_count=token_count, growth=self._growth)
+        self._sequences[sequence_id] = OpenSequence(sequence_id, row)
 
     def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
@@ -183,6 +188,7 @@ class ModelRunner:
         """Return a chunk's sequence, with what it draws by where the chunk ends its prompt."""
         sequence = self._sequences[chunk.sequence_id]
         sequence.adapter = chunk.adapter
+        sequence.row.length = chunk.length
         draft_model = self._pipeline.draft_model
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
         if draft_model is not None and wants_draft:

@@ -8,6 +8,7 @@ import pytest
 from icehouse_server.domain.events import Failed, Finished
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import Drafting, LogprobsWanted, Speculation
+from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import (
     DraftFootprint,
     MemoryModel,
@@ -230,7 +231,7 @@ def a_sequence(number: int, token_count: int, *, output_token_limit: int = 100) 
 def llama_8b(**changes) -> MemoryGuard:
     """Llama 8B in bfloat16 with chunks of 1,024 tokens."""
     shape = ModelShape(4096, 32, 32, 14336, 128256, 2, keeps_scores=False)
-    model = MemoryModel(shape, kv_bytes_per_token=131072, fixed_bytes_per_sequence=0, kv_step_token_count=256)
+    model = MemoryModel(shape, kv_bytes_per_token=131072, fixed_bytes_per_sequence=0, growth=KvGrowth())
     return MemoryGuard(
         dataclasses.replace(model, **changes), limit_bytes=1, weight_bytes=0, chunk_token_count=1024
     )
@@ -241,12 +242,28 @@ def test_rows_that_decode_are_charged_for_nothing_but_the_kv_they_were_let_in_fo
     rows = [a_sequence(number, 500) for number in range(127)]
     for row in rows:
         row.phase, row.processed_token_count, row.fed_ahead_count = Phase.DECODING, 499, 1
-    assert guard.growth_bytes(rows) == 127 * (768 - 512) * 131072, "600 tokens, in steps of 256"
+    assert guard.growth_bytes(rows) == 127 * (600 - 564) * 131072, "to the 600 tokens that they may have"
     for row in rows:
         row.output_token_ids += [1] * 90
     assert guard.growth_bytes(rows) == 0, "what they hold reaches to their end"
+    assert guard.pass_bytes([], decoding=rows) == 0
+    rows[0].output_token_ids = [1] * 64
+    assert guard.pass_bytes([], decoding=rows) == 12 * 131072, "one outgrows what its input had room for"
     newcomer = a_sequence(200, 500)
     assert guard.start_bytes(newcomer, beside=rows) == guard.start_bytes(newcomer)
+
+
+def test_kv_whose_arrays_are_there_for_the_readers_is_not_charged_again() -> None:
+    guard = llama_8b()
+    loading = a_sequence(1, 1000)
+    loading.phase = Phase.LOADING
+    whole = guard.growth_bytes([loading])
+    assert whole == 1100 * 131072
+    loading.loading_room_token_count = 1064
+    assert guard.growth_bytes([loading]) == 36 * 131072
+    newcomer = a_sequence(2, 1000)
+    needed = guard.start_bytes(newcomer, beside=[loading])
+    assert needed == guard.start_bytes(newcomer) + 36 * 131072
 
 
 def test_one_transient_is_kept_for_all_inputs_that_are_still_to_run() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from icehouse_server.domain.blocks import HostBlock, HostRegion, HostTensor, Region, RegionKind
 from icehouse_server.domain.ids import BlockHash, RequestId, SequenceId
+from icehouse_server.engine.core.kv_growth import UNALIGNED, KvGrowth
 from icehouse_server.storage.loads import HeadRequest, Loaded, LoadRequest
 from icehouse_server.storage.messages import TaskId
 
@@ -27,6 +28,8 @@ class CacheFacts:
     """The longest sliding window in tokens, 0 if there is none."""
     shortest_window_token_count: int = 0
     """The shortest one; 0 where there is none, or where all are alike."""
+    growth: KvGrowth = UNALIGNED
+    """For how many tokens kv that is put back has room."""
 
     def holds_window(self, block_token_count: int, *, passed_token_count: int) -> bool:
         """Whether a full block's windows can be cut after so many more tokens were decoded.

@@ -72,6 +72,8 @@ class ForwardPass:
         """
         assert shares, "A pass needs a row"
         assert all(share.token_count >= 1 for share in shares), "A share needs a token"
+        for share in shares:
+            share.row.make_room(share.token_count)
         self._mark_guesses(shares)
         if not self.facts.caches:
             return self._run_alone(token_ids, shares)

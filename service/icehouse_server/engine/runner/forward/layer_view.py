@@ -24,7 +24,7 @@ from icehouse_server.engine.runner.forward.slab import Seat, SlotGroup
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.ways import CacheWay, NotSplittable, Way
 
-_CONSTANTS = frozenset({"max_size", "keep", "step", "chunk_size", "group_size"})
+_CONSTANTS = frozenset({"max_size", "keep", "chunk_size", "group_size"})
 """Attributes that are equal in all rows' caches of a layer."""
 
 HANDED: Final[dict[int, FlatLayer]] = {}

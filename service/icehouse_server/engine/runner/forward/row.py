@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength
+from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
 
@@ -34,11 +36,27 @@ class Keeper(Protocol):
 class Row:
     """One sequence in forward passes."""
 
-    __slots__ = ("_caches", "_mark", "is_damaged", "keepers", "seated_caches", "token_count")
+    __slots__ = (
+        "_caches",
+        "_growth",
+        "_mark",
+        "_room_token_count",
+        "is_damaged",
+        "keepers",
+        "length",
+        "seated_caches",
+        "token_count",
+    )
 
-    def __init__(self, caches: Sequence[Cache], *, token_count: int = 0) -> None:
+    def __init__(
+        self, caches: Sequence[Cache], *, token_count: int = 0, growth: KvGrowth = UNALIGNED
+    ) -> None:
         """`caches` are fresh, or hold `token_count` tokens; they belong to the row now."""
         self._caches = list(caches)
+        self._growth = growth
+        self._room_token_count = kv_caches.room_token_count(caches) if token_count else 0
+        self.length: KvLength = UNKNOWN_LENGTH
+        """What is known of it beforehand."""
         self.token_count = token_count
         """Tokens that the caches hold."""
         self.keepers: list[Keeper] = []
@@ -64,6 +82,18 @@ class Row:
     def pass_caches(self) -> list[Cache]:
         """What passes use: the cache objects, or seats in a slab."""
         return self.seated_caches or self._caches
+
+    def make_room(self, count: int) -> None:
+        """Have the arrays grow, if `count` more tokens make them, to what the row's length calls for."""
+        token_count = self.token_count + count
+        if token_count <= self._room_token_count or self.seated_caches is not None:
+            return
+        self._room_token_count = self._growth.room(token_count, self.length)
+        kv_caches.make_room(self._caches, self._room_token_count)
+
+    def note_copied(self) -> None:
+        """Note that the caches' arrays are new ones, just as long as what they hold."""
+        self._room_token_count = self.token_count
 
     def leave_company(self) -> None:
         """Have everything of this row in its caches, and nowhere else."""

@@ -188,6 +188,7 @@ class Slab:
             copies += [cache.keys, cache.values]
         mx.eval(copies)
         self.drop(row)
+        row.note_copied()
 
     def drop(self, row: Row) -> None:
         """Free the slot of a row that ends; its own caches hold what they hold."""

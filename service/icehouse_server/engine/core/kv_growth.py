@@ -1,0 +1,70 @@
+"""KV growth: for how many tokens a sequence's KV arrays have room, at each length. Pure arithmetic.
+
+An array that grows is copied whole, and room that nobody uses is memory that nobody else has. So room is
+made in classes: an eighth of the length at most, which copies some ten tokens' KV for each one that comes,
+and where the length is known (an input that is being read, an output that may not be longer) just that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+_FIRST_OUTPUT_TOKEN_COUNT = 64
+"""Output tokens that an input's arrays have room for."""
+_LEAST_INPUT_CLASS = 1024
+"""Room that is made at once for an input, and twice as much each time it does not do."""
+_LEAST_CLASS_STEP = 64
+_CLASS_SHARE = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvLength:
+    """What is known beforehand of a sequence's length, in tokens."""
+
+    input_token_count: int = 0
+    """What is prefilled; 0 where it is not known."""
+    limit_token_count: int = 1 << 62
+    """Input and output together at most."""
+
+
+UNKNOWN_LENGTH = KvLength()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvGrowth:
+    """How KV arrays grow on one device: always to a class, so that a length alone tells the room."""
+
+    grid_token_count: int = 1
+    """Lengths of arrays are multiples of it."""
+
+    def room(self, token_count: int, length: KvLength = UNKNOWN_LENGTH) -> int:
+        """Return for how many tokens the arrays of a sequence that holds so many have room."""
+        if not token_count:
+            return 0
+        wanted = max(token_count, min(self._class_of(token_count, length), length.limit_token_count))
+        return _ceiling(wanted, self.grid_token_count)
+
+    def ending_room(self, token_count: int) -> int:
+        """Return the room of a sequence that is known to end at this length."""
+        return self.room(token_count, KvLength(token_count, token_count))
+
+    def _class_of(self, token_count: int, length: KvLength) -> int:
+        first = _ceiling(length.input_token_count + _FIRST_OUTPUT_TOKEN_COUNT, self.grid_token_count)
+        if length.input_token_count and token_count <= first:
+            at_once = max(_LEAST_INPUT_CLASS, _power_of_two(token_count))
+            return at_once if at_once < length.input_token_count else first
+        step = max(_LEAST_CLASS_STEP, _power_of_two(token_count) // 2 // _CLASS_SHARE)
+        return _ceiling(token_count, step)
+
+
+UNALIGNED = KvGrowth()
+"""Arrays of any length will do."""
+
+
+def _power_of_two(token_count: int) -> int:
+    """Return the least that is not smaller."""
+    return 1 << (token_count - 1).bit_length()
+
+
+def _ceiling(token_count: int, step: int) -> int:
+    return -(-token_count // step) * step
