@@ -153,3 +153,11 @@ class StartError(IcehouseError):
 
 class StorageError(IcehouseError):
     """The SSD tier cannot do what was asked; requests go on without it."""
+
+
+def extra_command(extra: str) -> str:
+    """Return the command that installs an extra, for messages that say what to do next.
+
+    From the checkout: no index has the package yet, so what stands there under its name is somebody else's.
+    """
+    return f"`pip install -e '.[{extra}]'` in Icehouse's folder"

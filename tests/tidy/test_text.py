@@ -16,6 +16,8 @@ FORBIDDEN = {
     "an absolute home folder": re.compile(r"/(?:home|Users)/(?!you\b)[a-z]\w*/|/" + r"root/\w"),
     "a work folder of some machine": re.compile(r"(?<![\w.])/" + r"work/(?:main|shared)|/tmp/" + r"v/env"),
     "a merge conflict": re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE),
+    # No index has the packages yet: what somebody puts there under these names is not ours.
+    "a package of ours by name": re.compile(r"pip install (?:-U )?['\"]?icehouse\b"),
     "unfinished work": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
 }
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from icehouse_server.config import CacheConfig
-from icehouse_server.errors import Reason, StartError
+from icehouse_server.errors import Reason, StartError, extra_command
 from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths
@@ -88,7 +88,7 @@ def encryption() -> ModuleType:
         raise StartError(
             Reason.ENCRYPTION_MISSING,
             f"encrypting blocks needs a package that cannot be loaded ({error.name}); "
-            "pip install 'icehouse[encryption]'",
+            f"say {extra_command('encryption')}",
             metadata={"package": error.name},
         ) from error
     return data_keys

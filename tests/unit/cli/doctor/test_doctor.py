@@ -53,7 +53,7 @@ def test_the_demo_model_without_its_package_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "demo_model_folder", lambda: tmp_path)
     monkeypatch.setattr(doctor, "package_installed", lambda: False)
     check = doctor.check_model(with_model("demo"))
-    assert check.verdict is Verdict.FAIL and "icehouse[demo]" in check.advice
+    assert check.verdict is Verdict.FAIL and "pip install -e '.[demo]'" in check.advice
 
 
 def test_missing_openblas_is_a_warning_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
