@@ -266,7 +266,7 @@ class EngineLoop:
             return overrun is not None
         rows, size = self._scheduler.size_of([]), self._scheduler.size_of(chunks)
         result = self._runner.run([_chunk_of(chunk) for chunk in chunks])
-        self._scheduler.note_overtaking(chunks)
+        self._scheduler.note_chunks(chunks)
         self._note_pass(_Planned(size, rows, sum(chunk.kept_count for chunk in chunks)), result)
         for chunk in chunks:
             self._advance(chunk, result)

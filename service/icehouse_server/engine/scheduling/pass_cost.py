@@ -1,14 +1,15 @@
-"""Pass cost, learned from the passes that ran: fixed + a * tokens + b * tokens * context + c * draws.
+"""Pass cost, learned from the passes that ran: fixed + tokens + scores + draws + reads, each at its price.
 
 Something is paid whatever the pass holds (the weights are read), something for each token, something for
-each position that a token is scored against, and something for each token whose logits are read: the head,
-the draw, a row of its own. Knows nothing of prompts or policy: whoever plans a pass asks what it would take.
-No clock of its own; one thread.
+each position that a token is scored against, something for each token whose logits are read (the head, the
+draw, a row of its own), and something for each position whose keys and values a row or a chunk reads. Knows
+nothing of prompts or policy: whoever plans a pass asks what it would take. No clock of its own; one thread.
 
-The last few passes of each size and context are kept and fitted by least squares of the *relative* error, so
-that a pass of 4 tokens says as much as one of 1,000, a pass that was ten times too slow says next to nothing,
-and a hundred tiny passes do not crowd out what one long pass taught. Old passes fade; when several in a row
-took twice what was expected, or half, the device is another one and all before them is forgotten.
+The last few passes of each size and context are kept, and the faster half of them is fitted by least squares
+of the *relative* error: so a pass of 4 tokens says as much as one of 1,000, a hundred tiny passes do not
+crowd out what one long pass taught, and others' work on the machine, which only ever delays, says next to
+nothing. Old passes fade. Passes that take twice what was expected, or half, wait for a verdict: when there
+are many in a row, the machine has another speed, and all that is known is taken to have changed with it.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterable
 
 import numpy as np
 
-_KEPT_OF_A_KIND = 3
+_KEPT_OF_A_KIND = 6
 """Passes kept of each doubling of tokens and of positions."""
 _HALF_LIFE = 128
 _LIFE = 4 * _HALF_LIFE
 """In passes: after one half-life a pass counts half, after its life it is dropped."""
 _SURPRISE_FACTOR = 2.0
-_SURPRISE_COUNT = 3
-"""So many passes in a row that were off by this factor in one direction are a change, not hiccups."""
+_SURPRISE_COUNT = 12
+_LONG_SURPRISE_COUNT = 3
+_SURPRISE_S = 2.0
+"""So many passes in a row that were off by this factor in one direction are a change and no hiccup, though
+their sizes had been measured before; fewer do where they took so long together."""
+_CHANGE_AGE = _HALF_LIFE // 4
+"""Passes of before a change are so much older."""
 _PRIOR_WEIGHT = 0.03
 """Of a measured pass. Where the passes do not tell, half of the usual one's time is taken to be fixed and
 half to grow with its tokens: either guess alone would confirm itself, by choosing the sizes that cannot
@@ -52,28 +59,33 @@ class PassSize:
     """Sum over its tokens of the positions each one is scored against, masked ones included."""
     draw_count: int = 0
     """Tokens whose logits are read."""
+    read_count: int = 0
+    """Sum over its rows and chunks of the positions whose keys and values are read for all its tokens."""
 
     @classmethod
     def of_chunk(cls, start: int, token_count: int, *, draw_count: int = 0) -> PassSize:
         """Return the size of a chunk of one sequence on top of `start` tokens."""
-        return cls(token_count, token_count * (start + token_count), draw_count)
+        end = start + token_count
+        return cls(token_count, token_count * end, draw_count, end if token_count else 0)
 
     @classmethod
     def of_rows(cls, context_token_counts: Iterable[int]) -> PassSize:
         """Return the size of one token for each decoding row, on top of so many of its own."""
         counts = list(context_token_counts)
-        return cls(len(counts), sum(counts) + len(counts), len(counts))
+        position_count = sum(counts) + len(counts)
+        return cls(len(counts), position_count, len(counts), position_count)
 
     def with_guesses(self, count: int) -> PassSize:
         """Return the size with so many guesses that rows fed besides, on contexts as long as the others'."""
         scores = count * self.score_count // max(1, self.token_count)
-        return self + PassSize(count, scores, count)
+        return self + PassSize(count, scores, count)  # what they are scored against is read anyway
 
     def __add__(self, other: PassSize) -> PassSize:
         return PassSize(
             self.token_count + other.token_count,
             self.score_count + other.score_count,
             self.draw_count + other.draw_count,
+            self.read_count + other.read_count,
         )
 
 
@@ -83,7 +95,7 @@ NOTHING = PassSize(0, 0)
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassCost:
     """Seconds of a pass: `fixed_s`, `token_s` for each token, `score_s` for each token and position, `draw_s`
-    for each token whose logits are read.
+    for each token whose logits are read, `read_s` for each position that is read.
 
     The questions with `start` are about a chunk of one sequence on top of so many tokens; answers may be
     infinite.
@@ -93,38 +105,49 @@ class PassCost:
     token_s: float
     score_s: float
     draw_s: float = 0.0
+    read_s: float = 0.0
 
     def seconds(self, size: PassSize) -> float:
         """Return what a pass of this size is expected to take."""
         tokens_s = self.token_s * size.token_count + self.draw_s * size.draw_count
-        return self.fixed_s + tokens_s + self.score_s * size.score_count
+        return self.fixed_s + tokens_s + self.score_s * size.score_count + self.read_s * size.read_count
+
+    def base_s(self, start: int) -> float:
+        """Return what a chunk takes however few its tokens are."""
+        return self.fixed_s + self.read_s * start
 
     def tokens_within(self, budget_s: float, start: int, *, beside: PassSize = NOTHING) -> float:
         """Return the tokens of a chunk that takes the budget together with what the pass holds already."""
         # fixed + slope * n + score_s * n * n = budget, in the form that also holds for score_s = 0
-        slope, left_s = self._slope(start), max(0.0, budget_s - self.seconds(beside))
+        slope = self._slope(start)
+        left_s = max(0.0, budget_s - self.seconds(beside) - self.read_s * start)
         divisor = slope + math.sqrt(slope**2 + 4.0 * self.score_s * left_s)
         return 2.0 * left_s / divisor if divisor > 0.0 else math.inf
 
     def tokens_at_fixed_share(self, share: float, start: int) -> float:
         """Return the tokens of a chunk of whose time the fixed part is this share."""
-        return self.tokens_within(self.fixed_s / share, start)
+        return self.tokens_within(self.base_s(start) / share, start)
 
     def tokens_at_rate(self, share: float, start: int, *, limit: float) -> float:
         """Return the least tokens of a chunk with this share of the best rate up to `limit` tokens."""
-        if self.fixed_s <= 0.0:
+        fixed_s = self.base_s(start)
+        if fixed_s <= 0.0:
             return 1.0
-        best = min(limit, math.sqrt(self.fixed_s / self.score_s) if self.score_s > 0.0 else math.inf)
+        best = min(limit, math.sqrt(fixed_s / self.score_s) if self.score_s > 0.0 else math.inf)
         if math.isinf(best):
             slack_s = self._slope(start) * (1.0 / share - 1.0)
-            return self.fixed_s / slack_s if slack_s > 0.0 else math.inf
+            return fixed_s / slack_s if slack_s > 0.0 else math.inf
         # seconds(n) / n is to be at most that of the best, over the share: the smaller root
-        allowed_s = (self.fixed_s / best + self._slope(start) + self.score_s * best) / share
+        allowed_s = (fixed_s / best + self._slope(start) + self.score_s * best) / share
         slack_s = allowed_s - self._slope(start)
-        return 2.0 * self.fixed_s / (slack_s + math.sqrt(slack_s**2 - 4.0 * self.score_s * self.fixed_s))
+        return 2.0 * fixed_s / (slack_s + math.sqrt(slack_s**2 - 4.0 * self.score_s * fixed_s))
 
     def _slope(self, start: int) -> float:
-        return self.token_s + self.score_s * start
+        return self.token_s + self.score_s * start + self.read_s
+
+
+_Kind = tuple[int, int, int]
+"""Doublings of tokens, of positions and of draws."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,33 +157,49 @@ class _Measured:
     number: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Surprise:
+    measured: _Measured
+    ratio: float
+    """Of what it took to what was expected."""
+
+
 class PassCostLearner:
     """Expects the cost of a pass from the passes before it, and says how far it can be asked."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int, int], collections.deque[_Measured]] = {}
+        self._kept: dict[_Kind, collections.deque[_Measured]] = {}
         self._noted_count = 0
-        self._surprises: list[_Measured] = []
+        self._surprises: list[_Surprise] = []
         self._cost: PassCost | None = None
-        self._was_slower = False
+        self._is_stale = False
 
     def note(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from a pass that ran."""
         assert size.token_count > 0, size
         self._noted_count += 1
         measured = _Measured(size, max(elapsed_s, _LEAST_S), self._noted_count)
-        if self._is_change(measured):
-            self._kept.clear()
-            for surprise in self._surprises[:-1]:
-                self._keep(surprise)
-            self._surprises.clear()
-        self._keep(measured)
-        self._cost = None
+        if self._is_far_off(measured):
+            self.cost()  # fitted when it is asked for: there may be passes that it does not know of
+        ratio = self._ratio(measured)
+        is_surprise = _kind_of(size) in self._kept and self._is_far_off(measured)
+        if not is_surprise or (self._surprises and (ratio > 1.0) is not (self._surprises[0].ratio > 1.0)):
+            self._keep_surprises()
+        if not is_surprise:
+            self._keep(measured)
+            return
+        self._surprises.append(_Surprise(measured, ratio))
+        surprising_s = sum(surprise.measured.elapsed_s for surprise in self._surprises)
+        least_count = _SURPRISE_COUNT if surprising_s < _SURPRISE_S else _LONG_SURPRISE_COUNT
+        if len(self._surprises) >= least_count:
+            self._change_speed()
+            self._keep_surprises()
 
     def cost(self) -> PassCost | None:
         """Return what passes cost as far as is known; None before the first."""
-        if self._cost is None and self._kept:
-            self._cost = _fit(self._living(), now=self._noted_count)
+        if self._is_stale:
+            passes = self._undisturbed() if self._cost else self._living()
+            self._cost, self._is_stale = _fit(passes, now=self._noted_count), False
         return self._cost
 
     def trusted_tokens(self, start: int, *, budget_s: float) -> float:
@@ -185,9 +224,9 @@ class PassCostLearner:
         return not counts or max(*counts, token_count) >= _TELLING_SPREAD * min(*counts, token_count)
 
     def _keep(self, measured: _Measured) -> None:
-        size = measured.size
-        kind = (size.token_count.bit_length(), size.score_count.bit_length(), size.draw_count.bit_length())
-        self._kept.setdefault(kind, collections.deque(maxlen=_KEPT_OF_A_KIND)).append(measured)
+        kept = self._kept.setdefault(_kind_of(measured.size), collections.deque(maxlen=_KEPT_OF_A_KIND))
+        kept.append(measured)
+        self._is_stale = True
         oldest = self._noted_count - _LIFE
         for stale in [kind for kind, found in self._kept.items() if found[-1].number <= oldest]:
             del self._kept[stale]
@@ -195,28 +234,56 @@ class PassCostLearner:
     def _living(self) -> list[_Measured]:
         return [measured for found in self._kept.values() for measured in found]
 
-    def _is_change(self, measured: _Measured) -> bool:
-        cost = self.cost()
-        ratio = measured.elapsed_s / max(cost.seconds(measured.size), _LEAST_S) if cost else 1.0
-        if 1.0 / _SURPRISE_FACTOR < ratio < _SURPRISE_FACTOR:
-            self._surprises.clear()
-            return False
-        if self._surprises and (ratio > 1.0) is not self._was_slower:
-            self._surprises.clear()
-        self._was_slower = ratio > 1.0
-        self._surprises.append(measured)
-        return len(self._surprises) >= _SURPRISE_COUNT
+    def _undisturbed(self) -> list[_Measured]:
+        """Return the faster half of each kind's passes: others' work on the machine only ever delays."""
+        return [
+            measured
+            for found in self._kept.values()
+            for measured in sorted(found, key=self._ratio)[: (len(found) + 1) // 2]
+        ]
+
+    def _is_far_off(self, measured: _Measured) -> bool:
+        return not 1.0 / _SURPRISE_FACTOR < self._ratio(measured) < _SURPRISE_FACTOR
+
+    def _ratio(self, measured: _Measured) -> float:
+        """Return what a pass took to what was last expected of its size."""
+        cost = self._cost or self.cost()
+        return measured.elapsed_s / max(cost.seconds(measured.size), _LEAST_S) if cost else 1.0
+
+    def _keep_surprises(self) -> None:
+        """Take what was far off for true of its sizes: once it is known whether all else changed with it."""
+        for surprise in self._surprises:
+            self._keep(surprise.measured)
+        self._surprises.clear()
+
+    def _change_speed(self) -> None:
+        """Take what is known for that of a device as much slower or faster as the surprises say.
+
+        What they measured by themselves tells nothing of other sizes, and the parts of the cost keep their
+        proportions when it is the machine that has become busy; where they do not, older passes say less
+        from now on.
+        """
+        factor = statistics.median(surprise.ratio for surprise in self._surprises)
+        for kept in self._kept.values():
+            for place, old in enumerate(kept):
+                kept[place] = _Measured(old.size, factor * old.elapsed_s, old.number - _CHANGE_AGE)
+        self._is_stale = True
+
+
+def _kind_of(size: PassSize) -> _Kind:
+    return size.token_count.bit_length(), size.score_count.bit_length(), size.draw_count.bit_length()
 
 
 def _fit(passes: list[_Measured], *, now: int) -> PassCost:
     """Return the non-negative cost whose relative errors over the passes are least."""
-    sizes = np.array([(1.0, p.size.token_count, p.size.score_count, p.size.draw_count) for p in passes])
+    counts = [(p.size.token_count, p.size.score_count, p.size.draw_count, p.size.read_count) for p in passes]
+    sizes = np.array([(1, *each) for each in counts], dtype=float)
     seconds = np.array([p.elapsed_s for p in passes])
     weights = np.sqrt(0.5 ** ((now - np.array([p.number for p in passes])) / _HALF_LIFE))
     # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
     units = np.median(seconds) / np.maximum(1.0, np.median(sizes, axis=0))
     rows = np.vstack([sizes * units * (weights / seconds)[:, None], _PRIOR_WEIGHT * np.eye(len(units))])
-    wanted = np.concatenate([weights, _PRIOR_WEIGHT * np.array([0.5, 0.5, 0.0, 0.0])])
+    wanted = np.concatenate([weights, _PRIOR_WEIGHT * np.array([0.5, 0.5, 0.0, 0.0, 0.0])])
     shares = np.zeros(len(units))
     free = list(range(len(units)))
     while free:

@@ -8,6 +8,7 @@ device needs to run at nearly its best rate.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 
@@ -18,9 +19,9 @@ _FACTOR_FOR_CROWD = 4.0
 """Longest pass, in passes of the decoding rows alone."""
 _CROWD = 2.0
 """More sequences than this that wait for their first token, for each one that draws its next, are a crowd."""
-_USED_SHARE = 0.9
-"""Of the time that a pass may take beyond that of its rows: what is expected is not always what it takes, and
-publishing and capturing take some too."""
+_USED_SHARE = 0.8
+"""Of the time that a pass may take beyond that of its rows: what is expected is not always what it takes, the
+rows grow meanwhile, and publishing and capturing take some too."""
 _RESTORE_SHARE = 0.5
 """Of the same time, while prompts wait for their share of it."""
 _RATE_SHARE_ALONE = 0.95
@@ -36,6 +37,12 @@ _PIECE_EXCESS = 4.0 / 3.0
 """Most times the limit that a chunk may take so that all are of one length."""
 _FIRST_TOKEN_COUNT = 64
 """Prompt tokens of the first pass, before any was measured."""
+_FIRST_COUNT_BESIDE = 16
+_COUNTS_BESIDE = 4
+_GROWTH_BESIDE = 1.5
+"""Beside decoding rows a pass holds at most so many times the prompt tokens that one of the last few held:
+where the machine was busy while one size was measured and not while another was, what is expected of a much
+longer pass may be wrong, and each row would wait for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +63,15 @@ class PrefillBudget:
         self._limits = limits
         self._costs = PassCostLearner()
         self._restore_debt_s = 0.0
+        self._counts_beside = collections.deque([_FIRST_COUNT_BESIDE], maxlen=_COUNTS_BESIDE)
 
     def note_pass(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from a pass that ran."""
         self._costs.note(size, elapsed_s)
+
+    def note_cut_beside(self, token_count: int) -> None:
+        """Learn how many prompt tokens ran beside decoding rows where there were more to run."""
+        self._counts_beside.append(token_count)
 
     def seconds(self, size: PassSize) -> float:
         """Return what a pass of this size is expected to take; 0 before any was measured."""
@@ -86,7 +98,9 @@ class PrefillBudget:
         if not rows.token_count:
             return PassRoom(self._costs, self._limits, rows, limit_s=None)
         limit_s = self.seconds(rows) + self._extra_s(rows, crowd) - spent_s
-        return PassRoom(self._costs, self._limits, rows, limit_s=limit_s)
+        tried = int(_GROWTH_BESIDE * max(self._counts_beside)) + self._limits.grid_token_count
+        limits = dataclasses.replace(self._limits, token_count=min(tried, self._limits.token_count))
+        return PassRoom(self._costs, limits, rows, limit_s=limit_s)
 
     def _extra_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone."""
@@ -168,9 +182,9 @@ class PassRoom:
         chunk_s = self._limits.chunk_s
         if not chunk_s:
             return math.inf
-        limit_s = max(chunk_s, _LEAST_LIMIT * cost.fixed_s)
+        limit_s = max(chunk_s, _LEAST_LIMIT * cost.base_s(start))
         trusted = self._costs.trusted_tokens(start, budget_s=chunk_s)
-        most = min(float(self._limits.token_count), cost.tokens_within(limit_s, start), trusted)
+        most = max(1.0, min(float(self._limits.token_count), cost.tokens_within(limit_s, start), trusted))
         least = max(
             cost.tokens_at_rate(_RATE_SHARE_ALONE, start, limit=most),
             cost.tokens_within(min(_SOON_S, chunk_s), start),

@@ -229,8 +229,12 @@ class Scheduler:
         """Return what a pass of this size is expected to take; 0 before any was measured."""
         return self._budget.seconds(size)
 
-    def note_overtaking(self, chunks: ReadSequence[PrefillChunk]) -> None:
-        """Account for prompts that wait while tokens of younger ones run."""
+    def note_chunks(self, chunks: ReadSequence[PrefillChunk]) -> None:
+        """Account for the chunks of a pass, and for prompts that wait while tokens of younger ones run."""
+        stops = {chunk.sequence.sequence_id: chunk.stop for chunk in chunks}
+        is_cut = any(stops.get(s.sequence_id, 0) < s.input_end for s in self._prefilling.values())
+        if self._decoding and is_cut:
+            self._budget.note_cut_beside(sum(chunk.stop - chunk.start for chunk in chunks))
         for sequence in self._prefilling.values():
             sequence.overtaken_token_count += sum(
                 chunk.stop - chunk.start

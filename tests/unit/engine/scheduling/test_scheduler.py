@@ -171,7 +171,7 @@ class Device:
         assert size.token_count, "nothing to run"
         elapsed_s = self.seconds(size)
         self.now += elapsed_s
-        scheduler.note_overtaking(chunks)
+        scheduler.note_chunks(chunks)
         scheduler.note_pass(size, elapsed_s)
         for row in scheduler.decoding:
             row.output_token_ids.append(1)
@@ -239,6 +239,53 @@ def test_beside_decoding_rows_a_pass_takes_at_most_twice_as_long(device: Device,
     assert rate >= 0.3 / device.token_s * min(1.0, 1024 * device.token_s / max(settled)), (
         "most of what it may"
     )
+
+
+class BusyMachine(Device):
+    """A device on a machine with other work: passes are delayed by chance, alone and several in a row."""
+
+    def __init__(self, *, seed: int, **costs: float) -> None:
+        super().__init__(**costs)
+        self._dice = random.Random(seed)
+        self._busy_count, self._busy_factor = 0, 1.0
+
+    def seconds(self, size: PassSize) -> float:
+        """Return what such a pass takes undisturbed, and remember what this one does."""
+        dice = self._dice
+        if self._busy_count:
+            self._busy_count -= 1
+        elif dice.random() < 0.04:
+            self._busy_count, self._busy_factor = dice.randint(3, 12), dice.uniform(1.5, 4.0)
+        self.delay = dice.uniform(0.8, 1.25) * (self._busy_factor if self._busy_count else 1.0)
+        self.delay *= dice.uniform(2.0, 5.0) if dice.random() < 0.1 else 1.0
+        return super().seconds(size)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_busy_machine_delayed_makes_no_passes_longer(seed: int) -> None:
+    costs = {"fixed_s": 0.018, "token_s": 0.00075, "row_s": 0.0018}
+    limits = dataclasses.replace(WIDE, prefill_grid_token_count=4)
+    scheduler, (first, second) = beside_decoding_ones(limits, 2000, 3000, row_count=8)
+    while first not in scheduler.decoding:
+        Device(**costs).run(scheduler, 1)
+    scheduler.remove(first)
+    device, rows = BusyMachine(seed=seed, **costs), scheduler.size_of([])
+    undisturbed: list[float] = []
+    while second not in scheduler.decoding:
+        for _ in range(3):
+            scheduler.note_pass(rows, device.seconds(rows) * device.delay)
+        chunks = scheduler.plan()
+        size = scheduler.size_of(chunks)
+        undisturbed.append(device.seconds(size))
+        scheduler.note_chunks(chunks)
+        scheduler.note_pass(size, undisturbed[-1] * device.delay)
+        for chunk in chunks:
+            chunk.sequence.processed_token_count = chunk.stop
+            if chunk.is_last:
+                scheduler.start_decoding(second)
+    undisturbed.sort()
+    assert undisturbed[int(0.9 * len(undisturbed))] <= 2.2 * device.decode_s(8)
+    assert undisturbed[-1] <= 3.5 * device.decode_s(8)
 
 
 def test_a_slice_that_is_set_is_kept() -> None:
@@ -346,7 +393,7 @@ def test_a_chunk_after_a_long_restored_context_is_tried_small_first() -> None:
     scheduler.remove(short)
     long.processed_token_count = 20_000
     (chunk,) = scheduler.plan()
-    assert chunk.stop - chunk.start <= 32, "nobody knows what context costs"
+    assert chunk.stop - chunk.start <= 48, "nobody knows what context costs"
 
 
 @pytest.mark.parametrize("is_decoding", [True, False], ids=["beside a decode", "nothing decodes"])
