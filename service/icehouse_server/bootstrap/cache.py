@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from icehouse_server.bootstrap.encryption import open_cipher
 from icehouse_server.bootstrap.machine import cache_limit
 from icehouse_server.bootstrap.preload import runs_on_cpu
 from icehouse_server.clock import Clock
-from icehouse_server.config import CacheConfig, ModelConfig, TenantConfig
+from icehouse_server.config import CacheConfig, Config, TenantConfig
+from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
+from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import Outcome
+from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a key is configured.
+    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
@@ -61,6 +70,7 @@ def build_cache_parts(
     fingerprint: ModelFingerprint,
     *,
     adapters: Sequence[AdapterSource],
+    digests: DigestBook | None,
     clock: Clock,
     post: Callable[[Outcome], object],
 ) -> CacheParts:
@@ -72,7 +82,7 @@ def build_cache_parts(
     has_storage = config.enabled and config.ssd_enabled
     cipher = open_cipher(config, files) if has_storage else None
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
-    filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
+    filed_as = _filed_as(fingerprint, config, cipher=cipher, digests=digests)
     details = {**fingerprint.details, **({KEY_DETAIL: cipher.key_id.hex()} if cipher else {})}
     settings = PrefixSettings(
         fingerprint=filed_as,
@@ -117,8 +127,36 @@ def build_cache_parts(
     )
 
 
-def fingerprint_of(path: Path, *, model: ModelConfig, cache: CacheConfig, dtype: str) -> ModelFingerprint:
-    """Return the fingerprint of the model as it will be served."""
+def _filed_as(
+    fingerprint: ModelFingerprint,
+    config: CacheConfig,
+    *,
+    cipher: Cipher | None,
+    digests: DigestBook | None,
+) -> Fingerprint:
+    """Return what the model's blocks are filed under: as an older version did where it left some of them."""
+    value, sampled = (
+        encrypted_fingerprint(name, cipher.key_id) if cipher else name
+        for name in (fingerprint.value, fingerprint.sampled)
+    )
+    if digests is None:
+        return value
+    has_older = os.path.isdir(StorePaths(str(config.block_directory.absolute())).folder(sampled))
+    is_claimed = has_older and digests.claim(sampled, value)
+    digests.save()
+    return sampled if is_claimed else value
+
+
+def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:
+    """Return what is known of weight files; None without an SSD tier, where it would be kept and matter."""
+    if not (cache.enabled and cache.ssd_enabled):
+        return None
+    return DigestBook(str(cache.block_directory.absolute()), files=SystemFiles(), clock=clock)
+
+
+def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBook | None) -> ModelFingerprint:
+    """Return the fingerprint of the model as it will be served; new weights are read for it once."""
+    model, cache = config.model, config.cache
     quantized = f"affine {cache.kv_bits}-bit, group {cache.kv_group_size}"
     return model_fingerprint(
         path,
@@ -126,4 +164,5 @@ def fingerprint_of(path: Path, *, model: ModelConfig, cache: CacheConfig, dtype:
         kv_format=quantized if cache.kv_bits else "as computed",
         block_token_count=cache.block_token_count,
         adapter_dir=Path(model.adapter_path) if model.adapter_path else None,
+        book=digests,
     )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of
+from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import LocalModel
 from icehouse_server.bootstrap.preload import openblas_loaded, runs_on_cpu
@@ -78,7 +78,8 @@ def build_server(
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
     source = model_source(config, model)
     tokenizer = load_tokenizer(source)
-    fingerprint = fingerprint_of(model.path, model=config.model, cache=config.cache, dtype=source.dtype)
+    digests = open_digests(config.cache, clock)
+    fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
     limits = engine_limits(config)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
     runner = ModelRunner(
@@ -101,6 +102,7 @@ def build_server(
         config.tenant,
         fingerprint,
         adapters=source.adapters,
+        digests=digests,
         clock=clock,
         post=telemetry.watching(mailbox.post),
     )
@@ -127,12 +129,7 @@ def build_server(
         telemetry=telemetry.watchers,
     )
     return Server(
-        engine=engine,
-        rpc=rpc,
-        router=router,
-        clock=clock,
-        storage=cache.storage,
-        telemetry=telemetry,
+        engine=engine, rpc=rpc, router=router, clock=clock, storage=cache.storage, telemetry=telemetry
     )
 
 

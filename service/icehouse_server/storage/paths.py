@@ -53,6 +53,11 @@ class StorePaths:
         return name.startswith("keys.")
 
     @property
+    def digests(self) -> str:
+        """What is known of the served weights; nothing of prompts."""
+        return f"{self.root}/digests.json"
+
+    @property
     def clean_mark(self) -> str:
         """What the directory looked like when it was last closed cleanly."""
         return f"{self.root}/clean.json"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,39 @@ async def test_todays_server_goes_on_from_it(tmp_path: Path, directory: Path, is
     assert answer.usage.ssd_tokens == answer.usage.cached_tokens == len(GOLDEN["prompt_token_ids"]) - 1
     assert list(answer.token_ids) == GOLDEN["output_token_ids"]
     assert GOLDEN["sha256"].items() <= digests(directory).items(), "a block was written anew"
+
+
+def flip_one_bit(path: Path) -> None:
+    """Change the lowest bit of a weight that no sample covers; size and time stay as they were."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        head_bytes = int.from_bytes(file.read(8), "little")
+        head = json.loads(file.read(head_bytes))
+        ranges = [entry["data_offsets"] for name, entry in head.items() if name != "__metadata__"]
+        # Smaller ones were read whole by the old version too.
+        large = min(start for start, stop in ranges if stop - start > 4096)
+        file.seek(8 + head_bytes + large)
+        (number,) = struct.unpack("<H", file.read(2))
+        file.seek(8 + head_bytes + large)
+        file.write(struct.pack("<H", number ^ 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+async def test_its_blocks_are_those_of_the_weights_that_opened_it(tmp_path: Path, directory: Path) -> None:
+    """The old version told models apart by samples; one float changed since does not get these blocks."""
+    model = tiny_model_dir(tmp_path, "llama", "float16")
+    weights = next(iter(model.glob("model*.safetensors")))
+    asked = pb.GenerateRequest(max_output_tokens=len(GOLDEN["output_token_ids"]))
+    asked.tokens.ids.extend(GOLDEN["prompt_token_ids"])
+    settings: dict[str, Any] = {
+        "model__dtype": "float16",
+        "cache__block_token_count": 16,
+        "cache__min_prefix_token_count": 0,
+    }
+    known = []
+    for changes in (False, True, True):
+        if changes:
+            flip_one_bit(weights)
+        async with whole_server(model, directory, **settings) as served:
+            known.append((await served.inference.Generate(asked)).usage.ssd_tokens)
+    assert known == [len(GOLDEN["prompt_token_ids"]) - 1, 0, len(GOLDEN["prompt_token_ids"]) - 1]

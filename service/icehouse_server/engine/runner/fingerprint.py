@@ -1,24 +1,32 @@
 """Fingerprint of a served model: SHA-256 over everything its KV depends on, cheap at every start.
 
-Weights are sampled, not read: per shard its size, its safetensors header, every small tensor whole
-and a piece out of the middle of every other. Requantizing, fine-tuning or fusing an adapter in
-place changes it; moving, renaming or copying the folder does not.
+Every byte of the weights counts: a number changed in place makes another model. Their digests are kept
+in a book beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning
+or fusing an adapter in place changes it; moving, renaming or copying the folder does not.
+
+Beside it stands the fingerprint of earlier versions, over samples: per shard its size, its safetensors
+header, every small tensor whole and a piece out of the middle of every other. Blocks that were filed
+under it stay warm (`DigestBook.claim`). Without a book, where nothing outlives the process, it serves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.domain.ids import AdapterDigest, Fingerprint
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.storage.digests import DigestBook
 
-_TAG: Final = b"icehouse.fingerprint.v1\x00"
+_SAMPLED_TAG: Final = b"icehouse.fingerprint.v1\x00"
+_TAG: Final = b"icehouse.fingerprint.v2\x00"
 _ADAPTER_TAG: Final = b"icehouse.adapter.v1\x00"
 _PLACING_KEYS: Final = ("fine_tune_type", "num_layers", "lora_parameters")
 """Keys of adapter_config.json that say what it computes; the others tell how it was trained."""
@@ -37,6 +45,8 @@ class ModelFingerprint:
 
     value: Fingerprint
     details: dict[str, str]
+    sampled: Fingerprint
+    """What earlier versions called the same model; the value itself when there was no book."""
 
 
 def model_fingerprint(
@@ -49,13 +59,14 @@ def model_fingerprint(
     adapter_dir: Path | None = None,
     world_size: int = 1,
     rank: int = 0,
+    book: DigestBook | None = None,
 ) -> ModelFingerprint:
     """Fingerprint a model folder as it would be served now.
 
     `dtype` is what the weights are loaded as, `kv_format` how KV is kept ("bfloat16",
     "affine 4-bit, group 64"), `layout_signature` the caches the model makes
-    (`CacheLayout.signature`), `rank` of `world_size` the tensor-parallel share.
-    Raises ModelError when the folder has no readable config or weights.
+    (`CacheLayout.signature`), `rank` of `world_size` the tensor-parallel share, `book` what is known
+    of weight files. Raises ModelError when the folder has no readable config or weights.
     """
     config = _read_json(model_dir / "config.json")
     shards = sorted(model_dir.glob("model*.safetensors"))
@@ -67,7 +78,7 @@ def model_fingerprint(
         "code": _code_digest(model_dir, config),
         # Sorted by content, so that the names of shards do not matter.
         "shards": sorted(_shard_digest(shard) for shard in shards),
-        "adapter": _adapter_facts(adapter_dir),
+        "adapter": _adapter_facts(adapter_dir, _shard_digest),
         "dtype": dtype,
         "kv_format": kv_format,
         "block_token_count": block_token_count,
@@ -87,13 +98,21 @@ def model_fingerprint(
         "layout_abi": str(LAYOUT_ABI),
         "rank": f"{rank} of {world_size}",
     }
-    return ModelFingerprint(Fingerprint(hashlib.sha256(_TAG + _canonical(facts)).digest()), details)
+    sampled = Fingerprint(hashlib.sha256(_SAMPLED_TAG + _canonical(facts)).digest())
+    if book is None:
+        return ModelFingerprint(sampled, details, sampled)
+    whole = functools.partial(_whole_digest, book=book)
+    facts["shards"] = sorted(whole(shard) for shard in shards)
+    facts["adapter"] = _adapter_facts(adapter_dir, whole)
+    book.save()
+    value = Fingerprint(hashlib.sha256(_TAG + _canonical(facts)).digest())
+    return ModelFingerprint(value, {**details, "weights": _digest(facts["shards"])[:12]}, sampled)
 
 
 def adapter_digest(adapter_dir: Path) -> AdapterDigest:
     """Digest what an adapter computes: all its weights, and the part of its config that places them.
 
-    Every byte is read, unlike of a model: adapters are small, and are replaced in place more often.
+    Every byte is read, at each start: adapters are small, and are replaced in place more often.
     Raises ModelError when the folder has no readable config or weights.
     """
     config = _read_json(adapter_dir / "adapter_config.json")
@@ -107,14 +126,14 @@ def adapter_digest(adapter_dir: Path) -> AdapterDigest:
     return AdapterDigest(hashlib.sha256(_ADAPTER_TAG + weights + _canonical(placed)).digest())
 
 
-def _adapter_facts(adapter_dir: Path | None) -> Any:
+def _adapter_facts(adapter_dir: Path | None, digest_of: Callable[[Path], str]) -> Any:
     if adapter_dir is None:
         return None
     weights = sorted(adapter_dir.glob("adapters*.safetensors"))
     if not weights:
         raise _invalid(f"Adapter {adapter_dir} has no adapters.safetensors")
     config = _without_names(_read_json(adapter_dir / "adapter_config.json"))
-    return {"config": config, "weights": sorted(_shard_digest(file) for file in weights)}
+    return {"config": config, "weights": sorted(digest_of(file) for file in weights)}
 
 
 def _code_digest(model_dir: Path, config: dict[str, Any]) -> str | None:
@@ -123,6 +142,13 @@ def _code_digest(model_dir: Path, config: dict[str, Any]) -> str | None:
     if not isinstance(name, str):
         return None
     return hashlib.sha256(_read(model_dir / name)).hexdigest()
+
+
+def _whole_digest(path: Path, *, book: DigestBook) -> str:
+    try:
+        return book.digest(str(path))
+    except OSError as error:
+        raise _invalid(f"{path} cannot be read: {error}") from error
 
 
 def _shard_digest(path: Path) -> str:

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
+from icehouse_server.clock import SystemClock
+from icehouse_server.engine.runner.fingerprint import ModelFingerprint, adapter_digest, model_fingerprint
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.storage.digests import DigestBook
+from icehouse_server.storage.files import SystemFiles
 
 from tests.fixtures.models import tiny_model_dir
 
 
 def _of(folder: Path, **overrides: Any) -> ModelFingerprint:
     settings: dict[str, Any] = {"dtype": "float32", "kv_format": "float32", "block_token_count": 256}
-    return model_fingerprint(folder, **{**settings, **overrides})
+    book = DigestBook(str(folder.parent / "book"), files=SystemFiles(), clock=SystemClock())
+    return model_fingerprint(folder, **{"book": book, **settings, **overrides})
+
+
+def change_one_float(path: Path, *, at: float = 0.4) -> None:
+    """Change the lowest bit of a number in place, and set size and time as they were."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        position = 8 + header_bytes + int((before.st_size - 8 - header_bytes) * at) // 4 * 4
+        file.seek(position)
+        (number,) = struct.unpack("<I", file.read(4))
+        file.seek(position)
+        file.write(struct.pack("<I", number ^ 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
 def _adapter(folder: Path, *, scale: float) -> Path:
@@ -142,3 +162,27 @@ def test_a_broken_folder_is_named(tmp_path: Path, spoil: Callable[[Path], Any]) 
     with pytest.raises(ModelError, match=str(tmp_path)) as caught:
         _of(folder)
     assert caught.value.reason is Reason.MODEL_INVALID
+
+
+@pytest.mark.parametrize("at", [0.0, 0.2, 0.4, 0.6, 0.8, 0.999])
+def test_one_float_changed_in_place_is_another_model(tmp_path: Path, at: float) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    before = _of(folder)
+    change_one_float(folder / "model.safetensors", at=at)
+    assert _of(folder).value != before.value
+    change_one_float(folder / "model.safetensors", at=at)
+    assert _of(folder).value == before.value
+
+
+def test_one_float_of_an_adapter_changed_in_place_is_another_model(tmp_path: Path) -> None:
+    folder, adapter = tiny_model_dir(tmp_path, "llama"), _adapter(tmp_path / "adapter", scale=1.0)
+    before = _of(folder, adapter_dir=adapter), adapter_digest(adapter)
+    change_one_float(adapter / "adapters.safetensors", at=0.9)
+    assert _of(folder, adapter_dir=adapter).value != before[0].value
+    assert adapter_digest(adapter) != before[1]
+
+
+def test_without_a_book_it_is_what_earlier_versions_called_the_model(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    sampled = _of(folder, book=None)
+    assert sampled.value == sampled.sampled == _of(folder).sampled != _of(folder).value
