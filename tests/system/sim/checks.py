@@ -16,7 +16,7 @@ def check_ram(served: SimServer) -> None:
     held = {entry.hash: entry.ram_bytes for entry in ram}
     assert ram.used_bytes == sum(held.values()), (ram.used_bytes, held)
     assert all(held.values()), "an entry without arrays is in the RAM tier"
-    spilling_bytes = sum(entry.ram_bytes for entry in ram if entry.is_spilling)
+    spilling_bytes = sum(held[entry.hash] for entry in ram if entry.is_spilling)
     assert ram.used_bytes <= ram.limit_bytes + spilling_bytes, (
         f"{ram.used_bytes} bytes in RAM, limit {ram.limit_bytes}, waiting to be written {spilling_bytes}"
     )

@@ -66,12 +66,12 @@ class SimDisk:
 
     def used_bytes(self) -> int:
         """Return the bytes of all files, the write-ahead log's included."""
-        return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+        return _file_bytes(self.root)
 
     def block_bytes(self) -> int:
         """Return the bytes of all block files, unfinished and quarantined ones included."""
-        found = (path for name in ("blocks", "quarantine") for path in (self.root / name).rglob("*"))
-        return sum(path.stat().st_size for path in found if path.is_file())
+        folders = (self.root / "blocks", self.root / "quarantine")
+        return sum(_file_bytes(folder) for folder in folders if folder.is_dir())
 
     def crash(self, copy: Path) -> None:
         """Lose power now; `copy` becomes what the next process finds."""
@@ -232,3 +232,12 @@ def lose_last_transactions(manifest: Path, count: int) -> bool:
         return False
     os.truncate(log, ends[-1 - count])
     return True
+
+
+def _file_bytes(folder: Path | str) -> int:
+    """Return the bytes of all files below a folder; asked after every action of a story."""
+    size_bytes = 0
+    with os.scandir(folder) as found:
+        for item in found:
+            size_bytes += _file_bytes(item.path) if item.is_dir() else item.stat().st_size
+    return size_bytes

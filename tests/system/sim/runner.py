@@ -36,10 +36,11 @@ class SimRegion:
 
     kind: RegionKind
     rows: tuple[int, ...]
+    size_bytes: int = dataclasses.field(init=False)
 
-    @property
-    def size_bytes(self) -> int:
-        return 8 * len(self.rows) * len(_NAMES[self.kind])
+    def __post_init__(self) -> None:
+        # Once: every account is checked after every step, and adds these up.
+        object.__setattr__(self, "size_bytes", 8 * len(self.rows) * len(_NAMES[self.kind]))
 
 
 class SimTarget:
