@@ -36,7 +36,8 @@ from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.worker.storage import Storage
-from icehouse_server.structured_output.compiler import GrammarCompiler
+from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
+from icehouse_server.structured_output.trial import TrialLimits, TrialProcess
 from icehouse_server.text.tokenizer import Tokenizer
 
 
@@ -147,10 +148,16 @@ def draft_source(config: ModelConfig, draft: LocalModel | None) -> ModelSource |
 
 def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
     """Return what compiles response formats for the model's table of tokens."""
+    # A form is compiled twice, and may wait for another one.
+    limits = TrialLimits(
+        cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
+        stack_bytes=stack_bytes(config.server.max_grammar_bytes),
+    )
     return GrammarCompiler(
         tokenizer,
         vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
         kept_count=config.server.grammar_cache_count,
+        make_trial=lambda setup: TrialProcess(setup, limits),
     )
 
 

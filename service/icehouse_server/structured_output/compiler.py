@@ -2,14 +2,17 @@
 
 Everything here but reading the vocabulary releases Python's global lock. llguidance descends
 recursively and cannot be interrupted: the caller bounds the size of a form (`STACK_BYTES_PER_BYTE`
-says what stack that takes), and what is small but costly is refused here.
+says what stack that takes), and what is small but costly is refused here or by a trial in a process
+of its own.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import queue
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,10 +37,13 @@ from icehouse_server.structured_output.error_location import (
 )
 from icehouse_server.structured_output.matcher import CompiledGrammar
 from icehouse_server.structured_output.source import grammar_source
+from icehouse_server.structured_output.trial import Trial, TrialSetup
 
 STACK_BYTES_PER_BYTE = 4096
 """Stack to have for each byte of a form. The worst one found, rules that only name the next rule in
 parentheses, took 32 to 64 MiB for 64 KiB (llguidance 1.9.1, x86-64)."""
+
+_LEAST_STACK_BYTES = 16 << 20
 
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 """A lexer state is 1 to 2 kB, so this many are some 100 MB; the rest are llguidance's own limits."""
@@ -64,22 +70,42 @@ class VocabularySource(Protocol):
         ...
 
 
-class GrammarCompiler:
-    """Forms to grammars over one model's vocabulary; remembers the ones used last."""
+def stack_bytes(form_bytes: int) -> int:
+    """Return the stack that compiling takes."""
+    return max(_LEAST_STACK_BYTES, form_bytes * STACK_BYTES_PER_BYTE)
 
-    def __init__(self, tokenizer: VocabularySource, *, vocabulary_size: int, kept_count: int) -> None:
+
+class GrammarCompiler:
+    """Forms to grammars over one model's vocabulary; remembers the ones used last.
+
+    Any number of threads may use it. With `trials`, one for each thread that may compile at once, a form
+    that is not remembered is tried in another process first.
+    """
+
+    def __init__(
+        self,
+        tokenizer: VocabularySource,
+        *,
+        vocabulary_size: int,
+        kept_count: int,
+        make_trial: Callable[[TrialSetup], Trial] | None = None,
+    ) -> None:
+        self._make_trial = make_trial
+        self._trials: list[Trial] = []
+        self._idle_trials: queue.LifoQueue[Trial] = queue.LifoQueue()
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._kept_count = kept_count
         self._kept: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
         self._lock = threading.Lock()
+        """Guards what is remembered, for an instant each time: the event loop asks too."""
+        self._vocabulary_lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
 
-    @property
-    def stack_bytes_per_byte(self) -> int:
-        """Stack that the calling thread needs for each byte of a form."""
-        return STACK_BYTES_PER_BYTE
+    def stack_bytes(self, form_bytes: int) -> int:
+        """Return what stack the calling thread needs for a form so long."""
+        return stack_bytes(form_bytes)
 
     def prepare(self) -> None:
         """Read the vocabulary, unless it was read before.
@@ -87,20 +113,55 @@ class GrammarCompiler:
         262,144 tokens take two seconds and 50 MB, and Python's global lock is held meanwhile (llguidance
         1.9.1, one x86 core), so this is best done while the model loads.
         """
-        with self._lock:
-            self._read_vocabulary()
+        self._read_vocabulary()
 
     def compile(self, form: ResponseFormat) -> CompiledGrammar:
         """Return the grammar of a form. Raises InvalidRequest that tells the place of the mistake."""
+        if (kept := self.kept(form)) is not None:
+            return kept
+        self.prepare()
+        self._try(form)
+        compiled = self._compile(form)
+        with self._lock:
+            self._kept[form] = compiled
+            if len(self._kept) > self._kept_count:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def kept(self, form: ResponseFormat) -> CompiledGrammar | None:
+        """Return the grammar of a form that is remembered."""
         with self._lock:
             kept = self._kept.get(form)
-            if kept is None:
-                kept = self._compile(form)
-                self._kept[form] = kept
-                if len(self._kept) > self._kept_count:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(form)
+            if kept is not None:
+                self._kept.move_to_end(form)
             return kept
+
+    def close(self) -> None:
+        """End the processes of trials; a form that is being tried is refused."""
+        for trial in self._trials:
+            trial.close()
+
+    def _try(self, form: ResponseFormat) -> None:
+        if self._make_trial is None:
+            return
+        try:
+            trial = self._idle_trials.get_nowait()
+        except queue.Empty:
+            trial = self._make_trial(self._trial_setup())
+            self._trials.append(trial)
+        try:
+            trial.check(form, field=_FIELDS[type(form)])
+        finally:
+            self._idle_trials.put(trial)
+
+    def _trial_setup(self) -> TrialSetup:
+        text = self._tokenizer.vocabulary_json()
+        assert text is not None, "the vocabulary was read"
+        return TrialSetup(
+            vocabulary_json=text,
+            vocabulary_size=max(self._vocabulary_size, self._tokenizer.vocabulary_size),
+            eos_token_ids=self._tokenizer.eos_token_ids,
+        )
 
     def _compile(self, form: ResponseFormat) -> CompiledGrammar:
         field = _FIELDS[type(form)]
@@ -113,7 +174,11 @@ class GrammarCompiler:
             for index, tag in enumerate(form.tags):
                 # A whole of many parts could not tell which of them is wrong.
                 self._compile_tag(tag.schema, field=f"{field}[{index}]")
-        source = grammar_source(form, pieces=self._pieces)
+        try:
+            source = grammar_source(form, pieces=self._pieces)
+        except ValueError as error:
+            # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
+            raise _invalid(Mistake(str(error), ""), field=field) from error
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _invalid(self._mistake(form, matcher.get_error()), field=field)
@@ -134,7 +199,10 @@ class GrammarCompiler:
 
     def _complaint(self, schema: Any) -> str:
         """Return what is wrong with a schema, "" when nothing is."""
-        source = grammar_source(JsonSchema(json.dumps(schema)), pieces=self._pieces)
+        try:
+            source = grammar_source(JsonSchema(json.dumps(schema)), pieces=self._pieces)
+        except ValueError as error:
+            return str(error)
         return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
 
     def _pieces(self, text: str) -> list[int | str]:
@@ -154,6 +222,10 @@ class GrammarCompiler:
         return pieces
 
     def _read_vocabulary(self) -> tuple[LLTokenizer, LLExecutor]:
+        with self._vocabulary_lock:
+            return self._vocabulary_read()
+
+    def _vocabulary_read(self) -> tuple[LLTokenizer, LLExecutor]:
         if self._vocabulary is None or self._executor is None:
             text = self._tokenizer.vocabulary_json()
             if text is None:
@@ -178,6 +250,9 @@ def _read_schema(schema: str, *, field: str) -> Any:
         raise _invalid(Mistake(f"it is not JSON: {error.msg}", place), field=field) from error
     except RecursionError as error:
         raise _invalid(Mistake("it is nested too deeply", ""), field=field) from error
+    except ValueError as error:
+        # A number of more digits than Python reads.
+        raise _invalid(Mistake("a number in it has too many digits", ""), field=field) from error
     if not isinstance(parsed, dict | bool):
         raise _invalid(Mistake("a JSON schema is an object, true or false", "/"), field=field)
     return parsed

@@ -291,4 +291,13 @@ def _checked(entry: Any, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
     except (TypeError, ValueError):
         raise UnreadableCall("its arguments hold a value that JSON has not") from None
     own_id = entry.get("id")
-    return ToolCall(id=own_id if isinstance(own_id, str) else "", name=entry["name"], arguments_json=text)
+    return ToolCall(
+        id=_sendable(own_id) if isinstance(own_id, str) else "",
+        name=_sendable(entry["name"]),
+        arguments_json=_sendable(text),
+    )
+
+
+def _sendable(text: str) -> str:
+    """Return text that UTF-8 can hold: a model may write half of a surrogate pair as JSON's escape."""
+    return text.encode("utf-8", "replace").decode("utf-8")

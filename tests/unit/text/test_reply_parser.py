@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
@@ -205,6 +206,15 @@ def test_a_malformed_call_is_text_with_a_flag(section: str, problem: str) -> Non
     assert malformed.text == f"<tool_call>{section}</tool_call>" and problem in malformed.problem
     assert calls_of(pieces) == [] and not made.has_calls
     assert (pieces[0], pieces[-1]) == (TextPiece("a"), TextPiece("b"))
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "x\\ud800"}', '{"\\udfff": 1}'])
+def test_half_a_surrogate_pair_can_be_sent(arguments: str) -> None:
+    pieces = split([f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'], splitter())
+    for piece in pieces:
+        for value in dataclasses.asdict(piece).values():
+            assert not isinstance(value, str) or value.encode("utf-8") is not None
+    assert not any(isinstance(piece, MalformedPiece) for piece in pieces)
 
 
 def test_a_call_that_was_being_told_is_withdrawn_when_it_breaks() -> None:

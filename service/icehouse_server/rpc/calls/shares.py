@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from icehouse_server.errors import Overloaded, Reason
 
@@ -119,7 +119,7 @@ class FairQueue:
         return Hold(self, origin, amount)
 
     @contextlib.asynccontextmanager
-    async def turn(self, origin: str) -> collections.abc.AsyncIterator[None]:
+    async def turn(self, origin: str) -> AsyncIterator[None]:
         """Hold one of it until the block ends."""
         hold = await self.take(origin)
         try:
@@ -170,3 +170,13 @@ class FairQueue:
             if not queue:
                 del self._waiting[origin]
         self._hand_out()
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Have something done on the event loop, from another thread; nothing when it has ended."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        # The loop ended before the work did: nobody waits for a turn any more.
+        if not loop.is_closed():
+            raise

@@ -94,19 +94,26 @@ class TokenizerPort(Protocol):
 
 
 class GrammarPort(Protocol):
-    """Compiles response formats for the served model. Called in one thread at a time; may take seconds."""
+    """Compiles response formats for the served model. Called in a few threads; may take seconds."""
 
-    @property
-    def stack_bytes_per_byte(self) -> int:
-        """Stack to have for each byte of a form: compiling descends recursively."""
+    def stack_bytes(self, form_bytes: int) -> int:
+        """Return the stack that a thread needs for a form so long: compiling descends recursively."""
         ...
 
     def prepare(self) -> None:
         """Read the vocabulary, unless it was read before."""
         ...
 
+    def kept(self, form: ResponseFormat) -> Grammar | None:
+        """Return the grammar of a form that is remembered, at once."""
+        ...
+
     def compile(self, form: ResponseFormat) -> Grammar:
         """Return a form's grammar; raises InvalidRequest with the place of a mistake."""
+        ...
+
+    def close(self) -> None:
+        """End what runs for it outside of this process."""
         ...
 
 

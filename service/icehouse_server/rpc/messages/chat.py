@@ -254,8 +254,12 @@ def _object_of(text: str) -> dict[str, Any]:
     """Return the JSON object; raises ValueError whose message says what the text is instead."""
     try:
         parsed = json.loads(text)
+        # Half of a surrogate pair can be written in JSON, and nowhere else.
+        json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON: {error.msg} at character {error.pos}") from None
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair in it") from None
     except RecursionError:
         raise ValueError("is nested too deep") from None
     if not isinstance(parsed, dict):

@@ -1,7 +1,8 @@
-"""Response formats to grammars, off the event loop, one at a time and within limits.
+"""Response formats to grammars, off the event loop, callers in turn and within limits.
 
-The compiler descends recursively and cannot be interrupted, so its thread gets a stack that fits the
-largest form allowed, and a form that takes too long is given up on by its caller only.
+The compiler descends recursively and cannot be interrupted, so its threads get a stack that fits the
+largest form allowed, and a form that takes too long is given up on by its caller only. One caller has one
+form compiled at a time; there are two threads, so that one caller's forms do not hold up another's.
 """
 
 from __future__ import annotations
@@ -12,35 +13,44 @@ import threading
 
 from icehouse_server.domain.response_format import Grammar, ResponseFormat, size_bytes
 from icehouse_server.errors import IcehouseError, InvalidRequest, Overloaded, Reason
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.calls.shares import FairQueue, Share, on_loop
 from icehouse_server.rpc.engine_client.ports import GrammarPort
 
+THREAD_COUNT = 2
 WAITING_LIMIT = 256
 """Forms that may wait for the compiler; most take milliseconds."""
 
 _FIELD = "response_format"
 _RETRY_S = 1.0
-_LEAST_STACK_BYTES = 16 << 20
 
 
 class GrammarCompilers:
-    """Runs a compiler in a thread of its own. Owned by the event loop; `close` ends it."""
+    """Runs a compiler in threads of its own. Owned by the event loop; `close` ends them."""
 
     def __init__(self, compiler: GrammarPort | None, *, byte_limit: int, timeout_s: float) -> None:
         self._compiler = compiler
         self._byte_limit = byte_limit
         self._timeout_s = timeout_s
-        self._waiting_count = 0
-        self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._waiting = Share(limit=WAITING_LIMIT, factor=1.0, what="response formats to be compiled")
+        # The factor lets one caller have one of two.
+        self._turns = FairQueue(capacity=THREAD_COUNT, factor=1.0)
+        # One thread each: an executor of two would make the second when it likes, without the stack.
+        self._idle = [
+            concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"grammar-{index}")
+            for index in range(THREAD_COUNT)
+        ]
+        self._all = tuple(self._idle)
 
     def start(self) -> None:
         """Have the vocabulary read, so that the first request need not wait for it."""
         if self._compiler is None:
             return
         # An executor makes its thread at the first task, with the stack that is set then.
-        stack_bytes = max(_LEAST_STACK_BYTES, self._byte_limit * self._compiler.stack_bytes_per_byte)
-        usual = threading.stack_size(stack_bytes)
+        usual = threading.stack_size(self._compiler.stack_bytes(self._byte_limit))
         try:
-            self._executor.submit(self._compiler.prepare)
+            for executor in self._all:
+                executor.submit(self._compiler.prepare)
         finally:
             threading.stack_size(usual)
 
@@ -56,21 +66,35 @@ class GrammarCompilers:
                 field=_FIELD,
                 metadata={"size_bytes": size, "limit_bytes": self._byte_limit},
             )
-        if self._waiting_count >= WAITING_LIMIT:
-            raise self._busy()
-        task = self._executor.submit(self._compiler.compile, form)
-        self._waiting_count += 1
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(task), self._timeout_s)
-        except TimeoutError as error:
-            # What had begun goes on; what had not was taken back.
-            raise (self._busy() if task.cancelled() else self._too_slow()) from error
-        finally:
-            self._waiting_count -= 1
+        if (kept := self._compiler.kept(form)) is not None:
+            return kept
+        origin = callers.origin.get()
+        has_begun = False
+        with self._waiting.place(origin):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    hold = await self._turns.take(origin)
+                    has_begun = True
+                    executor = self._idle.pop()
+                    task = executor.submit(self._compiler.compile, form)
+                    loop = asyncio.get_running_loop()
+
+                    def done() -> None:
+                        self._idle.append(executor)
+                        hold.release()
+
+                    # What has begun goes on, and so does its turn, whether its caller waits or not.
+                    task.add_done_callback(lambda _: on_loop(loop, done))
+                    return await asyncio.wrap_future(task)
+            except TimeoutError as error:
+                raise (self._too_slow() if has_begun else self._busy()) from error
 
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in self._all:
+            executor.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
 
     def _too_slow(self) -> IcehouseError:
         return InvalidRequest(
@@ -83,7 +107,7 @@ class GrammarCompilers:
     def _busy(self) -> IcehouseError:
         return Overloaded(
             Reason.QUEUE_FULL,
-            f"{self._waiting_count} response formats wait to be compiled; try again later",
+            f"{self._turns.waiting_count} response formats wait to be compiled; try again later",
             retry_after_s=_RETRY_S,
-            metadata={"waiting": self._waiting_count, "waiting_limit": WAITING_LIMIT},
+            metadata={"waiting": self._turns.waiting_count, "waiting_limit": WAITING_LIMIT},
         )

@@ -21,7 +21,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, Hold
+from icehouse_server.rpc.calls.shares import FairQueue, Hold, on_loop
 from icehouse_server.rpc.engine_client.ports import ServedModel, TokenizerPort
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.validation import check_token_ids
@@ -234,7 +234,7 @@ class PromptReader:
             raise
         # A caller that leaves does not end work that has begun: its turn lasts as long as that.
         loop = asyncio.get_running_loop()
-        task.add_done_callback(lambda _: _on_loop(loop, lambda: _release(holds)))
+        task.add_done_callback(lambda _: on_loop(loop, lambda: _release(holds)))
         return await asyncio.wrap_future(task)
 
     def close(self) -> None:
@@ -245,15 +245,6 @@ class PromptReader:
 def _release(holds: Sequence[Hold]) -> None:
     for hold in holds:
         hold.release()
-
-
-def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        # The loop ended before the work did: nobody waits for a turn any more.
-        if not loop.is_closed():
-            raise
 
 
 def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import grpc
@@ -161,6 +162,24 @@ NAMED = "TOOL_CHOICE_MODE_NAMED"
             {"tools": [{"name": "f", "parameters_json": "7"}]},
             "TOOL_INVALID",
             "tools[0].parameters_json",
+        ),
+        (
+            None,
+            {"tools": [{"name": "f", "parameters_json": '{"const": "\\ud800"}'}]},
+            "TOOL_INVALID",
+            "tools[0].parameters_json",
+        ),
+        (
+            None,
+            {"tools": [{"name": "f", "parameters_json": '{"const": ' + "9" * 5000 + "}"}]},
+            "TOOL_INVALID",
+            "tools[0].parameters_json",
+        ),
+        (
+            None,
+            {"tools": [{"name": "f", "parameters_json": json.dumps({"title": "a" * (1 << 20)})}]},
+            "TOOL_INVALID",
+            "tools",
         ),
         (None, {"tools": [{"name": f"f{i}"} for i in range(129)]}, "TOOL_INVALID", "tools"),
         (None, {"tool_choice": {"mode": NAMED, "name": "f"}}, "TOOL_CHOICE_INVALID", "tool_choice.name"),

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import inference_service_pb2_grpc
 from icehouse.v1 import response_format_pb2 as formats
 from icehouse_server.domain.response_format import (
     Choice,
@@ -19,7 +20,7 @@ from icehouse_server.domain.response_format import (
 )
 
 from tests.fixtures.rpc.details import refused
-from tests.unit.rpc.conftest import RunningServer, running
+from tests.unit.rpc.conftest import RunningServer, channel_options, running
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 OBJECT = formats.JsonObjectFormat()
@@ -81,11 +82,12 @@ async def test_misuse_is_named_before_anything_runs(fields: dict[str, Any], reas
             assert answer.info.metadata == {"place": "column 3", "detail": "it is wrong"}
 
 
-async def test_the_compiler_has_a_thread_of_its_own_and_reads_the_vocabulary_at_once(
+async def test_the_compiler_has_threads_of_its_own_and_reads_the_vocabulary_at_once(
     served: RunningServer,
 ) -> None:
     await served.inference.Generate(request(regex="a"))
-    assert len(served.grammars.calls) == 2 and set(served.grammars.calls) == {"grammar_0"}
+    assert len(served.grammars.calls) == 3
+    assert set(served.grammars.calls) == {"grammar-0_0", "grammar-1_0"}
 
 
 async def test_a_format_that_compiles_too_long_is_refused_and_one_behind_it_asked_to_come_again() -> None:
@@ -103,6 +105,17 @@ async def test_a_format_that_compiles_too_long_is_refused_and_one_behind_it_aske
         arrived: Any = served.engine.submitted[0].grammar
         assert arrived == Regex("later")
         assert Regex("quick") not in served.grammars.compiled, "nobody waits for it any more"
+
+
+async def test_one_callers_slow_format_does_not_hold_up_anothers(served: RunningServer) -> None:
+    slow = [asyncio.ensure_future(served.inference.Generate(request(regex="held"))) for _ in range(3)]
+    await asyncio.get_running_loop().run_in_executor(None, served.grammars.held.wait, 30)
+    async with grpc.aio.insecure_channel(served.server.address, options=channel_options()) as channel:
+        other: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        await other.Generate(request(regex="quick"), timeout=30)
+    assert served.grammars.compiled == [Regex("quick")]
+    served.grammars.let_go.set()
+    await asyncio.gather(*slow)
 
 
 async def test_a_server_without_a_compiler_says_so() -> None:
