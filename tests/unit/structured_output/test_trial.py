@@ -14,7 +14,8 @@ from icehouse_server.errors import InvalidRequest
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.trial import TrialLimits, TrialProcess, TrialSetup, command
 
-from tests.unit.structured_output.test_compiler import VOCABULARY_SIZE, Vocabulary, compiler
+from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
+from tests.unit.structured_output.test_compiler import Vocabulary, compiler
 
 BOMB = JsonSchema(json.dumps({"type": "integer", "allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}))
 """Two divisors whose product is what they cost: 25 s and 615 MB."""
