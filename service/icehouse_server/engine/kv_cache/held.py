@@ -28,11 +28,7 @@ class Held:
     end: int
 
     def cut(self, start: int, stop: int) -> tuple[tuple[str, mx.array], ...]:
-        """Return tokens [start, stop) as lazy compact copies [1, heads, stop - start, width].
-
-        `mx.contiguous` copies whenever the slice is much smaller than its buffer, so a block
-        never keeps a whole cache alive.
-        """
+        """Return tokens [start, stop), [1, heads, stop - start, width], lazy and not copied yet."""
         assert 0 <= start < stop, (start, stop)
         assert self.end - self.count <= start and stop <= self.end, (
             f"Tokens [{start}, {stop}) were asked of a cache that holds [{self.end - self.count}, {self.end})"
@@ -46,7 +42,7 @@ class Held:
         if low >= slots:
             low, high = low - slots, high - slots
         if high <= slots:
-            return mx.contiguous(array[:, :, low:high, :])
+            return array[:, :, low:high, :]
         return mx.concatenate([array[:, :, low:, :], array[:, :, : high - slots, :]], axis=TOKEN_AXIS)
 
 

@@ -24,9 +24,9 @@ import mlx.core as mx
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, parts_of
 from icehouse_server.engine.kv_cache.held import Held
-from icehouse_server.engine.kv_cache.load_target import KvShape
+from icehouse_server.engine.kv_cache.load_target import KvShape, uninitialised
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
-from icehouse_server.engine.kv_cache.regions import ArrayRegion
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, Place, places_of
 from icehouse_server.engine.kv_cache.restore import RestoreSource, Restoring
 
 __all__ = ["CacheLayout", "CacheUnsupported", "Part"]
@@ -110,7 +110,7 @@ class CacheLayout:
             for part, store in self._held(caches, RegionKind.KV)
             for suffix, array in store.cut(start, stop)
         ]
-        return ArrayRegion(RegionKind.KV, tuple(arrays))
+        return ArrayRegion.of(RegionKind.KV, arrays)
 
     def cut_window(self, caches: Sequence[Any], *, start: int, stop: int) -> ArrayRegion:
         """Cut each window's last min(stop - start, window) tokens before `stop`, in temporal order.
@@ -122,7 +122,7 @@ class CacheLayout:
             for part, store in self._held(caches, RegionKind.WINDOW)
             for suffix, array in store.cut(max(start, stop - part.window_token_count), stop)
         ]
-        return ArrayRegion(RegionKind.WINDOW, tuple(arrays))
+        return ArrayRegion.of(RegionKind.WINDOW, arrays)
 
     def cut_checkpoint(self, caches: Sequence[Any]) -> ArrayRegion:
         """Copy the whole state of the parts that cannot be cut, as it is at this very token.
@@ -135,7 +135,7 @@ class CacheLayout:
             if part.kind is RegionKind.CHECKPOINT
             for suffix, array in part.cache_class.whole(_found(caches, part))
         ]
-        return ArrayRegion(RegionKind.CHECKPOINT, tuple(arrays))
+        return ArrayRegion.of(RegionKind.CHECKPOINT, arrays)
 
     def begin_restore(
         self,
@@ -195,11 +195,14 @@ class KvCutting:
     """Tokens [start, stop) of one sequence on their way into a region."""
 
     def __init__(self, layout: CacheLayout, *, start: int, stop: int) -> None:
+        self._layout = layout
         self._parts = [part for part in layout.parts if part.kind is RegionKind.KV]
         self._start = start
         self._stop = stop
-        self._arrays: list[tuple[str, mx.array]] = []
+        self._places: tuple[Place, ...] = ()
+        self._buffers: list[mx.array] = []
         self._done_count = 0
+        self._placed_count = 0
 
     @property
     def is_done(self) -> bool:
@@ -207,13 +210,34 @@ class KvCutting:
 
     def step(self, caches: Sequence[Any]) -> None:
         """Copy the next layer's tokens, evaluated."""
+        if not self._buffers:
+            self._make_buffers(caches)
         part = self._parts[self._done_count]
         arrays = part.cache_class.held(_found(caches, part)).cut(self._start, self._stop)
-        mx.eval([array for _, array in arrays])
-        self._arrays += [(f"{part.name}.{suffix}", array) for suffix, array in arrays]
+        places = self._places[self._placed_count : self._placed_count + len(arrays)]
+        for place, (_, array) in zip(places, arrays, strict=True):
+            # Nobody else holds the buffer, so this writes rows and does not copy the others.
+            self._buffers[place.buffer][place.first : place.stop] = array
+        mx.eval([self._buffers[number] for number in {place.buffer for place in places}])
+        self._placed_count += len(arrays)
         self._done_count += 1
 
     def region(self) -> ArrayRegion:
         """Return the whole region; only when done."""
         assert self.is_done, f"{self._done_count} of {len(self._parts)} layers are cut"
-        return ArrayRegion(RegionKind.KV, tuple(self._arrays))
+        return ArrayRegion(RegionKind.KV, tuple(self._buffers), self._places)
+
+    def _make_buffers(self, caches: Sequence[Any]) -> None:
+        count = self._stop - self._start
+        facts = [
+            (shape.name, shape.dtype, (1, shape.head_count, count, shape.width))
+            for shape in self._layout.kv_shapes(caches)
+        ]
+        self._places = places_of(facts)
+        # The last place in a buffer is where it ends.
+        ends = {place.buffer: (place.stop, fact) for place, fact in zip(self._places, facts, strict=True)}
+        self._buffers = [
+            uninitialised((stop, *shape[1:]), dtype=dtype)
+            for _, (stop, (_, dtype, shape)) in sorted(ends.items())
+        ]
+        mx.eval(self._buffers)

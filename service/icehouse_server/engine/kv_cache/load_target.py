@@ -53,7 +53,7 @@ class KvTarget:
     def step(self) -> None:
         """Make the next array, uninitialised."""
         shape = self._to_make.pop()
-        array = _uninitialised((1, shape.head_count, self._capacity, shape.width), dtype=shape.dtype)
+        array = uninitialised((1, shape.head_count, self._capacity, shape.width), dtype=shape.dtype)
         mx.eval(array)
         self._arrays[shape.name] = array
 
@@ -86,7 +86,7 @@ class KvTarget:
         return array
 
 
-def _uninitialised(shape: tuple[int, ...], *, dtype: mx.Dtype) -> mx.array:
+def uninitialised(shape: tuple[int, ...], *, dtype: mx.Dtype) -> mx.array:
     """Return an array over memory that nobody has written.
 
     MLX has no other way (its `empty` is `zeros`): filling 134 MB took 11 ms, and 50 where every

@@ -2,14 +2,18 @@
 
 Inference thread only. `to_host` copies nothing: the views it returns keep the evaluated arrays
 alive and may be read and dropped on any thread, which an mx.array may not.
+
+A region's arrays of one type and shape lie in one buffer, one behind the other: a block of 48 layers is one
+buffer or two, not 96. Metal allows half a million buffers at once (MLX's `resource_limit`), which a RAM tier
+of one for each tensor passes at 65 GB of short tails. In files each tensor stands by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any, Final, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -38,21 +42,68 @@ _CARRIERS: Final[dict[int, type[np.generic]]] = {1: np.uint8, 2: np.uint16, 4: n
 """Unsigned integers by item size: numpy has no bfloat16, and integers carry any bits unchanged."""
 
 
+class Place(NamedTuple):
+    """Where one array of a region is: some rows of a buffer."""
+
+    name: str
+    buffer: int
+    first: int
+    stop: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayRegion:
     """The arrays of one kind, by name, names ascending. Lazy until `evaluate`."""
 
     kind: RegionKind
-    arrays: tuple[tuple[str, mx.array], ...]
+    buffers: tuple[mx.array, ...]
+    places: tuple[Place, ...]
 
     def __post_init__(self) -> None:
-        names = [name for name, _ in self.arrays]
+        names = [place.name for place in self.places]
         assert names == sorted(set(names)), f"Region names must ascend: {names}"
+
+    @classmethod
+    def of(cls, kind: RegionKind, arrays: Sequence[tuple[str, mx.array]]) -> ArrayRegion:
+        """Copy arrays, lazily, into as few buffers as they have types and shapes. One that is alone is copied
+        where it is part of something much larger, so that a block never keeps a whole cache alive."""
+        places = places_of([(name, array.dtype, tuple(array.shape)) for name, array in arrays])
+        together: list[list[mx.array]] = [[] for _ in range(1 + max((p.buffer for p in places), default=-1))]
+        for place, (_, array) in zip(places, arrays, strict=True):
+            together[place.buffer].append(array)
+        buffers = [mx.concatenate(each) if len(each) > 1 else mx.contiguous(each[0]) for each in together]
+        return cls(kind, tuple(buffers), places)
+
+    @property
+    def arrays(self) -> tuple[tuple[str, mx.array], ...]:
+        """The arrays as they were, each a view of its buffer."""
+        return tuple((place.name, self._view(place)) for place in self.places)
+
+    def _view(self, place: Place) -> mx.array:
+        buffer = self.buffers[place.buffer]
+        is_whole = buffer.ndim == 0 or place.stop - place.first == buffer.shape[0]
+        return buffer if is_whole else buffer[place.first : place.stop]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all arrays; known before they are evaluated."""
-        return sum(array.nbytes for _, array in self.arrays)
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def places_of(facts: Iterable[tuple[str, mx.Dtype, tuple[int, ...]]]) -> tuple[Place, ...]:
+    """Return where arrays of these names, types and shapes lie: equal ones in one buffer, in this order."""
+    numbers: dict[Any, int] = {}
+    counts: list[int] = []
+    places: list[Place] = []
+    for name, dtype, shape in facts:
+        can_share = bool(shape) and math.prod(shape) > 0
+        number = numbers.setdefault((dtype, shape) if can_share else name, len(counts))
+        if number == len(counts):
+            counts.append(0)
+        row_count = shape[0] if shape else 1
+        places.append(Place(name, number, counts[number], counts[number] + row_count))
+        counts[number] += row_count
+    return tuple(places)
 
 
 def can_hold(dtype: mx.Dtype) -> bool:
@@ -67,7 +118,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 def evaluate(regions: Iterable[ArrayRegion]) -> None:
     """Compute every array of these regions in one go."""
-    mx.eval([array for region in regions for _, array in region.arrays])
+    mx.eval([buffer for region in regions for buffer in region.buffers])
 
 
 def to_host(region: ArrayRegion) -> HostRegion:
@@ -75,14 +126,18 @@ def to_host(region: ArrayRegion) -> HostRegion:
 
     A view owns a reference to its array's buffer, so the bytes stay until the last view goes.
     """
-    contiguous = [(name, mx.contiguous(array)) for name, array in region.arrays]
-    flat = [array.reshape(-1).view(mx.uint8) if array.size else array for _, array in contiguous]
+    flat = [buffer.reshape(-1).view(mx.uint8) if buffer.size else buffer for buffer in region.buffers]
     mx.eval(flat)
-    tensors = tuple(
-        HostTensor(name, _DTYPE_NAMES[array.dtype], tuple(array.shape), bytes_of(view))
-        for (name, array), view in zip(contiguous, flat, strict=True)
-    )
-    return HostRegion(region.kind, tensors)
+    views = [bytes_of(each) for each in flat]
+    return HostRegion(region.kind, tuple(_host_tensor(region, place, views) for place in region.places))
+
+
+def _host_tensor(region: ArrayRegion, place: Place, views: Sequence[memoryview]) -> HostTensor:
+    buffer, view = region.buffers[place.buffer], views[place.buffer]
+    shape = (place.stop - place.first, *buffer.shape[1:]) if buffer.ndim else ()
+    row_bytes = buffer.nbytes // buffer.shape[0] if buffer.size and buffer.ndim else buffer.nbytes
+    data = view[place.first * row_bytes : place.stop * row_bytes]
+    return HostTensor(place.name, _DTYPE_NAMES[buffer.dtype], shape, data)
 
 
 def from_host(region: HostRegion) -> ArrayRegion:
@@ -90,8 +145,8 @@ def from_host(region: HostRegion) -> ArrayRegion:
 
     Raises ValueError when a tensor's bytes do not fill its shape or its dtype is unknown.
     """
-    arrays = tuple((tensor.name, array_of(tensor)) for tensor in region.tensors)
-    built = ArrayRegion(region.kind, tuple(sorted(arrays, key=lambda pair: pair[0])))
+    arrays = [(tensor.name, array_of(tensor)) for tensor in region.tensors]
+    built = ArrayRegion.of(region.kind, sorted(arrays, key=lambda pair: pair[0]))
     evaluate([built])
     return built
 

@@ -132,8 +132,8 @@ def test_an_unused_slot_stays_unused_and_a_lost_one_is_noticed() -> None:
 def test_writing_in_place_into_a_restored_cache_spares_the_block() -> None:
     """MLX assigns slices through the array object, so a cache must never hold the block's own object."""
     full, state = mx.ones((1, 1, 256, 4)), mx.ones((1, 3, 4))
-    kv = ArrayRegion(RegionKind.KV, (("000.k", full), ("000.v", full)))
-    checkpoint = ArrayRegion(RegionKind.CHECKPOINT, (("001.00", state),))
+    kv = ArrayRegion.of(RegionKind.KV, (("000.k", full), ("000.v", full)))
+    checkpoint = ArrayRegion.of(RegionKind.CHECKPOINT, (("001.00", state),))
 
     def make_caches() -> list[Any]:
         return [KVCache(), ArraysCache(size=1)]

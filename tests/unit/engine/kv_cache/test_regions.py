@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import class_of
+from icehouse_server.engine.kv_cache.caches import quantize_caches
 from icehouse_server.engine.kv_cache.layout import KvCutting
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
+from mlx_lm.models.cache import make_prompt_cache
 
 from tests.unit.engine.kv_cache.runs import (
     BLOCK,
@@ -24,6 +26,7 @@ from tests.unit.engine.kv_cache.runs import (
     greedy,
     model_of,
     prompt,
+    same_bits,
     same_regions,
 )
 
@@ -39,7 +42,7 @@ def _all_patterns(dtype: mx.Dtype) -> mx.array:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16, mx.uint32])
 def test_any_bit_pattern_survives(dtype: mx.Dtype) -> None:
-    region = ArrayRegion(RegionKind.KV, (("000.k", _all_patterns(dtype)),))
+    region = ArrayRegion.of(RegionKind.KV, (("000.k", _all_patterns(dtype)),))
     host = to_host(region)
     bits = np.asarray(region.arrays[0][1].view(mx.uint8)).tobytes()
     assert host.tensors[0].data.tobytes() == bits
@@ -49,7 +52,7 @@ def test_any_bit_pattern_survives(dtype: mx.Dtype) -> None:
 
 def test_slices_come_out_compact_and_in_order() -> None:
     whole = mx.arange(2 * 3 * 8 * 4).astype(mx.bfloat16).reshape(2, 3, 8, 4)
-    host = to_host(ArrayRegion(RegionKind.KV, (("000.k", whole[1:, :, 2:5, :]),)))
+    host = to_host(ArrayRegion.of(RegionKind.KV, (("000.k", whole[1:, :, 2:5, :]),)))
     tensor = host.tensors[0]
     assert tensor.shape == (1, 3, 3, 4) and tensor.dtype == "BF16"
     expected = np.asarray(whole.astype(mx.float32))[1:, :, 2:5, :]
@@ -57,8 +60,53 @@ def test_slices_come_out_compact_and_in_order() -> None:
     assert np.array_equal(back, expected)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kv_bits", "kv_count", "window_count"),
+    [("llama", 0, 1, 0), ("gemma3_text", 0, 1, 1), ("llama", 8, 2, 0), ("deepseek_v3", 0, 2, 0)],
+)
+def test_a_region_is_few_buffers_however_many_layers_there_are(
+    architecture: str, kv_bits: int, kv_count: int, window_count: int
+) -> None:
+    """Metal allows only so many buffers at once, and a short tail costs as many as a whole block."""
+    model = model_of(architecture)
+
+    def make_caches() -> list[Any]:
+        caches = make_prompt_cache(model)
+        return quantize_caches(caches, bits=kv_bits, group_size=32) if kv_bits else caches
+
+    recording = Recording(model, prompt(2 * BLOCK), make_caches=make_caches)
+    kv = recording.layout.cut_kv(recording.caches, start=BLOCK, stop=BLOCK + 1)
+    window = recording.layout.cut_window(recording.caches, start=BLOCK, stop=2 * BLOCK)
+    assert (len(kv.buffers), len(window.buffers)) == (kv_count, window_count)
+    assert len(kv.arrays) > kv_count
+    back = from_host(to_host(kv))
+    assert len(back.buffers) == kv_count and same_regions(back, kv)
+
+
+def test_each_tensor_crosses_by_itself_whatever_lies_beside_it() -> None:
+    arrays = [
+        ("000.k", mx.arange(24).astype(mx.float16).reshape(1, 2, 3, 4)),
+        ("000.v", mx.arange(24, 48).astype(mx.float16).reshape(1, 2, 3, 4)),
+        ("001.00", mx.zeros((0,), mx.uint8)),
+        ("001.k", mx.arange(24).astype(mx.uint32).reshape(1, 2, 3, 4)),
+        ("001.v", mx.arange(48, 72).astype(mx.float16).reshape(1, 2, 3, 4)),
+        ("002.00", mx.zeros((0,), mx.uint8)),
+        ("002.01", mx.array(7, mx.int32)),
+        ("002.02", mx.array(8, mx.int32)),
+    ]
+    region = ArrayRegion.of(RegionKind.CHECKPOINT, arrays)
+    assert region.size_bytes == sum(array.nbytes for _, array in arrays)
+    host = to_host(region)
+    assert [tensor.name for tensor in host.tensors] == [name for name, _ in arrays]
+    for tensor, (_, array) in zip(host.tensors, arrays, strict=True):
+        assert tensor.shape == tuple(array.shape)
+        assert tensor.data.tobytes() == (np.asarray(array).tobytes() if array.size else b"")
+    for (_, view), (_, array) in zip(from_host(host).arrays, arrays, strict=True):
+        assert same_bits(view, array) if array.ndim else view.item() == array.item()
+
+
 def test_values_of_no_width_cross_too() -> None:
-    region = ArrayRegion(RegionKind.KV, (("000.v", mx.zeros((1, 1, 16, 0), mx.bfloat16)),))
+    region = ArrayRegion.of(RegionKind.KV, (("000.v", mx.zeros((1, 1, 16, 0), mx.bfloat16)),))
     host = to_host(region)
     assert host.tensors[0].data.nbytes == 0
     assert from_host(host).arrays[0][1].shape == (1, 1, 16, 0)
@@ -67,7 +115,7 @@ def test_values_of_no_width_cross_too() -> None:
 def test_host_view_shares_the_arrays_memory() -> None:
     array = mx.zeros((1, 1, 16, 64))
     mx.eval(array)
-    region = ArrayRegion(RegionKind.KV, (("000.k", array),))
+    region = ArrayRegion.of(RegionKind.KV, (("000.k", array),))
     first, second = to_host(region).tensors[0].data, to_host(region).tensors[0].data
     addresses = [np.frombuffer(view, dtype=np.uint8).ctypes.data for view in (first, second)]
     assert addresses[0] == addresses[1], "to_host copied the bytes"
@@ -79,7 +127,7 @@ def test_a_block_does_not_keep_the_whole_cache_alive() -> None:
     before_bytes = mx.get_active_memory()
     whole = mx.zeros((1, 1, 64 * 1024, 16))
     mx.eval(whole)
-    part = ArrayRegion(RegionKind.KV, (("000.k", mx.contiguous(whole[:, :, 16:32, :])),))
+    part = ArrayRegion.of(RegionKind.KV, (("000.k", mx.contiguous(whole[:, :, 16:32, :])),))
     evaluate([part])
     del whole
     gc.collect()
@@ -104,7 +152,7 @@ def test_views_are_read_and_freed_on_another_thread() -> None:
     thread = threading.Thread(target=storage)
     thread.start()
     array = mx.arange(1 << 20).astype(mx.float16)
-    host = to_host(ArrayRegion(RegionKind.KV, (("000.k", array.reshape(1, 4, -1, 64)),)))
+    host = to_host(ArrayRegion.of(RegionKind.KV, (("000.k", array.reshape(1, 4, -1, 64)),)))
     expected = hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
     inbox.put(host)
     del host, array

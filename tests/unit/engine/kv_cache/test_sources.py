@@ -167,17 +167,17 @@ def _without(blocks: tuple[RestoreBlock, ...], index: int, **changes: Any) -> tu
 
 def _drop(region: ArrayRegion | None) -> ArrayRegion:
     assert region is not None
-    return ArrayRegion(region.kind, region.arrays[1:])
+    return ArrayRegion.of(region.kind, region.arrays[1:])
 
 
 def _cast(region: ArrayRegion | None) -> ArrayRegion:
     assert region is not None
-    return ArrayRegion(region.kind, tuple((name, array.astype(mx.float16)) for name, array in region.arrays))
+    return ArrayRegion.of(region.kind, [(name, array.astype(mx.float16)) for name, array in region.arrays])
 
 
 def _shorten(region: ArrayRegion | None) -> ArrayRegion:
     assert region is not None
-    return ArrayRegion(region.kind, tuple((name, array[:, :, 1:]) for name, array in region.arrays))
+    return ArrayRegion.of(region.kind, tuple((name, array[:, :, 1:]) for name, array in region.arrays))
 
 
 @pytest.mark.parametrize(
