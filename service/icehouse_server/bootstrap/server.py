@@ -21,6 +21,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.runner.fingerprint import adapter_digest
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.model_loader import (
     AdapterSource,
     ModelSource,
@@ -88,7 +89,7 @@ def build_server(
         tokenizer=tokenizer,
         settings=RunnerSettings(
             is_pipelined=not runs_on_cpu(),
-            slab_row_count=_slab_row_count(config.engine),
+            attention=Attention(config.engine.attention),
             block_token_count=config.cache.block_token_count,
             kv_bits=config.cache.kv_bits,
             kv_group_size=config.cache.kv_group_size,
@@ -203,18 +204,6 @@ def engine_limits(whole: Config) -> SchedulerLimits:
         prefill_chunk_s=config.prefill_chunk_ms / 1000,
         prefill_slice_s=config.prefill_slice_ms / 1000,
     )
-
-
-_GPU_SLAB_ROW_COUNT = 9
-"""Building one row's attention takes some 12 us of host time in each layer, which a GPU waits for above about
-eight rows and a CPU does not feel."""
-
-
-def _slab_row_count(config: EngineConfig) -> int | None:
-    """Return from how many rows on decoding rows share buffers; None for never."""
-    if config.attention == "auto":
-        return None if runs_on_cpu() else _GPU_SLAB_ROW_COUNT
-    return 1 if config.attention == "slab" else None
 
 
 def waiting_limits(config: EngineConfig) -> WaitingLimits:

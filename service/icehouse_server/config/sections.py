@@ -111,7 +111,7 @@ class EngineConfig:
         "auto",
         Kind.CHOICE,
         "How decoding sequences attend: each on its own KV (rows), or those of like length on one buffer, "
-        "which takes up to twice the memory (slab); auto is slab on a GPU once nine decode.",
+        "which takes up to half as much memory again (slab); auto measures both ways and keeps the faster.",
         choices=("auto", "rows", "slab"),
     )
     prefilling_limit: int = setting(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvGrowth, KvLength
+from icehouse_server.engine.core.length_class import length_class
 
 _METAL_HEAD_SIZES = (64, 80, 128)
 _CUDA_HEAD_SIZE_LIMIT = 128
@@ -32,7 +33,6 @@ _LIVE_LOGIT_COPIES = 5
 """Logits, their float32 form, the negative of it and the order that finds the likeliest ones."""
 _SCORE_COPIES = 2
 """Attention scores and their softmax, where the kernel keeps them."""
-_LEAST_CLASS_LENGTH = 512
 _GROWING_LAYERS = 2
 """Layers whose KV exists twice while a cache grows: one is copied at a time, and hybrids have fewer
 layers with KV than layers. Without it estimates were down to 0.4 of the peak where a cache grew. With it
@@ -109,8 +109,8 @@ class MemoryModel:
     """Windows when they are full, and recurrent states."""
     growth: KvGrowth | None = None
     """How caches grow, which copies them; None where they grow in place."""
-    has_length_classes: bool = False
-    """Decoding rows may lie in buffers whose lengths are powers of two."""
+    class_token_limit: int = 0
+    """Decoding rows of up to so many tokens may lie in buffers that are as long as `length_class` says."""
     draft: DraftFootprint = DraftFootprint()
 
     def kv_bytes(self, token_count: int, length: KvLength = UNKNOWN_LENGTH) -> int:
@@ -132,9 +132,10 @@ class MemoryModel:
         return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence
 
     def _room(self, token_count: int, length: KvLength) -> int:
-        if self.has_length_classes and token_count:
-            return max(_LEAST_CLASS_LENGTH, 1 << (token_count - 1).bit_length())
-        return self.growth.room(token_count, length) if self.growth is not None else token_count
+        room = self.growth.room(token_count, length) if self.growth is not None else token_count
+        if 0 < token_count <= self.class_token_limit:
+            room = max(room, length_class(token_count))
+        return room
 
     def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
         """Return the peak of temporary arrays while a chunk runs at this context length."""

@@ -120,6 +120,10 @@ class DispatchedPass:
     """One for each drawn position, once `draw` was called."""
     places: dict[int, int] = dataclasses.field(default_factory=dict)
     """Where in `token_ids` a sequence's first one is, by the identity of the sequence."""
+    lengths: Sequence[int] = ()
+    """What each row held, of a pass of decoding rows alone; empty of any other."""
+    seated_count: int = 0
+    """Rows of such a pass that are in a slab."""
     elapsed_s: float = 0.0
     """Of the device, once it was waited for."""
     _finite: mx.array | None = None

@@ -26,7 +26,7 @@ from icehouse_server.domain.request import Pooling
 from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.forward import ForwardPass, Share
+from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share, SlabChoice
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure
 
@@ -46,14 +46,19 @@ class _Fed:
 class Pipeline:
     """Runs passes one behind the other."""
 
-    def __init__(self, *, is_pipelined: bool, slab_row_count: int | None, clock: Clock) -> None:
+    def __init__(self, *, is_pipelined: bool, attention: Attention, clock: Clock) -> None:
         self._is_pipelined = is_pipelined
-        self._slab_row_count = slab_row_count
+        self._attention = attention
+        self._slab_choice = SlabChoice()
+        self.slab_token_limit = 0
+        """Longest row that may share a buffer where attention is chosen by time."""
         self._clock = clock
         self.forwards: dict[AdapterName, ForwardPass] = {}
         """One for each module tree: the model by itself, and with each adapter."""
         self.draft_model: DraftModel | None = None
         self._decoding: dict[SequenceId, OpenSequence] = {}
+        self.open_count = 0
+        """Sequences that decode or may come to."""
         self._in_flight: DispatchedPass | None = None
         self._last_end_time = 0.0
 
@@ -111,7 +116,7 @@ class Pipeline:
     ) -> DispatchedPass:
         """Build a pass, lazily."""
         began_time = self._clock.monotonic()
-        self._seat()
+        has_moved = self._seat(parts)
         speculating = [sequence.speculating for sequence in guessing if sequence.speculating is not None]
         guesses, arrays = guesses_of(speculating, self.draft_model)
         if self.draft_model is not None:
@@ -123,6 +128,9 @@ class Pipeline:
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
         current = DispatchedPass([], None, arrays, began_time)
+        if not (parts or guessing or has_moved):
+            current.lengths = _lengths(self._decoding.values())
+            current.seated_count = sum(s.row.seated_caches is not None for s in self._decoding.values())
         logits: list[mx.array] = []
         for adapter, own in _by_adapter(fed).items():
             first = sum(part.shape[0] for part in logits)
@@ -136,14 +144,37 @@ class Pipeline:
                 self._decoding[sequence.sequence_id] = sequence
         return current
 
-    def _seat(self) -> None:
-        """Let decoding sequences keep their KV in buffers for several, once they are enough."""
-        if self._slab_row_count is None or len(self._decoding) < self._slab_row_count:
-            return
-        for sequence in self._decoding.values():
-            forward = self.forwards[sequence.adapter]
-            if forward.facts.takes_slab and sequence.row.seated_caches is None:
-                forward.seat(sequence.row)
+    def _seat(self, parts: Sequence[tuple[OpenSequence, Chunk]]) -> bool:
+        """Let sequences that decode, or will after this pass, keep their KV in buffers for several.
+
+        Where that is wanted or costs less; True when some of them moved.
+        """
+        if self._attention is Attention.ROWS:
+            return False
+        brought = {sequence.row: 1 for sequence in self._decoding.values()}
+        # A prompt that is not cut needs no caches of its own at all.
+        whole = [(s, chunk) for s, chunk in parts if chunk.row is not None and not s.row.token_count]
+        brought |= {sequence.row: len(chunk.token_ids) for sequence, chunk in whole}
+        if self._attention is Attention.AUTO:
+            lengths = [row.token_count + count - 1 for row, count in brought.items()]
+            if not self._slab_choice.prefers_slab(lengths):
+                return False
+        rows: dict[AdapterName, dict[Row, int]] = {}
+        for sequence in (*self._decoding.values(), *(s for s, _ in whole)):
+            if sequence.row.seated_caches is None and self.forwards[sequence.adapter].facts.takes_slab:
+                rows.setdefault(sequence.adapter, {})[sequence.row] = brought[sequence.row]
+        has_moved = False
+        for adapter, found in rows.items():
+            forward = self.forwards[adapter]
+            if self._attention is Attention.SLAB:
+                for row in found:
+                    if row.token_count:
+                        forward.seat(row, slot_count=self.open_count)
+            else:
+                has_moved |= forward.seat_together(
+                    found, token_limit=self.slab_token_limit, slot_count=self.open_count
+                )
+        return has_moved
 
     def _forward(
         self,
@@ -183,6 +214,8 @@ class Pipeline:
         now = self._clock.monotonic()
         ended.elapsed_s = now - max(ended.began_time, self._last_end_time)
         self._last_end_time = now
+        if ended.lengths and ended.seated_count in (0, len(ended.lengths)):
+            self._slab_choice.note(ended.lengths, ended.elapsed_s, in_slab=bool(ended.seated_count))
         told: list[Drawn] = []
         for found in ended.read():
             sequence = found.draw.sequence
@@ -202,6 +235,10 @@ class Pipeline:
             elapsed_s=ended.elapsed_s,
             is_behind=is_behind,
         )
+
+
+def _lengths(decoding: Iterable[OpenSequence]) -> list[int]:
+    return [sequence.row.token_count for sequence in decoding]
 
 
 def _is_read(chunk: Chunk) -> bool:

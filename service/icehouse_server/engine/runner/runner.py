@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,14 @@ from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.forward import ForwardPass, PassFacts, Row, examine
+from icehouse_server.engine.runner.forward import (
+    Attention,
+    ForwardPass,
+    PassFacts,
+    Row,
+    examine,
+    plain_places,
+)
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.sampling.row import SamplingRow
@@ -41,6 +49,12 @@ _MAX_FREED_BYTES = 1 << 30
 a restore of 134 MB take 62 ms instead of 14 (2-core x86, mlx 0.32.4); without a bound a long prompt's
 buffers would stay for ever, and a model with little KV needs little."""
 
+_CPU_ROW_BYTE_LIMIT = 2 << 20
+_GPU_ROW_BYTE_LIMIT = 64 << 20
+"""KV that a row may have in each layer to share a buffer: reading more takes some five times as long as what
+is saved, about 35 us a row and layer on a CPU (2-core x86, mlx 0.32.4), and its KV would be held twice while
+it moves."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerSettings:
@@ -51,8 +65,8 @@ class RunnerSettings:
     kv_group_size: int = 64
     is_pipelined: bool = True
     """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
-    slab_row_count: int | None = None
-    """So many sequences must decode before they keep their KV in buffers for several; None: they never do."""
+    attention: Attention = Attention.ROWS
+    """Whether sequences that decode keep their KV to themselves, or in buffers for several."""
 
 
 class ModelRunner:
@@ -85,7 +99,7 @@ class ModelRunner:
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
         self._pipeline = Pipeline(
-            is_pipelined=settings.is_pipelined, slab_row_count=settings.slab_row_count, clock=clock
+            is_pipelined=settings.is_pipelined, attention=settings.attention, clock=clock
         )
         self.blocks = RunnerBlocks(
             self, block_token_count=settings.block_token_count, clock=clock, thread=self._thread
@@ -108,12 +122,13 @@ class ModelRunner:
         freed_bytes = _FREED_TOKENS * kv_bytes_per_token
         mx.set_cache_limit(min(_MAX_FREED_BYTES, max(_MIN_FREED_BYTES, freed_bytes)))
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
+        self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         self._memory_model = MemoryModel(
             model_loader.shape_of(loaded),
             kv_bytes_per_token,
             fixed_bytes,
             growth=self._growth,
-            has_length_classes=self._settings.slab_row_count is not None and self._facts.takes_slab,
+            class_token_limit=self._pipeline.slab_token_limit,
             draft=self._load_draft(info),
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
@@ -139,6 +154,7 @@ class ModelRunner:
 
     def run(self, chunks: Sequence[Chunk]) -> PassResult:
         self._thread.check()
+        self._pipeline.open_count = len(self._sequences)
         return self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks])
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -218,6 +234,17 @@ class ModelRunner:
         self.run([])
         mx.reset_peak_memory()
         return footprint
+
+    def _slab_token_limit(self, kv_bytes_per_token: int) -> int:
+        """Return how long rows that share buffers may be."""
+        attention = self._settings.attention
+        if attention is Attention.ROWS or not self._facts.takes_slab:
+            return 0
+        if attention is Attention.SLAB:
+            return sys.maxsize
+        limit = _GPU_ROW_BYTE_LIMIT if self._settings.is_pipelined else _CPU_ROW_BYTE_LIMIT
+        layer_count = len(plain_places(self._facts.caches, self.fresh_caches()))
+        return limit * layer_count // max(1, kv_bytes_per_token)
 
     def _hidden_size(self) -> int:
         """Return the width of the hidden states, 0 where the model shows none."""

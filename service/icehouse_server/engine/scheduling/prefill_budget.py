@@ -17,7 +17,7 @@ from icehouse_server.engine.scheduling.pass_cost import PassCostLearner, PassSiz
 _FACTOR_BESIDE_DECODE = 2.0
 _FACTOR_FOR_CROWD = 4.0
 """Longest pass, in passes of the decoding rows alone."""
-_CROWD = 2.0
+_CROWD = 0.2
 """More sequences than this that wait for their first token, for each one that draws its next, are a crowd."""
 _USED_SHARE = 0.8
 """Of the time that a pass may take beyond that of its rows: what is expected is not always what it takes, the

@@ -263,9 +263,9 @@ class Scheduler:
 
     @property
     def _crowd(self) -> float:
-        """Sequences that wait for their first token, for each one that decodes."""
+        """Sequences that wait for their first token, for each one that decodes; one by itself is none."""
         waiting = len(self._queue) + len(self._following) + len(self._loading) + self._preparing_count
-        return waiting / max(1, len(self._decoding))
+        return waiting / max(1, len(self._decoding)) if waiting > 1 else 0.0
 
     def _extend(
         self, sequence: Sequence, stops: dict[SequenceId, int], room: PassRoom, *, share: float = 1.0

@@ -14,6 +14,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
 from tests.fixtures.models import VOCABULARY_SIZE, tiny_model_dir
@@ -83,14 +84,14 @@ def rows(*, output: dict[int, list[int]] | None = None) -> list[DecodeRow]:
 
 
 def runner_of(
-    folder: Path, *, is_pipelined: bool, kv_bits: int = 0, slab_row_count: int | None = None
+    folder: Path, *, is_pipelined: bool, kv_bits: int = 0, attention: Attention = Attention.ROWS
 ) -> ModelRunner:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
         settings=RunnerSettings(
-            is_pipelined=is_pipelined, kv_bits=kv_bits, kv_group_size=32, slab_row_count=slab_row_count
+            is_pipelined=is_pipelined, kv_bits=kv_bits, kv_group_size=32, attention=attention
         ),
         clock=SystemClock(),
     )
@@ -134,13 +135,13 @@ def ids(drawn: dict[int, list]) -> dict[int, list[int]]:
     return {name: [token.token_id for token in tokens] for name, tokens in drawn.items()}
 
 
-@pytest.mark.parametrize(("kv_bits", "slab_row_count"), [(0, None), (0, 1), (0, 3), (8, None)])
+@pytest.mark.parametrize(("kv_bits", "attention"), [*((0, each) for each in Attention), (8, Attention.ROWS)])
 @pytest.mark.parametrize("is_pipelined", [True, False])
 def test_a_row_draws_the_same_alone_in_company_and_after_parking(
-    tmp_path: Path, is_pipelined: bool, kv_bits: int, slab_row_count: int | None
+    tmp_path: Path, is_pipelined: bool, kv_bits: int, attention: Attention
 ) -> None:
     folder = tiny_model_dir(tmp_path, "llama", head_dim=32)
-    runner = runner_of(folder, is_pipelined=is_pipelined, kv_bits=kv_bits, slab_row_count=slab_row_count)
+    runner = runner_of(folder, is_pipelined=is_pipelined, kv_bits=kv_bits, attention=attention)
     alone: dict[int, list[int]] = {}
     for name, row in enumerate(rows()):
         alone |= ids(run(runner, {name: row}))

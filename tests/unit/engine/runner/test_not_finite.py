@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.errors import Reason
 
 from tests.fixtures.models import tiny_model_dir
@@ -44,13 +45,11 @@ def good(index: int) -> DecodeRow:
     return DecodeRow(SamplingParams(), prompt_token_ids=tokens)
 
 
-@pytest.mark.parametrize("slab_row_count", [None, 1])
+@pytest.mark.parametrize("attention", list(Attention))
 @pytest.mark.parametrize("is_pipelined", [True, False])
-def test_a_row_without_numbers_ends_alone(
-    tmp_path: Path, is_pipelined: bool, slab_row_count: int | None
-) -> None:
+def test_a_row_without_numbers_ends_alone(tmp_path: Path, is_pipelined: bool, attention: Attention) -> None:
     folder = broken_model_dir(tmp_path)
-    runner = runner_of(folder, is_pipelined=is_pipelined, slab_row_count=slab_row_count)
+    runner = runner_of(folder, is_pipelined=is_pipelined, attention=attention)
     wanted = {i: good(i) for i in range(3)}
     alone = ids(run(runner, wanted))
     for number, sampling in enumerate(SAMPLINGS.values(), 3):

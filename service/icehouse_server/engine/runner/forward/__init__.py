@@ -21,7 +21,26 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
 from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.slab_choice import SlabChoice
 from icehouse_server.engine.runner.forward.trial import examine
-from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, Way
+from icehouse_server.engine.runner.forward.ways import (
+    Attention,
+    NotSplittable,
+    PassFacts,
+    Way,
+    plain_places,
+)
 
-__all__ = ["ForwardPass", "NotSplittable", "PassFacts", "PassOutput", "Row", "Share", "Way", "examine"]
+__all__ = [
+    "Attention",
+    "ForwardPass",
+    "NotSplittable",
+    "PassFacts",
+    "PassOutput",
+    "Row",
+    "Share",
+    "Way",
+    "examine",
+    "plain_places",
+    "SlabChoice",
+]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from icehouse_server.engine.core.length_class import length_class
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.layer_view import (
     HANDED,
@@ -27,9 +28,13 @@ from icehouse_server.engine.runner.forward.layer_view import (
 from icehouse_server.engine.runner.forward.model_seam import Trunk, open_doors, patch_attention, picked
 from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.forward.slab import Slab
+from icehouse_server.engine.runner.forward.slab_choice import LEAST_ROW_COUNT
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.state_group import StateGroup
 from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way, plain_places
+
+_ROOM_TO_DECODE = 32
+"""Tokens that a slot has room for besides: most replies are longer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,15 +104,40 @@ class ForwardPass:
         for keeper in tuple(row.keepers):
             keeper.drop(row)
 
-    def seat(self, row: Row) -> None:
+    def seat(self, row: Row, *, more: int = 1, slot_count: int = 0) -> None:
         """Keep a decoding row's KV in the slab, for one attention with others of its length.
 
-        Only where `facts.takes_slab`; `Row.leave_company` gives it caches of its own again.
+        Only where `facts.takes_slab`; `Row.leave_company` gives it caches of its own again. `more`: tokens
+        that there should be room for. `slot_count`: how many rows may come, so that buffers grow once.
         """
-        assert self.facts.takes_slab and row.token_count, "This row cannot be in a slab"
+        assert self.facts.takes_slab and (row.token_count or self._slab), "This row cannot be in a slab"
+        self._slab_for(row).seat(row, more=more, slot_count=slot_count)
+
+    def seat_together(self, rows: Mapping[Row, int], *, token_limit: int, slot_count: int) -> bool:
+        """Seat rows that are not seated, where enough of a length class come together; True when any was.
+
+        `rows` tells how many tokens each one's next pass brings; without any yet, a row can be seated once
+        another one was. Rows that need room for more than `token_limit` stay by themselves.
+        """
+        by_class: dict[int, dict[Row, int]] = {}
+        for row, count in rows.items():
+            after = row.token_count + count
+            room = max(after, min(after + _ROOM_TO_DECODE, row.length.limit_token_count))
+            if room <= token_limit and (row.token_count or self._slab is not None):
+                by_class.setdefault(length_class(room), {})[row] = room - row.token_count
+        has_seated = False
+        for length, found in by_class.items():
+            seated_count = self._slab.count(length) if self._slab is not None else 0
+            if seated_count + len(found) >= LEAST_ROW_COUNT:
+                for row, more in found.items():
+                    self.seat(row, more=more, slot_count=slot_count)
+                has_seated = True
+        return has_seated
+
+    def _slab_for(self, row: Row) -> Slab:
         if self._slab is None:
-            self._slab = Slab(plain_places(self.facts.caches, row.raw_caches))
-        self._slab.seat(row)
+            self._slab = Slab(row, plain_places(self.facts.caches, row.raw_caches))
+        return self._slab
 
     def _call(
         self, token_ids: mx.array, caches: Sequence[Any], places: mx.array | None
@@ -140,11 +170,11 @@ class ForwardPass:
                 assert isinstance(split, SplitLayer)
                 split.stacked = stacked
         if self._slab is not None:
-            groups = self._slab.groups(spans.rows[: spans.single_count])
-            for place in self._slab.places if groups else ():
+            runs = self._slab.runs(spans.rows[: spans.single_count])
+            for place in self._slab.places if runs else ():
                 flat = views[place]
                 assert isinstance(flat, FlatLayer)
-                flat.groups, flat.place = groups, place
+                flat.runs, flat.place = runs, place
         return views
 
     def _regroup(self, spans: Spans) -> None:

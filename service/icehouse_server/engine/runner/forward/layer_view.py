@@ -20,7 +20,7 @@ from icehouse_server.engine.runner.forward.masks import (
     chunked_masks,
     default_masks,
 )
-from icehouse_server.engine.runner.forward.slab import Seat, SlotGroup
+from icehouse_server.engine.runner.forward.slab import Seat, SlotRun
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.ways import CacheWay, NotSplittable, Way
 
@@ -43,13 +43,13 @@ class Piece(NamedTuple):
 
     first: int
     last: int
-    group: SlotGroup | None
+    run: SlotRun | None
 
 
 class FlatLayer:
     """One layer's caches, split by attention."""
 
-    __slots__ = ("cache_class", "caches", "fetched", "groups", "handed", "offset", "pieces", "place", "spans")
+    __slots__ = ("cache_class", "caches", "fetched", "handed", "offset", "pieces", "place", "runs", "spans")
 
     def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
         self.caches = caches
@@ -62,7 +62,7 @@ class FlatLayer:
         self.fetched: list[Any] | None = None
         """Each piece's keys and values, once attention has updated the caches."""
         self.pieces: list[Piece] = []
-        self.groups: Sequence[tuple[int, int, SlotGroup]] = ()
+        self.runs: Sequence[tuple[int, int, SlotRun]] = ()
         """Rows whose KV of this layer lies in one buffer, from which row to which."""
         self.place = 0
         """The layer's place among a row's caches, which its buffers are found by."""

@@ -1,9 +1,9 @@
 """Slab of slots: decoding rows of like length keep their KV in one buffer, for one write and one attention.
 
-A row of its own costs some 12 us of host time in each layer of a pass (`bench/flat_pass.py --host`), which a
-CPU does not feel and a GPU does above some eight rows. Here a length class (a power of two from 512) has one
-buffer for each layer, [slots, heads, length, size]; rows lie in it without gaps, their lengths are known on
-the host, and no mask is made while they are equal. Only layers of plain attention are kept so.
+A row of its own costs some tens of us in each layer of a pass, host and device together (`slab_choice`
+has it measured). Here a length class (`core.length_class`) has one buffer for each layer, [slots, heads,
+length, size]; rows that lie side by side in it are one run, their lengths are known on the host, and no mask
+is made while they are equal. Only layers of plain attention are kept so.
 
 What is read out of a buffer must be evaluated before the next pass: an array that still depends on a buffer
 makes the next write copy all of it.
@@ -11,21 +11,38 @@ makes the next write copy all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from icehouse_server.engine.core.length_class import length_class
 from icehouse_server.engine.runner.forward.row import Row
 
-_LEAST_LENGTH: Final = 512
 _LEAST_SLOTS: Final = 4
+_MOST_RUNS: Final = 3
+"""That a class may have: each is one more attention, and closing gaps copies rows."""
 
 
-def class_of(token_count: int) -> int:
-    """Return the length of the class whose slots hold so many tokens."""
-    return max(_LEAST_LENGTH, 1 << (token_count - 1).bit_length())
+@dataclasses.dataclass(frozen=True, slots=True)
+class Like:
+    """What a row's keys or values of one layer are like, however many."""
+
+    head_count: int
+    size: int
+    dtype: mx.Dtype
+
+    @classmethod
+    def of(cls, array: mx.array) -> Like:
+        """Read it off an array, [1, heads, tokens, size]."""
+        return cls(array.shape[1], array.shape[3], array.dtype)
+
+
+Held = Mapping[int, tuple[mx.array, mx.array]]
+"""Keys and values by the layer's place among a row's caches; nothing of a row that holds no tokens yet."""
+Likes = Mapping[int, tuple[Like, Like]]
 
 
 class SlotClass:
@@ -34,36 +51,54 @@ class SlotClass:
     def __init__(self, length: int) -> None:
         self.length = length
         self.rows: list[Row | None] = []
-        """The row in each slot; none where one has ended since the slots were last without gaps."""
+        """The row in each slot; none where one has ended and no other has come."""
         self.slots: dict[int, int] = {}
         self.buffers: dict[int, list[mx.array]] = {}
         """Keys and values by the layer's place among a row's caches."""
 
-    def add(self, row: Row, held: dict[int, tuple[mx.array, mx.array]]) -> None:
-        """Copy a row's KV, [1, heads, tokens, size] for each place, into a slot of its own."""
+    def add(self, row: Row, held: Held, likes: Likes, *, slot_count: int = 0) -> None:
+        """Give a row a slot and copy what it holds there.
+
+        `slot_count`: how many will soon be needed; buffers that must grow have room for these.
+        """
         slot = self.rows.index(None) if None in self.rows else len(self.rows)
-        for place, pair in held.items():
+        for place, pair in likes.items():
             buffers = self.buffers.setdefault(place, [])
-            for number, array in enumerate(pair):
+            for number, like in enumerate(pair):
                 if number == len(buffers):
-                    shape = (_LEAST_SLOTS, array.shape[1], self.length, array.shape[3])
-                    buffers.append(mx.zeros(shape, array.dtype))
+                    buffers.append(self._zeros(max(slot_count, _LEAST_SLOTS), like))
                 elif slot == buffers[number].shape[0]:
-                    more = mx.zeros_like(buffers[number])
+                    more = self._zeros(max(slot_count - slot, slot), like)
                     buffers[number] = mx.concatenate([buffers[number], more], axis=0)
-                buffers[number][slot : slot + 1, :, : array.shape[2]] = array
+                if place in held:
+                    array = held[place][number]
+                    buffers[number][slot : slot + 1, :, : array.shape[2]] = array
         self.rows[slot : slot + 1] = [row]
         self.slots[id(row)] = slot
+
+    def _zeros(self, slot_count: int, like: Like) -> mx.array:
+        power = 1 << (slot_count - 1).bit_length()
+        return mx.zeros((power, like.head_count, self.length, like.size), like.dtype)
 
     def remove(self, row: Row) -> None:
         """Free a row's slot; nothing is copied, since others may end in the same pass."""
         slot = self.slots.pop(id(row))
         self.rows[slot] = None
+        while self.rows and self.rows[-1] is None:
+            self.rows.pop()
         if row.is_damaged:
             # A mask keeps a number that is not to count at nothing; times what is no number it is none.
             for buffers in self.buffers.values():
                 for buffer in buffers:
                     buffer[slot] = 0
+        if not self.rows:
+            self.buffers.clear()
+
+    @property
+    def run_count(self) -> int:
+        """How many runs of slots have rows."""
+        pairs = zip([None, *self.rows], self.rows, strict=False)
+        return sum(1 for before, row in pairs if before is None and row is not None)
 
     def close_gaps(self) -> None:
         """Move rows from the end into slots that are free."""
@@ -75,9 +110,12 @@ class SlotClass:
             self.rows[slot] = moved
             self.slots[id(moved)] = slot
             count = moved.token_count
-            for buffers in self.buffers.values():
-                for buffer in buffers:
-                    buffer[slot : slot + 1, :, :count] = buffer[last : last + 1, :, :count]
+            buffers = [buffer for pair in self.buffers.values() for buffer in pair]
+            # Computed first: what still depends on a buffer makes a write to it copy all of it.
+            found = [mx.contiguous(buffer[last : last + 1, :, :count]) for buffer in buffers]
+            mx.eval(found)
+            for buffer, held in zip(buffers, found, strict=True):
+                buffer[slot : slot + 1, :, :count] = held
 
     def views(self, row: Row, place: int, token_count: int) -> tuple[mx.array, mx.array]:
         """Return a row's first tokens, [1, heads, tokens, size]."""
@@ -113,16 +151,18 @@ class Seat:
         return self.slots.views(self._row, self.place, end)
 
 
-class SlotGroup:
-    """All rows of a class in one pass, each with one token: one write, one attention."""
+class SlotRun:
+    """Rows side by side in a class, each with one token in a pass: one write, one attention."""
 
-    def __init__(self, slots: SlotClass) -> None:
+    def __init__(self, slots: SlotClass, rows: Sequence[Row]) -> None:
+        """`rows` lie in consecutive slots, in this order."""
         self._slots = slots
-        self._count = len(slots.rows)
-        begins = [row.token_count for row in slots.rows if row is not None]
+        self._first = slots.slots[id(rows[0])]
+        self._last = self._first + len(rows)
+        begins = [row.token_count for row in rows]
         self._end = max(begins) + 1
         self._is_even = min(begins) == max(begins)
-        self._numbers = mx.arange(self._count)
+        self._numbers = mx.arange(self._first, self._last)
         self._begins = mx.array(begins)
         self._mask = (
             None if self._is_even else (mx.arange(self._end) <= self._begins[:, None])[:, None, None, :]
@@ -133,10 +173,10 @@ class SlotGroup:
         fetched = []
         for buffer, new in zip(self._slots.buffers[place], (keys, values), strict=True):
             if self._is_even:
-                buffer[: self._count, :, self._end - 1 : self._end] = new
+                buffer[self._first : self._last, :, self._end - 1 : self._end] = new
             else:
                 buffer[self._numbers, :, self._begins] = new[:, :, 0]
-            fetched.append(buffer[: self._count, :, : self._end])
+            fetched.append(buffer[self._first : self._last, :, : self._end])
         return fetched[0], fetched[1]
 
     def attend(
@@ -152,20 +192,27 @@ class SlotGroup:
 class Slab:
     """All length classes of one ForwardPass."""
 
-    def __init__(self, places: Sequence[int]) -> None:
-        """`places` are those of the plain layers among a row's caches."""
+    def __init__(self, row: Row, places: Sequence[int]) -> None:
+        """`places` are those of the plain layers among a row's caches; `row` holds some tokens."""
         self.places = tuple(places)
+        self._likes: dict[int, tuple[Like, Like]] = {}
+        for place in self.places:
+            keys, values = row.raw_caches[place].keys_and_values()
+            self._likes[place] = (Like.of(keys), Like.of(values))
         self._classes: dict[int, SlotClass] = {}
         self._seated: dict[int, SlotClass] = {}
         self._shown: set[int] = set()
         """Rows whose own caches are views of a buffer since they were looked at."""
 
-    def seat(self, row: Row) -> None:
-        """Move a row's KV into a slot."""
+    def seat(self, row: Row, *, more: int = 1, slot_count: int = 0) -> None:
+        """Move a row's KV into a slot with room for `more` tokens.
+
+        `slot_count`: how many rows its class will soon have.
+        """
         if id(row) in self._seated:
             return
-        held = {place: row.raw_caches[place].keys_and_values() for place in self.places}
-        self._add(row, held)
+        held = {place: row.raw_caches[place].keys_and_values() for place in self.places if row.token_count}
+        self._add(row, held, more=more, slot_count=slot_count)
         row.keepers.append(self)
         self._clear(row)
 
@@ -198,7 +245,7 @@ class Slab:
         row.keepers.remove(self)
 
     def prepare(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Have room for what these rows bring, no gaps, and no view of a buffer left in anyone's caches."""
+        """Have room for what these rows bring, few gaps, and no view of a buffer left in anyone's caches."""
         everyone = [row for slots in self._classes.values() for row in slots.rows if row is not None]
         for row in everyone if self._shown else ():
             if id(row) in self._shown:
@@ -210,26 +257,31 @@ class Slab:
                 self._add(row, held, more=count)
                 slots.remove(row)
         for slots in self._classes.values():
-            slots.close_gaps()
+            if slots.run_count > _MOST_RUNS:
+                slots.close_gaps()
 
     def key_of(self, row: Row) -> tuple[int, int]:
         """Return where a row lies: sorted by it, the rows of a class are in the order of their slots."""
         slots = self._seated.get(id(row))
         return (slots.length, slots.slots[id(row)]) if slots is not None else (0, 0)
 
-    def groups(self, rows: Sequence[Row]) -> list[tuple[int, int, SlotGroup]]:
-        """Return the classes that are whole among these singles, sorted by `key_of`: from which to which."""
+    def count(self, length: int) -> int:
+        """Return how many rows the class of this length has."""
+        slots = self._classes.get(length)
+        return len(slots.slots) if slots is not None else 0
+
+    def runs(self, rows: Sequence[Row]) -> list[tuple[int, int, SlotRun]]:
+        """Return which of these singles, sorted by `key_of`, lie side by side: from which to which."""
         found, first = [], 0
         while first < len(rows):
             slots = self._seated.get(id(rows[first]))
             if slots is None:
                 first += 1
                 continue
-            last = first
-            while last < len(rows) and self._seated.get(id(rows[last])) is slots:
+            last, slot = first, slots.slots[id(rows[first])]
+            while last < len(rows) and slots.slots.get(id(rows[last])) == slot + last - first:
                 last += 1
-            if last - first == len(slots.rows):
-                found.append((first, last, SlotGroup(slots)))
+            found.append((first, last, SlotRun(slots, rows[first:last])))
             first = last
         return found
 
@@ -239,10 +291,10 @@ class Slab:
             array for slots in self._classes.values() for pair in slots.buffers.values() for array in pair
         ]
 
-    def _add(self, row: Row, held: dict[int, tuple[mx.array, mx.array]], *, more: int = 1) -> None:
-        length = class_of(row.token_count + more)
+    def _add(self, row: Row, held: Held, *, more: int, slot_count: int = 0) -> None:
+        length = length_class(row.token_count + more)
         slots = self._classes.setdefault(length, SlotClass(length))
-        slots.add(row, held)
+        slots.add(row, held, self._likes, slot_count=slot_count)
         self._seated[id(row)] = slots
         caches = list(row.raw_caches)
         for place in self.places:

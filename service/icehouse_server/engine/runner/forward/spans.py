@@ -60,7 +60,7 @@ class Spans:
             single_count=single_count,
             token_count=total,
             positions=mx.array(positions, dtype=mx.int32),
-            single_places=[_single_place(position) for position in positions[:single_count]],
+            single_places=[single_place(position) for position in positions[:single_count]],
         )
 
     @property
@@ -95,7 +95,8 @@ def _rank(share: Share) -> int:
     return 0 if share.token_count == 1 and share.row.token_count else 1
 
 
-def _single_place(position: int) -> SinglePlace:
+def single_place(position: int) -> SinglePlace:
+    """Return where the one token of a row goes that holds so many."""
     whole = slice(None)
     end = position + 1
     return end, (whole, whole, slice(position, end)), (whole, whole, slice(0, end))

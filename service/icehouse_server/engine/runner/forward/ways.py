@@ -25,6 +25,17 @@ class Way(enum.Enum):
     """Not within the model: each row is a call of its own."""
 
 
+class Attention(enum.Enum):
+    """How decoding rows attend."""
+
+    ROWS = "rows"
+    """Each to caches of its own."""
+    SLAB = "slab"
+    """Those of like length together, to buffers that they share."""
+    AUTO = "auto"
+    """Whichever the times measured at load say is cheaper."""
+
+
 class Door(enum.Enum):
     """Where a module that takes a cache is looked for."""
 

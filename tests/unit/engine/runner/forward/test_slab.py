@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
-from icehouse_server.engine.runner.forward.slab import SlotClass, class_of
+from icehouse_server.engine.runner.forward.slab import Like, SlotClass, SlotRun
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tests.fixtures.models import build
@@ -84,21 +84,84 @@ def test_a_row_is_read_and_taken_out_of_its_slot() -> None:
             assert mx.array_equal(cache.keys_and_values()[0], keys).item()
 
 
-def test_slots_stay_without_gaps() -> None:
-    slots = SlotClass(512)
-    rows = [Row([KVCache()], token_count=number + 1) for number in range(9)]
+def filled_class(count: int) -> tuple[SlotClass, list[Row]]:
+    slots = SlotClass(128)
+    like = Like(2, 4, mx.float32)
+    rows = [Row([KVCache()], token_count=number + 1) for number in range(count)]
     for number, row in enumerate(rows):
         filled = mx.full((1, 2, number + 1, 4), number)
-        slots.add(row, {0: (filled, filled)})
-    assert slots.buffers[0][0].shape[0] == 16
+        slots.add(row, {0: (filled, filled)}, {0: (like, like)})
+    return slots, rows
+
+
+def test_closing_gaps_moves_the_rows_from_the_end() -> None:
+    slots, rows = filled_class(9)
+    assert slots.buffers[0][0].shape == (16, 2, 128, 4)
     for number in (0, 8, 3):
         slots.remove(rows[number])
+    assert slots.run_count == 2
     slots.close_gaps()
+    assert slots.run_count == 1
     assert sorted(slots.slots.values()) == list(range(6))
     for number in (1, 2, 4, 5, 6, 7):
         keys, values = slots.views(rows[number], 0, number + 1)
         assert mx.all(keys == number).item() and mx.all(values == number).item()
 
 
-def test_classes_are_powers_of_two() -> None:
-    assert [class_of(count) for count in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
+def test_rows_beside_a_gap_attend_in_runs_of_their_own() -> None:
+    slots, rows = filled_class(5)
+    slots.remove(rows[2])
+    for run_rows in (rows[:2], rows[3:]):
+        new = mx.full((2, 2, 1, 4), 9.0)
+        keys, _ = SlotRun(slots, run_rows).update(0, new, new)
+        for place, row in enumerate(run_rows):
+            own = rows.index(row)
+            assert mx.all(keys[place, :, : own + 1] == own).item()
+            assert mx.all(keys[place, :, own + 1] == 9.0).item()
+
+
+def test_buffers_have_room_for_as_many_as_are_expected_and_go_with_the_last_row() -> None:
+    slots = SlotClass(128)
+    like = Like(2, 4, mx.float32)
+    row = Row([KVCache()])
+    slots.add(row, {}, {0: (like, like)}, slot_count=9)
+    assert slots.buffers[0][0].shape[0] == 16
+    slots.remove(row)
+    assert not slots.buffers
+
+
+def test_prompts_that_were_never_anywhere_else_draw_what_they_draw_alone() -> None:
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    first = Row(make_prompt_cache(model))
+    mx.eval(forward.run(mx.array([3, 4]), [Share(first, 2)]).arrays)
+    forward.seat(first)
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((9, 30, 14, 130))]
+    rows = [Row(make_prompt_cache(model)) for _ in prompts]
+    counts = {row: len(prompt) for row, prompt in zip(rows, prompts, strict=True)}
+    assert forward.seat_together(counts, token_limit=1024, slot_count=4)
+    # The long one is by itself in its length class, and stays so.
+    assert [row.seated_caches is not None for row in rows] == [True, True, True, False]
+    want = [alone(model, prompt, 4)[0] for prompt in prompts]
+    shares = [Share(row, len(prompt), logit_count=1) for row, prompt in zip(rows, prompts, strict=True)]
+    token_ids = mx.array([token for prompt in prompts for token in prompt])
+    drawn: list[list[int]] = [[] for _ in rows]
+    for _ in range(4):
+        output = forward.run(token_ids, shares)
+        assert output.logits is not None
+        places = mx.array([begin for begin, _ in output.logit_spans])
+        token_ids = mx.argmax(output.logits[places], axis=-1)
+        for tokens, token in zip(drawn, token_ids.tolist(), strict=True):
+            tokens.append(token)
+        shares = [Share(row, 1, logit_count=1) for row in rows]
+    assert drawn == want
+
+
+def test_long_rows_stay_by_themselves() -> None:
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    rows = [Row(make_prompt_cache(model)) for _ in range(4)]
+    for row in rows:
+        mx.eval(forward.run(mx.array([3, 4]), [Share(row, 2)]).arrays)
+    assert not forward.seat_together(dict.fromkeys(rows, 1), token_limit=2, slot_count=4)
+    assert forward.seat_together(dict.fromkeys(rows, 1), token_limit=1024, slot_count=4)
