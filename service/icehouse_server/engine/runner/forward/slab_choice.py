@@ -35,10 +35,12 @@ class _Trial:
         default_factory=lambda: collections.deque(maxlen=_SAMPLE_COUNT)
     )
     left_count: int = _LIFE
+    is_due: bool = False
+    """Measured one way for so long that the other one's turn has come."""
 
     @property
     def is_begun(self) -> bool:
-        return bool(self.by_row) and self.left_count < _LIFE
+        return bool(self.by_row) or self.is_due
 
     @property
     def is_decided(self) -> bool:
@@ -58,6 +60,7 @@ class _Trial:
         self.left_count -= 1
         if self.left_count <= 0:
             self.left_count = _LIFE
+            self.is_due = True
             other.clear()
 
 

@@ -37,7 +37,7 @@ def test_more_rows_of_a_length_follow_fewer_until_they_are_measured() -> None:
     assert choice.prefers_slab([40] * 16)
     assert not choice.prefers_slab([4000] * 16), "another length"
     assert not choice.prefers_slab([40] * 3)
-    passes(choice, [40] * 16, row_s=0.04, slab_s=0.05, count=40)
+    passes(choice, [40] * 16, row_s=0.04, slab_s=0.05, count=800)
     assert not choice.prefers_slab([40] * 16)
     assert choice.prefers_slab([40] * 4)
 
