@@ -51,11 +51,22 @@ def swap(path: Path, other: Path) -> None:
 def _each(action: Callable[[Path], object]) -> Callable[[list[Path]], None]:
     def spoil(paths: list[Path]) -> None:
         for path in paths:
-            # The server may find older damage meanwhile and put the file aside first.
-            with contextlib.suppress(FileNotFoundError):
-                action(path)
+            # The server may find older damage meanwhile and put the file aside first, or not yet.
+            if _has_header(path):
+                with contextlib.suppress(FileNotFoundError):
+                    action(path)
 
     return spoil
+
+
+def _has_header(path: Path) -> bool:
+    """Whether a file is not so spoiled already that there is no place in it to spoil."""
+    try:
+        header_offset(path)
+        tensor_offset(path, 0)
+    except (OSError, struct.error, ValueError):
+        return False
+    return True
 
 
 def _swap_pairs(paths: list[Path]) -> None:

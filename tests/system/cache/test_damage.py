@@ -38,6 +38,18 @@ def filled(
     return made
 
 
+@pytest.mark.parametrize("earlier", DAMAGES)
+def test_what_is_damaged_can_be_damaged_again(filled, tmp_path: Path, earlier: str) -> None:
+    """Histories spoil files while the server is yet to find what was spoiled in the life before."""
+    source, _ = filled["llama"]
+    for number, damage in enumerate(DAMAGES):
+        directory = Path(shutil.copytree(source, tmp_path / str(number)))
+        before = len(block_files(directory))
+        for name in (earlier, damage):
+            DAMAGES[name](block_files(directory))
+        assert len(block_files(directory)) in (0, before), damage
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_damage_is_a_miss(models, filled, tmp_path: Path, damage: str) -> None:
     source, cold = filled["gemma3_text"]
