@@ -47,7 +47,7 @@ def test_what_is_damaged_can_be_damaged_again(filled, tmp_path: Path, earlier: s
         before = len(block_files(directory))
         for name in (earlier, damage):
             DAMAGES[name](block_files(directory))
-        assert len(block_files(directory)) in (0, before), damage
+        assert len(block_files(directory)) <= before, damage
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
