@@ -16,6 +16,7 @@ from tests.system.cache.stepped_server import (
     STATE_ONLY,
     WINDOWS,
     SteppedServer,
+    expected_tokens,
     prompt,
 )
 
@@ -63,6 +64,38 @@ def test_a_window_from_ssd_before_a_block_from_ssd(tmp_path: Path) -> None:
         served.ask("long", tokens, max_output_tokens=2)
         assert served.ask("fork", fork).cache.cached_token_count == 3 * BLOCK
         served.check()
+
+
+@pytest.mark.parametrize("facts", [KV, WINDOWS, SHORT_WINDOWS], ids=["kv", "windows", "short"])
+@pytest.mark.parametrize("chunk", [BLOCK, 2 * BLOCK])
+def test_a_crowd_computes_what_it_shares_once_up_to_where_its_prompts_part(
+    facts: CacheFacts, chunk: int
+) -> None:
+    shared = prompt(5 * BLOCK + 3)
+    prompts = [[*shared, 60 + i, *prompt(2 * BLOCK, salt=i)] for i in range(6)]
+    with SteppedServer(facts=facts, chunk=chunk) as served:
+        for i, tokens in enumerate(prompts):
+            served.submit(f"r{i}", tokens)
+        served.step_until_idle()
+        for i, tokens in enumerate(prompts):
+            answer = served.answer(f"r{i}")
+            assert answer.tokens == expected_tokens(tokens, len(answer.tokens))
+            assert answer.cache.cached_token_count == (len(shared) if i else 0)
+        own_count = sum(len(tokens) - 1 - len(shared) for tokens in prompts)
+        assert served.loop.stats().prefilled_token_total == len(shared) + own_count
+        served.check()
+
+
+def test_who_follows_to_where_prompts_part_does_not_wait_for_the_leader_to_end() -> None:
+    shared = prompt(2 * BLOCK + 2)
+    with SteppedServer() as served:
+        served.submit("leader", [*shared, *prompt(20 * BLOCK, salt=1)])
+        served.submit("follower", [*shared, 90, 91])
+        while served.scheduler.decoding_count == 0:
+            served.loop.step()
+        assert [s.request.request_id for s in served.scheduler.decoding] == ["follower"]
+        served.step_until_idle()
+        assert served.answer("follower").cache.ram_token_count == len(shared)
 
 
 def test_a_follower_begins_in_the_step_after_its_leader_ended_though_nothing_else_runs() -> None:

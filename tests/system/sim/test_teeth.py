@@ -26,7 +26,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def believe_every_token_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "_common_prefix", lambda known, wanted: min(len(known), len(wanted)))
+    patch.setattr(index, "common_prefix", lambda known, wanted: min(len(known), len(wanted)))
 
 
 def forget_windows(patch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ class Sequence:
     """Input tokens whose KV exists and may be kept, reused ones included."""
     loading_room_token_count: int = 0
     """Tokens for which the arrays have room that its blocks on SSD are read into; 0 but for that time."""
+    capture_points: list[int] = dataclasses.field(default_factory=list)
+    """Input positions where its prefill stops to leave a tail: there, those that wait for it part from it."""
     overtaken_token_count: int = 0
     """Input tokens of younger sequences that ran while this one's waited."""
     passed_count: int = 0
@@ -207,6 +209,7 @@ class Sequence:
         """Make everything so far the input of a later start. Its blocks were kept, its caches go."""
         self.input_token_ids = (*self.request.prompt_token_ids, *self.output_token_ids)
         self.processed_token_count = 0
+        self.capture_points.clear()
         self.chain.clear()
         self.shared_chain.clear()
         self.unkept.clear()

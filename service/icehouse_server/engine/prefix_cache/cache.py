@@ -264,10 +264,11 @@ class PrefixCache:
 
     # Blocks on their way into RAM, and out of it.
 
-    def capture(self, sequence: Sequence, *, is_end: bool) -> None:
-        """Keep the blocks that are complete at the sequence's position; with `is_end` the tail too."""
+    def capture(self, sequence: Sequence, *, is_end: bool) -> list[BlockHash]:
+        """Keep the blocks that are complete at the sequence's position; with `is_end` the tail too. Return
+        their names."""
         if not self.may_write(sequence):
-            return
+            return []
         size = self.settings.block_token_count
         position = min(sequence.kv_token_count, sequence.token_count)
         known_count = len(sequence.chain)
@@ -279,9 +280,10 @@ class PrefixCache:
         if is_end and start < position:
             names.append(self._keep(sequence, start, position))
         if len(names) == known_count:
-            return
+            return []
         found = (self._index.get(name) for name in names)
         self._ram.touch([entry for entry in found if entry is not None], self._clock.monotonic())
+        return names[known_count:]
 
     def find(self, block: BlockHash) -> Entry | None:
         """Return a known block."""

@@ -57,7 +57,9 @@ class CacheController:
         self._load_ids = load_ids
         self._header_fetches = HeaderFetches(cache, load_ids=load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
-        self._in_flight = InFlightPrefixes(cache.settings, can_share=cache.can_share)
+        self._in_flight = InFlightPrefixes(
+            cache.settings, can_share=cache.can_share, can_cut_inside=cache.facts.cuttable_inside
+        )
 
     @property
     def cuts_before_last_token(self) -> bool:
@@ -161,9 +163,10 @@ class CacheController:
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the blocks that are complete now; with `is_end` the tail too."""
         self._promotions.step(sequence)
-        before = len(sequence.chain)
-        self.cache.capture(sequence, is_end=is_end)
-        self._in_flight.complete(sequence.chain[before:])
+        is_point = sequence.kv_token_count in sequence.capture_points
+        if is_point:
+            sequence.capture_points.remove(sequence.kv_token_count)
+        self._in_flight.complete(self.cache.capture(sequence, is_end=is_end or is_point))
         if is_end:
             self._in_flight.withdraw(sequence)
 

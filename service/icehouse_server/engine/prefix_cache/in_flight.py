@@ -1,32 +1,62 @@
-"""In-flight prefixes: blocks that a running prefill will complete, so that others wait instead of computing.
+"""In-flight prefixes: tokens that a running prefill will complete, so that others wait instead of computing.
 
-Inference thread only. A prefill leads with every full block of its input that is still to come, and the
-tail at its end. A request whose own prompt goes through such a block follows: it waits until the last
-block it shares is kept, or the leader ends, and is planned then. Only an equal prompt shares the tail.
+Inference thread only. A prefill leads with every block of its input that is still to come, the tail at its
+end among them. A request whose prompt begins like it follows: it waits until the last block it shares is
+kept, or the leader ends, and is planned then. Where the two part inside a block, the leader is asked to stop
+and to leave a tail just there (`Sequence.capture_points`), so that who follows computes only what is its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.blocks import block_hash
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.prefix_cache.tiers.index import common_prefix
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 
 _FOLLOW_LIMIT = 3
 """Leaders one request follows at most, one after the other."""
+_CANDIDATE_LIMIT = 16
+"""Leaders with the same blocks so far that a prompt is compared with inside the next one."""
+_CAPTURE_POINT_LIMIT = 8
+"""Tails that one leader leaves for others: each ends a chunk."""
+_LEAST_TAIL_SHARE = 4
+"""A tail of less than this part of a block is computed sooner than waited for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Block:
+    """A block of a sequence's input, the tail at its end among them; a leader will complete it."""
+
+    sequence: Sequence
+    parent: BlockHash
+    name: BlockHash
+    start: int
+    stop: int
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.sequence.input_token_ids[self.start : self.stop]
 
 
 class InFlightPrefixes:
     """Who computes what, and who waits for it."""
 
-    def __init__(self, settings: PrefixSettings, *, can_share: bool) -> None:
+    def __init__(self, settings: PrefixSettings, *, can_share: bool, can_cut_inside: bool = True) -> None:
         self._settings = settings
         self._can_share = can_share
         """Whether another prompt can start at any block; else only an equal one, at the end."""
-        self._leaders: dict[BlockHash, SequenceId] = {}
-        self._led: dict[SequenceId, list[BlockHash]] = {}
+        self._can_cut_inside = can_cut_inside
+        """Whether another prompt can start inside a block, wherever that ends."""
+        self._led: dict[BlockHash, _Block] = {}
+        self._led_below: dict[BlockHash, dict[BlockHash, _Block]] = {}
+        """The same by the block before them, without the tails that are left for others."""
+        self._names: dict[SequenceId, list[BlockHash]] = {}
+        """What each leader led, in order."""
         self._followers: dict[BlockHash, list[Sequence]] = {}
         self._follow_counts: dict[SequenceId, int] = {}
         self._ready: list[Sequence] = []
@@ -36,33 +66,37 @@ class InFlightPrefixes:
         # Short inputs are computed sooner than waited for.
         if sequence.is_prefilled or sequence.prefill_target < self._settings.min_reuse_token_count:
             return
-        mine = [name for name in self._shareable(sequence, root) if name not in self._leaders]
-        self._leaders.update(dict.fromkeys(mine, sequence.sequence_id))
-        if mine:
-            self._led[sequence.sequence_id] = mine
+        blocks = self._blocks(sequence, root)
+        for block in blocks[len(sequence.chain) :] if self._can_share else blocks[-1:]:
+            if block.name not in self._led:
+                self._note_led(block)
+                self._led_below.setdefault(block.parent, {})[block.name] = block
 
     def follow(self, sequence: Sequence, root: BlockHash) -> bool:
-        """Have a sequence wait for the last block it shares with a running prefill; False for none."""
-        if not self._leaders or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
+        """Have a sequence wait for the last token it shares with a running prefill; False for none."""
+        if not self._led or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
             return False
-        shared = [name for name in self._shareable(sequence, root) if name in self._leaders]
-        if not shared:
+        name = self._last_shared(self._blocks(sequence, root))
+        if name is None:
             return False
-        self._followers.setdefault(shared[-1], []).append(sequence)
+        self._followers.setdefault(name, []).append(sequence)
         self._follow_counts[sequence.sequence_id] = self._follow_counts.get(sequence.sequence_id, 0) + 1
         return True
 
     def complete(self, names: ReadSequence[BlockHash]) -> None:
         """Note that blocks were completed; whoever waits for them is ready."""
         for name in names:
-            self._leaders.pop(name, None)
+            block = self._led.pop(name, None)
+            if block is not None:
+                self._forget_below(block)
             self._ready += self._followers.pop(name, [])
 
     def withdraw(self, sequence: Sequence) -> None:
         """The leader computes no further: its followers are ready, with what there is."""
-        led = self._led.pop(sequence.sequence_id, [])
+        names = self._names.pop(sequence.sequence_id, [])
         # A block it completed may have been let go again, and another one may compute it by now.
-        self.complete([name for name in led if self._leaders.get(name) == sequence.sequence_id])
+        self.complete([n for n in names if (block := self._led.get(n)) and block.sequence is sequence])
+        sequence.capture_points.clear()
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended: it leads and follows nobody."""
@@ -78,13 +112,61 @@ class InFlightPrefixes:
         ready, self._ready = self._ready, []
         return ready
 
-    def _shareable(self, sequence: Sequence, root: BlockHash) -> list[BlockHash]:
-        """Names of the blocks before the last input token, the tail's last, that its caches lack and that
-        another prompt could start from."""
+    def _note_led(self, block: _Block) -> None:
+        self._led[block.name] = block
+        self._names.setdefault(block.sequence.sequence_id, []).append(block.name)
+
+    def _forget_below(self, block: _Block) -> None:
+        blocks = self._led_below.get(block.parent, {})
+        blocks.pop(block.name, None)
+        if not blocks:
+            self._led_below.pop(block.parent, None)
+
+    def _last_shared(self, blocks: ReadSequence[_Block]) -> BlockHash | None:
+        """Return what to wait for: the last block that is led, whole or up to where the prompts part."""
+        if not self._can_share:
+            return next((block.name for block in blocks[-1:] if block.name in self._led), None)
+        for block in reversed(blocks):
+            name = block.name if block.name in self._led else self._shared_inside(block)
+            if name is not None:
+                return name
+        return None
+
+    def _shared_inside(self, block: _Block) -> BlockHash | None:
+        """Return what holds the tokens that a block of a prompt begins with like one that is led: a tail that
+        its leader will leave there, or the whole of it where the leader is past that point."""
+        candidates = itertools.islice(self._led_below.get(block.parent, {}).values(), _CANDIDATE_LIMIT)
+        counted = [(common_prefix(led.token_ids, block.token_ids), led) for led in candidates]
+        if not counted:
+            return None
+        count, led = max(counted, key=lambda pair: pair[0])
+        point = led.start + count
+        least_count = max(1, self._settings.block_token_count // _LEAST_TAIL_SHARE)
+        if count < least_count or point < self._settings.min_reuse_token_count:
+            return None
+        leader = led.sequence
+        if point == led.stop:
+            return led.name
+        if point not in leader.capture_points:
+            is_ahead = point > leader.processed_token_count
+            if not is_ahead or len(leader.capture_points) >= _CAPTURE_POINT_LIMIT:
+                return led.name if self._can_cut_inside else None
+            leader.capture_points.append(point)
+            tail = _Block(leader, led.parent, self._name(led.parent, led.token_ids[:count]), led.start, point)
+            self._note_led(tail)
+            return tail.name
+        return self._name(led.parent, led.token_ids[:count])
+
+    def _blocks(self, sequence: Sequence, root: BlockHash) -> list[_Block]:
+        """Return the blocks before the last input token, the tail's last."""
         stop, size = sequence.prefill_target, self._settings.block_token_count
-        names: list[BlockHash] = []
+        blocks: list[_Block] = []
         for start in range(0, stop, size):
-            parent = names[-1] if names else root
-            tokens = sequence.input_token_ids[start : min(start + size, stop)]
-            names.append(block_hash(parent=parent, token_ids=tokens, secret=self._settings.name_secret))
-        return names[len(sequence.chain) :] if self._can_share else names[-1:]
+            parent = blocks[-1].name if blocks else root
+            end = min(start + size, stop)
+            name = self._name(parent, sequence.input_token_ids[start:end])
+            blocks.append(_Block(sequence, parent, name, start, end))
+        return blocks
+
+    def _name(self, parent: BlockHash, token_ids: ReadSequence[int]) -> BlockHash:
+        return block_hash(parent=parent, token_ids=token_ids, secret=self._settings.name_secret)

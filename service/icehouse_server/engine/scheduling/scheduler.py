@@ -295,6 +295,7 @@ class Scheduler:
             last_block_end = sequence.prefill_target // block * block
             if start < last_block_end < end:
                 end = last_block_end
+        end = min([end, *(point for point in sequence.capture_points if start < point)])
         measured = limits.measured_chunk_token_count
         if measured and sequence.measures_prompt:
             end = min(end, (start // measured + 1) * measured)

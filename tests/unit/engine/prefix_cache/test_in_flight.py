@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from icehouse_server.domain.blocks import block_hash, root_hash
-from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, SequenceId, Tenant
+from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, SequenceId, Tenant
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.text.detokenizer import TextStream
@@ -101,3 +101,84 @@ def test_a_leader_that_goes_away_leaves_what_others_lead_alone() -> None:
     assert in_flight.take_ready() == [], "the second one still computes what the follower waits for"
     in_flight.forget(second)
     assert in_flight.take_ready() == [follower]
+
+
+def name_up_to(tokens: list[int], stop: int) -> BlockHash:
+    """Return the name of what ends at `stop`, a whole block or a tail."""
+    return names([*tokens[:stop], 0])[-1]
+
+
+def led_and_followed(
+    leader_tokens: list[int],
+    *follower_tokens: list[int],
+    processed_token_count: int = 0,
+    can_cut: bool = True,
+) -> tuple[InFlightPrefixes, Sequence, list[Sequence]]:
+    in_flight = InFlightPrefixes(SETTINGS, can_share=True, can_cut_inside=can_cut)
+    leader = sequence(0, leader_tokens)
+    in_flight.lead(leader, ROOT)
+    leader.processed_token_count = processed_token_count
+    followers = [sequence(1 + i, tokens) for i, tokens in enumerate(follower_tokens)]
+    for follower in followers:
+        in_flight.follow(follower, ROOT)
+    return in_flight, leader, followers
+
+
+SHARED = list(range(10, 17))
+"""A block and three tokens of the next one."""
+
+
+def test_prompts_that_part_inside_a_block_get_a_tail_there() -> None:
+    tokens = [*SHARED, 1, 2, 3, 4, 5, 6]
+    in_flight, leader, followers = led_and_followed(tokens, [*SHARED, 9, 9, 9], [*SHARED, 8, 8])
+    assert leader.capture_points == [7], "one for both"
+    in_flight.complete([name_up_to(tokens, 4)])
+    assert in_flight.take_ready() == []
+    in_flight.complete([name_up_to(tokens, 7)])
+    assert in_flight.take_ready() == followers
+
+
+def test_prompts_part_in_the_first_block_too_and_in_several_places() -> None:
+    tokens = list(range(10, 30))
+    _, leader, _ = led_and_followed(
+        tokens, [*tokens[:2], 9, 9, 9], [*tokens[:11], 9, 9], [*tokens[:14], 9, 9]
+    )
+    assert leader.capture_points == [2, 11, 14]
+
+
+def test_a_prompt_that_ends_inside_a_block_of_the_leader_shares_all_but_its_last_token() -> None:
+    tokens = list(range(10, 30))
+    _, leader, _ = led_and_followed(tokens, tokens[:11])
+    assert leader.capture_points == [10]
+
+
+def test_who_parts_where_the_leader_has_been_waits_for_its_block_where_that_can_be_cut() -> None:
+    tokens = [*SHARED, 1, 2, 3, 4, 5, 6]
+    in_flight, leader, followers = led_and_followed(tokens, [*SHARED, 9, 9], processed_token_count=7)
+    assert leader.capture_points == []
+    in_flight.complete([name_up_to(tokens, 8)])
+    assert in_flight.take_ready() == followers
+    in_flight, _, followers = led_and_followed(
+        tokens, [*SHARED, 9, 9], processed_token_count=7, can_cut=False
+    )
+    in_flight.complete([name_up_to(tokens, 4)])
+    assert in_flight.take_ready() == followers, "the whole block before it is all there is"
+
+
+def test_a_leader_leaves_a_few_tails_only_and_none_when_it_is_gone() -> None:
+    tokens = list(range(10, 80))
+    others = [[*tokens[: 4 * i + 3], 99, 99] for i in range(1, 14)]
+    in_flight, leader, followers = led_and_followed(tokens, *others)
+    assert len(leader.capture_points) == 8
+    in_flight.forget(leader)
+    assert leader.capture_points == [] and set(in_flight.take_ready()) == set(followers)
+    assert not in_flight.follow(sequence(99, others[0]), ROOT)
+
+
+def test_a_few_tokens_of_a_block_are_computed_sooner_than_waited_for() -> None:
+    in_flight = InFlightPrefixes(settings(block_token_count=256), can_share=True)
+    leader, tokens = sequence(0, list(range(1000))), list(range(1000))
+    in_flight.lead(leader, ROOT)
+    assert not in_flight.follow(sequence(1, [*tokens[:63], 5000, 5000]), ROOT)
+    assert in_flight.follow(sequence(2, [*tokens[:64], 5000, 5000]), ROOT)
+    assert leader.capture_points == [64]

@@ -354,7 +354,7 @@ class BlockIndex:
             rest = tokens[level.covered : level.covered + self.rules.block_token_count]
             for parent in level.parents:
                 for entry in self._children.of(parent, limit=_CANDIDATE_LIMIT):
-                    count = _common_prefix(entry.token_ids or (), rest)
+                    count = common_prefix(entry.token_ids or (), rest)
                     if 0 < count < entry.token_count:
                         found.append((entry, count))
         return sorted(found, key=lambda pair: -pair[1])
@@ -399,7 +399,8 @@ def _roots(own: BlockHash, shared: BlockHash | None) -> tuple[BlockHash, ...]:
     return (own,) if shared in (None, own) else (own, shared)
 
 
-def _common_prefix(known: tuple[int, ...], wanted: tuple[int, ...]) -> int:
+def common_prefix(known: tuple[int, ...], wanted: tuple[int, ...]) -> int:
+    """Return how many tokens two blocks have in common from their beginning on."""
     limit = min(len(known), len(wanted))
     if known[:limit] == wanted[:limit]:
         return limit
