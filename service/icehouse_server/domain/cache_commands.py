@@ -107,8 +107,23 @@ class EvictReport:
 class Verify:
     """Read blocks on SSD and compare checksums. Answered by `VerifyReport`."""
 
+    block_hashes: tuple[BlockHash, ...] | None = None
+    """Which blocks; those that are gone meanwhile are passed over. None: all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListStored:
+    """Which blocks are on SSD? Of all models, least recently verified first. Answered by `StoredBlocks`."""
+
     block_limit: int = 0
-    """Most blocks to read; 0: all."""
+    """Most blocks to name; 0: all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Names of blocks on SSD."""
+
+    block_hashes: tuple[BlockHash, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +135,15 @@ class VerifyReport:
     damaged_hashes: tuple[BlockHash, ...]
     duration_s: float
 
+    def joined(self, other: VerifyReport) -> VerifyReport:
+        """Return both checks as one."""
+        return VerifyReport(
+            verified_block_count=self.verified_block_count + other.verified_block_count,
+            verified_bytes=self.verified_bytes + other.verified_bytes,
+            damaged_hashes=self.damaged_hashes + other.damaged_hashes,
+            duration_s=self.duration_s + other.duration_s,
+        )
 
-CacheCommand = Explain | Pin | Unpin | Evict | Verify
-CacheAnswer = Explanation | PinReport | EvictReport | VerifyReport
+
+CacheCommand = Explain | Pin | Unpin | Evict | Verify | ListStored
+CacheAnswer = Explanation | PinReport | EvictReport | VerifyReport | StoredBlocks

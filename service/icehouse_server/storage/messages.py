@@ -81,8 +81,16 @@ class Verified:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Listed:
+    """The blocks that a `list_stored` names."""
+
+    task_id: TaskId
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TaskGivenUp:
-    """An `evict`, `purge` or `verify` was not done, or not to its end: the directory cannot be used."""
+    """A task was not done, or not to its end: the directory cannot be used."""
 
     task_id: TaskId
     detail: str
@@ -131,6 +139,7 @@ Outcome = (
     | Health
     | Purged
     | Verified
+    | Listed
     | TaskGivenUp
     | Flushed
     | StatsAnswer

@@ -9,15 +9,17 @@ from icehouse_server.domain.cache_commands import (
     EvictReport,
     Explain,
     Explanation,
+    ListStored,
     Pin,
     PinReport,
+    StoredBlocks,
     Tier,
     Unpin,
     Verify,
     VerifyReport,
 )
 from icehouse_server.domain.events import ReuseLimit
-from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.errors import IcehouseError, Reason
 from icehouse_server.storage.messages import StorageFailed
 
@@ -162,10 +164,34 @@ def test_verify_finds_damage_and_takes_it_out(tmp_path: Path) -> None:
         stats = served.stats()
         assert stats.integrity.quarantined_file_count == 1 and stats.ssd.block_count == 2
         assert served.ask("a", tokens).cache.cached_token_count < 3 * BLOCK
-        assert isinstance(served.order(Verify(block_limit=1)), VerifyReport)
+
+
+def test_listed_are_those_first_that_were_not_verified_last(tmp_path: Path) -> None:
+    tokens = prompt(5 * BLOCK + 1)
+
+    def listed(served: SteppedServer, *, block_limit: int = 0) -> tuple[BlockHash, ...]:
+        answer = served.order(ListStored(block_limit))
+        assert isinstance(answer, StoredBlocks)
+        return answer.block_hashes
+
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", tokens, max_output_tokens=0)
+    with SteppedServer(tmp_path) as served:
+        first = listed(served)
+        assert len(first) == 5
+        report = served.order(Verify(first[:2]))
+        assert isinstance(report, VerifyReport) and report.verified_block_count == 2
+        assert listed(served) == (*first[2:], *first[:2])
+        assert listed(served, block_limit=4) == (*first[2:], *first[:1])
+        # Those that are gone are passed over.
+        served.order(Evict(tuple(tokens)))
+        assert listed(served) == ()
+        report = served.order(Verify(first))
+        assert isinstance(report, VerifyReport) and report.verified_block_count == 0
 
 
 def test_verify_without_an_ssd_tier_is_refused() -> None:
     with SteppedServer() as served:
-        refused = served.order(Verify())
-    assert isinstance(refused, IcehouseError) and refused.reason is Reason.CACHE_UNSUPPORTED
+        for order in (Verify(), ListStored()):
+            refused = served.order(order)
+            assert isinstance(refused, IcehouseError) and refused.reason is Reason.CACHE_UNSUPPORTED

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from icehouse_server.domain.cache_commands import CacheCommand, Evict, Explain, Pin, Unpin, Verify
+from icehouse_server.domain.cache_commands import CacheCommand, Evict, Explain, ListStored, Pin, Unpin, Verify
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import NO_ADAPTER, CacheScope, RequestId, Tenant
 from icehouse_server.domain.request import CacheUse, GenerationRequest
@@ -197,7 +197,7 @@ class Scenario:
             Evict(text[:8], scope),
             Evict(None),
             Verify(),
-            Verify(block_limit=2),
+            ListStored(block_limit=2),
         )
         order = self.dice.choice(orders)
         self._pins.is_excused |= isinstance(order, Unpin | Evict)

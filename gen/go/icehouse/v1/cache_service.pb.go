@@ -625,6 +625,110 @@ func (x *WarmResponse) GetUsage() *Usage {
 	return nil
 }
 
+// How far a warm-up is.
+type WarmWithProgressResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What happened. Fields may be added: skip events that are not known.
+	//
+	// Types that are valid to be assigned to Event:
+	//
+	//	*WarmWithProgressResponse_Started
+	//	*WarmWithProgressResponse_PrefillProgress
+	//	*WarmWithProgressResponse_Finished
+	Event         isWarmWithProgressResponse_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WarmWithProgressResponse) Reset() {
+	*x = WarmWithProgressResponse{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WarmWithProgressResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WarmWithProgressResponse) ProtoMessage() {}
+
+func (x *WarmWithProgressResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WarmWithProgressResponse.ProtoReflect.Descriptor instead.
+func (*WarmWithProgressResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *WarmWithProgressResponse) GetEvent() isWarmWithProgressResponse_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *WarmWithProgressResponse) GetStarted() *Started {
+	if x != nil {
+		if x, ok := x.Event.(*WarmWithProgressResponse_Started); ok {
+			return x.Started
+		}
+	}
+	return nil
+}
+
+func (x *WarmWithProgressResponse) GetPrefillProgress() *PrefillProgress {
+	if x != nil {
+		if x, ok := x.Event.(*WarmWithProgressResponse_PrefillProgress); ok {
+			return x.PrefillProgress
+		}
+	}
+	return nil
+}
+
+func (x *WarmWithProgressResponse) GetFinished() *WarmResponse {
+	if x != nil {
+		if x, ok := x.Event.(*WarmWithProgressResponse_Finished); ok {
+			return x.Finished
+		}
+	}
+	return nil
+}
+
+type isWarmWithProgressResponse_Event interface {
+	isWarmWithProgressResponse_Event()
+}
+
+type WarmWithProgressResponse_Started struct {
+	// The request left the queue. Once, first.
+	Started *Started `protobuf:"bytes,1,opt,name=started,proto3,oneof"`
+}
+
+type WarmWithProgressResponse_PrefillProgress struct {
+	// More of the prompt is computed. Any number.
+	PrefillProgress *PrefillProgress `protobuf:"bytes,2,opt,name=prefill_progress,json=prefillProgress,proto3,oneof"`
+}
+
+type WarmWithProgressResponse_Finished struct {
+	// The prompt is in the cache. Once, last.
+	Finished *WarmResponse `protobuf:"bytes,3,opt,name=finished,proto3,oneof"`
+}
+
+func (*WarmWithProgressResponse_Started) isWarmWithProgressResponse_Event() {}
+
+func (*WarmWithProgressResponse_PrefillProgress) isWarmWithProgressResponse_Event() {}
+
+func (*WarmWithProgressResponse_Finished) isWarmWithProgressResponse_Event() {}
+
 // A prompt whose blocks to pin.
 type PinRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -651,7 +755,7 @@ type PinRequest struct {
 
 func (x *PinRequest) Reset() {
 	*x = PinRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -663,7 +767,7 @@ func (x *PinRequest) String() string {
 func (*PinRequest) ProtoMessage() {}
 
 func (x *PinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -676,7 +780,7 @@ func (x *PinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinRequest.ProtoReflect.Descriptor instead.
 func (*PinRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *PinRequest) GetModel() string {
@@ -781,7 +885,7 @@ type PinResponse struct {
 
 func (x *PinResponse) Reset() {
 	*x = PinResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -793,7 +897,7 @@ func (x *PinResponse) String() string {
 func (*PinResponse) ProtoMessage() {}
 
 func (x *PinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -806,7 +910,7 @@ func (x *PinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinResponse.ProtoReflect.Descriptor instead.
 func (*PinResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{6}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *PinResponse) GetBlockCount() int32 {
@@ -856,7 +960,7 @@ type UnpinRequest struct {
 
 func (x *UnpinRequest) Reset() {
 	*x = UnpinRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -868,7 +972,7 @@ func (x *UnpinRequest) String() string {
 func (*UnpinRequest) ProtoMessage() {}
 
 func (x *UnpinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -881,7 +985,7 @@ func (x *UnpinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinRequest.ProtoReflect.Descriptor instead.
 func (*UnpinRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{7}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *UnpinRequest) GetModel() string {
@@ -986,7 +1090,7 @@ type UnpinResponse struct {
 
 func (x *UnpinResponse) Reset() {
 	*x = UnpinResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -998,7 +1102,7 @@ func (x *UnpinResponse) String() string {
 func (*UnpinResponse) ProtoMessage() {}
 
 func (x *UnpinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1011,7 +1115,7 @@ func (x *UnpinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinResponse.ProtoReflect.Descriptor instead.
 func (*UnpinResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{8}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *UnpinResponse) GetBlockCount() int32 {
@@ -1063,7 +1167,7 @@ type EvictRequest struct {
 
 func (x *EvictRequest) Reset() {
 	*x = EvictRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1075,7 +1179,7 @@ func (x *EvictRequest) String() string {
 func (*EvictRequest) ProtoMessage() {}
 
 func (x *EvictRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1088,7 +1192,7 @@ func (x *EvictRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictRequest.ProtoReflect.Descriptor instead.
 func (*EvictRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{9}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *EvictRequest) GetModel() string {
@@ -1211,7 +1315,7 @@ type EvictResponse struct {
 
 func (x *EvictResponse) Reset() {
 	*x = EvictResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1223,7 +1327,7 @@ func (x *EvictResponse) String() string {
 func (*EvictResponse) ProtoMessage() {}
 
 func (x *EvictResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1236,7 +1340,7 @@ func (x *EvictResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictResponse.ProtoReflect.Descriptor instead.
 func (*EvictResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *EvictResponse) GetRamBlockCount() int64 {
@@ -1270,7 +1374,8 @@ func (x *EvictResponse) GetSsdBytes() int64 {
 // Asks for a check of the blocks on SSD.
 type VerifyRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Most blocks to read, least recently verified first; >= 0. Absent or 0: all.
+	// Most blocks to read, those first that no check since the server's start has read, or the earliest one;
+	// >= 0. Absent or 0: all.
 	BlockLimit    int64 `protobuf:"varint,1,opt,name=block_limit,json=blockLimit,proto3" json:"block_limit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1278,7 +1383,7 @@ type VerifyRequest struct {
 
 func (x *VerifyRequest) Reset() {
 	*x = VerifyRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1290,7 +1395,7 @@ func (x *VerifyRequest) String() string {
 func (*VerifyRequest) ProtoMessage() {}
 
 func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1303,7 +1408,7 @@ func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyRequest.ProtoReflect.Descriptor instead.
 func (*VerifyRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{11}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *VerifyRequest) GetBlockLimit() int64 {
@@ -1332,7 +1437,7 @@ type VerifyResponse struct {
 
 func (x *VerifyResponse) Reset() {
 	*x = VerifyResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1344,7 +1449,7 @@ func (x *VerifyResponse) String() string {
 func (*VerifyResponse) ProtoMessage() {}
 
 func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1357,7 +1462,7 @@ func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyResponse.ProtoReflect.Descriptor instead.
 func (*VerifyResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *VerifyResponse) GetVerifiedBlockCount() int64 {
@@ -1395,6 +1500,166 @@ func (x *VerifyResponse) GetDuration() *durationpb.Duration {
 	return nil
 }
 
+// How far a check is.
+type VerifyWithProgressResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What happened. Fields may be added: skip events that are not known.
+	//
+	// Types that are valid to be assigned to Event:
+	//
+	//	*VerifyWithProgressResponse_Progress
+	//	*VerifyWithProgressResponse_Finished
+	Event         isVerifyWithProgressResponse_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyWithProgressResponse) Reset() {
+	*x = VerifyWithProgressResponse{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyWithProgressResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyWithProgressResponse) ProtoMessage() {}
+
+func (x *VerifyWithProgressResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyWithProgressResponse.ProtoReflect.Descriptor instead.
+func (*VerifyWithProgressResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *VerifyWithProgressResponse) GetEvent() isVerifyWithProgressResponse_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *VerifyWithProgressResponse) GetProgress() *VerifyProgress {
+	if x != nil {
+		if x, ok := x.Event.(*VerifyWithProgressResponse_Progress); ok {
+			return x.Progress
+		}
+	}
+	return nil
+}
+
+func (x *VerifyWithProgressResponse) GetFinished() *VerifyResponse {
+	if x != nil {
+		if x, ok := x.Event.(*VerifyWithProgressResponse_Finished); ok {
+			return x.Finished
+		}
+	}
+	return nil
+}
+
+type isVerifyWithProgressResponse_Event interface {
+	isVerifyWithProgressResponse_Event()
+}
+
+type VerifyWithProgressResponse_Progress struct {
+	// More blocks are read. The first one before any is; then about every 64 blocks.
+	Progress *VerifyProgress `protobuf:"bytes,1,opt,name=progress,proto3,oneof"`
+}
+
+type VerifyWithProgressResponse_Finished struct {
+	// What the check found. Once, last.
+	Finished *VerifyResponse `protobuf:"bytes,2,opt,name=finished,proto3,oneof"`
+}
+
+func (*VerifyWithProgressResponse_Progress) isVerifyWithProgressResponse_Event() {}
+
+func (*VerifyWithProgressResponse_Finished) isVerifyWithProgressResponse_Event() {}
+
+// What is done of a check.
+type VerifyProgress struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks read so far.
+	VerifiedBlockCount int64 `protobuf:"varint,1,opt,name=verified_block_count,json=verifiedBlockCount,proto3" json:"verified_block_count,omitempty"`
+	// Bytes read so far.
+	VerifiedBytes int64 `protobuf:"varint,2,opt,name=verified_bytes,json=verifiedBytes,proto3" json:"verified_bytes,omitempty"`
+	// Damaged blocks so far.
+	DamagedBlockCount int64 `protobuf:"varint,3,opt,name=damaged_block_count,json=damagedBlockCount,proto3" json:"damaged_block_count,omitempty"`
+	// Blocks to read in all. Those that are evicted meanwhile are not read.
+	BlockCount    int64 `protobuf:"varint,4,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyProgress) Reset() {
+	*x = VerifyProgress{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyProgress) ProtoMessage() {}
+
+func (x *VerifyProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyProgress.ProtoReflect.Descriptor instead.
+func (*VerifyProgress) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *VerifyProgress) GetVerifiedBlockCount() int64 {
+	if x != nil {
+		return x.VerifiedBlockCount
+	}
+	return 0
+}
+
+func (x *VerifyProgress) GetVerifiedBytes() int64 {
+	if x != nil {
+		return x.VerifiedBytes
+	}
+	return 0
+}
+
+func (x *VerifyProgress) GetDamagedBlockCount() int64 {
+	if x != nil {
+		return x.DamagedBlockCount
+	}
+	return 0
+}
+
+func (x *VerifyProgress) GetBlockCount() int64 {
+	if x != nil {
+		return x.BlockCount
+	}
+	return 0
+}
+
 // Asks for counters again and again.
 type WatchStatsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1406,7 +1671,7 @@ type WatchStatsRequest struct {
 
 func (x *WatchStatsRequest) Reset() {
 	*x = WatchStatsRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1418,7 +1683,7 @@ func (x *WatchStatsRequest) String() string {
 func (*WatchStatsRequest) ProtoMessage() {}
 
 func (x *WatchStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1431,7 +1696,7 @@ func (x *WatchStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStatsRequest.ProtoReflect.Descriptor instead.
 func (*WatchStatsRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *WatchStatsRequest) GetInterval() *durationpb.Duration {
@@ -1452,7 +1717,7 @@ type WatchStatsResponse struct {
 
 func (x *WatchStatsResponse) Reset() {
 	*x = WatchStatsResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1464,7 +1729,7 @@ func (x *WatchStatsResponse) String() string {
 func (*WatchStatsResponse) ProtoMessage() {}
 
 func (x *WatchStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1477,7 +1742,7 @@ func (x *WatchStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStatsResponse.ProtoReflect.Descriptor instead.
 func (*WatchStatsResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *WatchStatsResponse) GetStats() *CacheStatsResponse {
@@ -1537,7 +1802,12 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12.\n" +
 	"\x05cache\x18\x02 \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12(\n" +
-	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\"\x98\x02\n" +
+	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\"\xd9\x01\n" +
+	"\x18WarmWithProgressResponse\x120\n" +
+	"\astarted\x18\x01 \x01(\v2\x14.icehouse.v1.StartedH\x00R\astarted\x12I\n" +
+	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x127\n" +
+	"\bfinished\x18\x03 \x01(\v2\x19.icehouse.v1.WarmResponseH\x00R\bfinishedB\a\n" +
+	"\x05event\"\x98\x02\n" +
 	"\n" +
 	"PinRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
@@ -1597,7 +1867,17 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x0everified_bytes\x18\x02 \x01(\x03R\rverifiedBytes\x12%\n" +
 	"\x0edamaged_hashes\x18\x03 \x03(\tR\rdamagedHashes\x12.\n" +
 	"\x13damaged_block_count\x18\x04 \x01(\x03R\x11damagedBlockCount\x125\n" +
-	"\bduration\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\bduration\"J\n" +
+	"\bduration\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\x9b\x01\n" +
+	"\x1aVerifyWithProgressResponse\x129\n" +
+	"\bprogress\x18\x01 \x01(\v2\x1b.icehouse.v1.VerifyProgressH\x00R\bprogress\x129\n" +
+	"\bfinished\x18\x02 \x01(\v2\x1b.icehouse.v1.VerifyResponseH\x00R\bfinishedB\a\n" +
+	"\x05event\"\xba\x01\n" +
+	"\x0eVerifyProgress\x120\n" +
+	"\x14verified_block_count\x18\x01 \x01(\x03R\x12verifiedBlockCount\x12%\n" +
+	"\x0everified_bytes\x18\x02 \x01(\x03R\rverifiedBytes\x12.\n" +
+	"\x13damaged_block_count\x18\x03 \x01(\x03R\x11damagedBlockCount\x12\x1f\n" +
+	"\vblock_count\x18\x04 \x01(\x03R\n" +
+	"blockCount\"J\n" +
 	"\x11WatchStatsRequest\x125\n" +
 	"\binterval\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\binterval\"K\n" +
 	"\x12WatchStatsResponse\x125\n" +
@@ -1605,14 +1885,16 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\tCacheTier\x12\x1a\n" +
 	"\x16CACHE_TIER_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eCACHE_TIER_RAM\x10\x01\x12\x12\n" +
-	"\x0eCACHE_TIER_SSD\x10\x022\xdf\x03\n" +
+	"\x0eCACHE_TIER_SSD\x10\x022\x93\x05\n" +
 	"\fCacheService\x12D\n" +
 	"\aExplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12;\n" +
-	"\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse\x128\n" +
+	"\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse\x12U\n" +
+	"\x10WarmWithProgress\x12\x18.icehouse.v1.WarmRequest\x1a%.icehouse.v1.WarmWithProgressResponse0\x01\x128\n" +
 	"\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n" +
 	"\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12>\n" +
 	"\x05Evict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse\x12A\n" +
-	"\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse\x12O\n" +
+	"\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse\x12[\n" +
+	"\x12VerifyWithProgress\x12\x1a.icehouse.v1.VerifyRequest\x1a'.icehouse.v1.VerifyWithProgressResponse0\x01\x12O\n" +
 	"\n" +
 	"WatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01b\x06proto3"
 
@@ -1629,83 +1911,97 @@ func file_icehouse_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_icehouse_v1_cache_service_proto_goTypes = []any{
-	(CacheTier)(0),              // 0: icehouse.v1.CacheTier
-	(*ExplainRequest)(nil),      // 1: icehouse.v1.ExplainRequest
-	(*ExplainResponse)(nil),     // 2: icehouse.v1.ExplainResponse
-	(*BlockMatch)(nil),          // 3: icehouse.v1.BlockMatch
-	(*WarmRequest)(nil),         // 4: icehouse.v1.WarmRequest
-	(*WarmResponse)(nil),        // 5: icehouse.v1.WarmResponse
-	(*PinRequest)(nil),          // 6: icehouse.v1.PinRequest
-	(*PinResponse)(nil),         // 7: icehouse.v1.PinResponse
-	(*UnpinRequest)(nil),        // 8: icehouse.v1.UnpinRequest
-	(*UnpinResponse)(nil),       // 9: icehouse.v1.UnpinResponse
-	(*EvictRequest)(nil),        // 10: icehouse.v1.EvictRequest
-	(*EvictResponse)(nil),       // 11: icehouse.v1.EvictResponse
-	(*VerifyRequest)(nil),       // 12: icehouse.v1.VerifyRequest
-	(*VerifyResponse)(nil),      // 13: icehouse.v1.VerifyResponse
-	(*WatchStatsRequest)(nil),   // 14: icehouse.v1.WatchStatsRequest
-	(*WatchStatsResponse)(nil),  // 15: icehouse.v1.WatchStatsResponse
-	(*ChatPrompt)(nil),          // 16: icehouse.v1.ChatPrompt
-	(*TokenPrompt)(nil),         // 17: icehouse.v1.TokenPrompt
-	(*CachePolicy)(nil),         // 18: icehouse.v1.CachePolicy
-	(*Tool)(nil),                // 19: icehouse.v1.Tool
-	(*CacheReport)(nil),         // 20: icehouse.v1.CacheReport
-	(*durationpb.Duration)(nil), // 21: google.protobuf.Duration
-	(*Usage)(nil),               // 22: icehouse.v1.Usage
-	(*CacheStatsResponse)(nil),  // 23: icehouse.v1.CacheStatsResponse
+	(CacheTier)(0),                     // 0: icehouse.v1.CacheTier
+	(*ExplainRequest)(nil),             // 1: icehouse.v1.ExplainRequest
+	(*ExplainResponse)(nil),            // 2: icehouse.v1.ExplainResponse
+	(*BlockMatch)(nil),                 // 3: icehouse.v1.BlockMatch
+	(*WarmRequest)(nil),                // 4: icehouse.v1.WarmRequest
+	(*WarmResponse)(nil),               // 5: icehouse.v1.WarmResponse
+	(*WarmWithProgressResponse)(nil),   // 6: icehouse.v1.WarmWithProgressResponse
+	(*PinRequest)(nil),                 // 7: icehouse.v1.PinRequest
+	(*PinResponse)(nil),                // 8: icehouse.v1.PinResponse
+	(*UnpinRequest)(nil),               // 9: icehouse.v1.UnpinRequest
+	(*UnpinResponse)(nil),              // 10: icehouse.v1.UnpinResponse
+	(*EvictRequest)(nil),               // 11: icehouse.v1.EvictRequest
+	(*EvictResponse)(nil),              // 12: icehouse.v1.EvictResponse
+	(*VerifyRequest)(nil),              // 13: icehouse.v1.VerifyRequest
+	(*VerifyResponse)(nil),             // 14: icehouse.v1.VerifyResponse
+	(*VerifyWithProgressResponse)(nil), // 15: icehouse.v1.VerifyWithProgressResponse
+	(*VerifyProgress)(nil),             // 16: icehouse.v1.VerifyProgress
+	(*WatchStatsRequest)(nil),          // 17: icehouse.v1.WatchStatsRequest
+	(*WatchStatsResponse)(nil),         // 18: icehouse.v1.WatchStatsResponse
+	(*ChatPrompt)(nil),                 // 19: icehouse.v1.ChatPrompt
+	(*TokenPrompt)(nil),                // 20: icehouse.v1.TokenPrompt
+	(*CachePolicy)(nil),                // 21: icehouse.v1.CachePolicy
+	(*Tool)(nil),                       // 22: icehouse.v1.Tool
+	(*CacheReport)(nil),                // 23: icehouse.v1.CacheReport
+	(*durationpb.Duration)(nil),        // 24: google.protobuf.Duration
+	(*Usage)(nil),                      // 25: icehouse.v1.Usage
+	(*Started)(nil),                    // 26: icehouse.v1.Started
+	(*PrefillProgress)(nil),            // 27: icehouse.v1.PrefillProgress
+	(*CacheStatsResponse)(nil),         // 28: icehouse.v1.CacheStatsResponse
 }
 var file_icehouse_v1_cache_service_proto_depIdxs = []int32{
-	16, // 0: icehouse.v1.ExplainRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	17, // 1: icehouse.v1.ExplainRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	18, // 2: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
-	19, // 3: icehouse.v1.ExplainRequest.tools:type_name -> icehouse.v1.Tool
-	20, // 4: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
+	19, // 0: icehouse.v1.ExplainRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	20, // 1: icehouse.v1.ExplainRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	21, // 2: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
+	22, // 3: icehouse.v1.ExplainRequest.tools:type_name -> icehouse.v1.Tool
+	23, // 4: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
 	3,  // 5: icehouse.v1.ExplainResponse.blocks:type_name -> icehouse.v1.BlockMatch
-	21, // 6: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
-	21, // 7: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
+	24, // 6: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
+	24, // 7: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
 	0,  // 8: icehouse.v1.BlockMatch.tier:type_name -> icehouse.v1.CacheTier
-	16, // 9: icehouse.v1.WarmRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	17, // 10: icehouse.v1.WarmRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	18, // 11: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
-	19, // 12: icehouse.v1.WarmRequest.tools:type_name -> icehouse.v1.Tool
-	20, // 13: icehouse.v1.WarmResponse.cache:type_name -> icehouse.v1.CacheReport
-	22, // 14: icehouse.v1.WarmResponse.usage:type_name -> icehouse.v1.Usage
-	16, // 15: icehouse.v1.PinRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	17, // 16: icehouse.v1.PinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	18, // 17: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	19, // 18: icehouse.v1.PinRequest.tools:type_name -> icehouse.v1.Tool
-	16, // 19: icehouse.v1.UnpinRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	17, // 20: icehouse.v1.UnpinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	18, // 21: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	19, // 22: icehouse.v1.UnpinRequest.tools:type_name -> icehouse.v1.Tool
-	16, // 23: icehouse.v1.EvictRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	17, // 24: icehouse.v1.EvictRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	18, // 25: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
-	19, // 26: icehouse.v1.EvictRequest.tools:type_name -> icehouse.v1.Tool
-	21, // 27: icehouse.v1.VerifyResponse.duration:type_name -> google.protobuf.Duration
-	21, // 28: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
-	23, // 29: icehouse.v1.WatchStatsResponse.stats:type_name -> icehouse.v1.CacheStatsResponse
-	1,  // 30: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
-	4,  // 31: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
-	6,  // 32: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
-	8,  // 33: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
-	10, // 34: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
-	12, // 35: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
-	14, // 36: icehouse.v1.CacheService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
-	2,  // 37: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
-	5,  // 38: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
-	7,  // 39: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
-	9,  // 40: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
-	11, // 41: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
-	13, // 42: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
-	15, // 43: icehouse.v1.CacheService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
-	37, // [37:44] is the sub-list for method output_type
-	30, // [30:37] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	19, // 9: icehouse.v1.WarmRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	20, // 10: icehouse.v1.WarmRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	21, // 11: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
+	22, // 12: icehouse.v1.WarmRequest.tools:type_name -> icehouse.v1.Tool
+	23, // 13: icehouse.v1.WarmResponse.cache:type_name -> icehouse.v1.CacheReport
+	25, // 14: icehouse.v1.WarmResponse.usage:type_name -> icehouse.v1.Usage
+	26, // 15: icehouse.v1.WarmWithProgressResponse.started:type_name -> icehouse.v1.Started
+	27, // 16: icehouse.v1.WarmWithProgressResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	5,  // 17: icehouse.v1.WarmWithProgressResponse.finished:type_name -> icehouse.v1.WarmResponse
+	19, // 18: icehouse.v1.PinRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	20, // 19: icehouse.v1.PinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	21, // 20: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	22, // 21: icehouse.v1.PinRequest.tools:type_name -> icehouse.v1.Tool
+	19, // 22: icehouse.v1.UnpinRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	20, // 23: icehouse.v1.UnpinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	21, // 24: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	22, // 25: icehouse.v1.UnpinRequest.tools:type_name -> icehouse.v1.Tool
+	19, // 26: icehouse.v1.EvictRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	20, // 27: icehouse.v1.EvictRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	21, // 28: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
+	22, // 29: icehouse.v1.EvictRequest.tools:type_name -> icehouse.v1.Tool
+	24, // 30: icehouse.v1.VerifyResponse.duration:type_name -> google.protobuf.Duration
+	16, // 31: icehouse.v1.VerifyWithProgressResponse.progress:type_name -> icehouse.v1.VerifyProgress
+	14, // 32: icehouse.v1.VerifyWithProgressResponse.finished:type_name -> icehouse.v1.VerifyResponse
+	24, // 33: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
+	28, // 34: icehouse.v1.WatchStatsResponse.stats:type_name -> icehouse.v1.CacheStatsResponse
+	1,  // 35: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
+	4,  // 36: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
+	4,  // 37: icehouse.v1.CacheService.WarmWithProgress:input_type -> icehouse.v1.WarmRequest
+	7,  // 38: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
+	9,  // 39: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
+	11, // 40: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
+	13, // 41: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
+	13, // 42: icehouse.v1.CacheService.VerifyWithProgress:input_type -> icehouse.v1.VerifyRequest
+	17, // 43: icehouse.v1.CacheService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
+	2,  // 44: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
+	5,  // 45: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
+	6,  // 46: icehouse.v1.CacheService.WarmWithProgress:output_type -> icehouse.v1.WarmWithProgressResponse
+	8,  // 47: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
+	10, // 48: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
+	12, // 49: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
+	14, // 50: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
+	15, // 51: icehouse.v1.CacheService.VerifyWithProgress:output_type -> icehouse.v1.VerifyWithProgressResponse
+	18, // 52: icehouse.v1.CacheService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
+	44, // [44:53] is the sub-list for method output_type
+	35, // [35:44] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_service_proto_init() }
@@ -1729,20 +2025,29 @@ func file_icehouse_v1_cache_service_proto_init() {
 		(*WarmRequest_Tokens)(nil),
 	}
 	file_icehouse_v1_cache_service_proto_msgTypes[5].OneofWrappers = []any{
+		(*WarmWithProgressResponse_Started)(nil),
+		(*WarmWithProgressResponse_PrefillProgress)(nil),
+		(*WarmWithProgressResponse_Finished)(nil),
+	}
+	file_icehouse_v1_cache_service_proto_msgTypes[6].OneofWrappers = []any{
 		(*PinRequest_Text)(nil),
 		(*PinRequest_Chat)(nil),
 		(*PinRequest_Tokens)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[7].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[8].OneofWrappers = []any{
 		(*UnpinRequest_Text)(nil),
 		(*UnpinRequest_Chat)(nil),
 		(*UnpinRequest_Tokens)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[9].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[10].OneofWrappers = []any{
 		(*EvictRequest_Text)(nil),
 		(*EvictRequest_Chat)(nil),
 		(*EvictRequest_Tokens)(nil),
 		(*EvictRequest_All)(nil),
+	}
+	file_icehouse_v1_cache_service_proto_msgTypes[14].OneofWrappers = []any{
+		(*VerifyWithProgressResponse_Progress)(nil),
+		(*VerifyWithProgressResponse_Finished)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -1750,7 +2055,7 @@ func file_icehouse_v1_cache_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_service_proto_rawDesc), len(file_icehouse_v1_cache_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

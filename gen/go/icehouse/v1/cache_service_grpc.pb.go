@@ -21,13 +21,15 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	CacheService_Explain_FullMethodName    = "/icehouse.v1.CacheService/Explain"
-	CacheService_Warm_FullMethodName       = "/icehouse.v1.CacheService/Warm"
-	CacheService_Pin_FullMethodName        = "/icehouse.v1.CacheService/Pin"
-	CacheService_Unpin_FullMethodName      = "/icehouse.v1.CacheService/Unpin"
-	CacheService_Evict_FullMethodName      = "/icehouse.v1.CacheService/Evict"
-	CacheService_Verify_FullMethodName     = "/icehouse.v1.CacheService/Verify"
-	CacheService_WatchStats_FullMethodName = "/icehouse.v1.CacheService/WatchStats"
+	CacheService_Explain_FullMethodName            = "/icehouse.v1.CacheService/Explain"
+	CacheService_Warm_FullMethodName               = "/icehouse.v1.CacheService/Warm"
+	CacheService_WarmWithProgress_FullMethodName   = "/icehouse.v1.CacheService/WarmWithProgress"
+	CacheService_Pin_FullMethodName                = "/icehouse.v1.CacheService/Pin"
+	CacheService_Unpin_FullMethodName              = "/icehouse.v1.CacheService/Unpin"
+	CacheService_Evict_FullMethodName              = "/icehouse.v1.CacheService/Evict"
+	CacheService_Verify_FullMethodName             = "/icehouse.v1.CacheService/Verify"
+	CacheService_VerifyWithProgress_FullMethodName = "/icehouse.v1.CacheService/VerifyWithProgress"
+	CacheService_WatchStats_FullMethodName         = "/icehouse.v1.CacheService/WatchStats"
 )
 
 // CacheServiceClient is the client API for CacheService service.
@@ -41,18 +43,27 @@ const (
 type CacheServiceClient interface {
 	// Tells what Generate would reuse of a prompt, without running it.
 	Explain(ctx context.Context, in *ExplainRequest, opts ...grpc.CallOption) (*ExplainResponse, error)
-	// Computes a prompt and keeps it, without generating.
+	// Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+	// whose deadline passes, no more is computed, and what was is kept.
 	Warm(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (*WarmResponse, error)
+	// As Warm, and tells on the way how far it is: `started` first, `finished` last.
+	WarmWithProgress(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WarmWithProgressResponse], error)
 	// Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
 	// (BLOCK_NOT_FOUND) when none is known.
 	Pin(ctx context.Context, in *PinRequest, opts ...grpc.CallOption) (*PinResponse, error)
 	// Takes pins off. Blocks that are not pinned are left as they are.
 	Unpin(ctx context.Context, in *UnpinRequest, opts ...grpc.CallOption) (*UnpinResponse, error)
-	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies.
+	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
+	// found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
+	// hundred thousand and ends also when the caller goes away.
 	Evict(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (*EvictResponse, error)
-	// Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
-	// operators only.
+	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+	// `block_limit` it is checked a part at a time. When the caller goes away or
+	// the deadline passes it ends within 64 blocks, and the next check goes on from there.
 	Verify(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (*VerifyResponse, error)
+	// As Verify, and tells on the way how far it is: `finished` last.
+	VerifyWithProgress(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyWithProgressResponse], error)
 	// Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
 	WatchStats(ctx context.Context, in *WatchStatsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchStatsResponse], error)
 }
@@ -84,6 +95,25 @@ func (c *cacheServiceClient) Warm(ctx context.Context, in *WarmRequest, opts ...
 	}
 	return out, nil
 }
+
+func (c *cacheServiceClient) WarmWithProgress(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WarmWithProgressResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[0], CacheService_WarmWithProgress_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WarmRequest, WarmWithProgressResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_WarmWithProgressClient = grpc.ServerStreamingClient[WarmWithProgressResponse]
 
 func (c *cacheServiceClient) Pin(ctx context.Context, in *PinRequest, opts ...grpc.CallOption) (*PinResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -125,9 +155,28 @@ func (c *cacheServiceClient) Verify(ctx context.Context, in *VerifyRequest, opts
 	return out, nil
 }
 
+func (c *cacheServiceClient) VerifyWithProgress(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyWithProgressResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[1], CacheService_VerifyWithProgress_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[VerifyRequest, VerifyWithProgressResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_VerifyWithProgressClient = grpc.ServerStreamingClient[VerifyWithProgressResponse]
+
 func (c *cacheServiceClient) WatchStats(ctx context.Context, in *WatchStatsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchStatsResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[0], CacheService_WatchStats_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[2], CacheService_WatchStats_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -155,18 +204,27 @@ type CacheService_WatchStatsClient = grpc.ServerStreamingClient[WatchStatsRespon
 type CacheServiceServer interface {
 	// Tells what Generate would reuse of a prompt, without running it.
 	Explain(context.Context, *ExplainRequest) (*ExplainResponse, error)
-	// Computes a prompt and keeps it, without generating.
+	// Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+	// whose deadline passes, no more is computed, and what was is kept.
 	Warm(context.Context, *WarmRequest) (*WarmResponse, error)
+	// As Warm, and tells on the way how far it is: `started` first, `finished` last.
+	WarmWithProgress(*WarmRequest, grpc.ServerStreamingServer[WarmWithProgressResponse]) error
 	// Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
 	// (BLOCK_NOT_FOUND) when none is known.
 	Pin(context.Context, *PinRequest) (*PinResponse, error)
 	// Takes pins off. Blocks that are not pinned are left as they are.
 	Unpin(context.Context, *UnpinRequest) (*UnpinResponse, error)
-	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies.
+	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
+	// found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
+	// hundred thousand and ends also when the caller goes away.
 	Evict(context.Context, *EvictRequest) (*EvictResponse, error)
-	// Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
-	// operators only.
+	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+	// `block_limit` it is checked a part at a time. When the caller goes away or
+	// the deadline passes it ends within 64 blocks, and the next check goes on from there.
 	Verify(context.Context, *VerifyRequest) (*VerifyResponse, error)
+	// As Verify, and tells on the way how far it is: `finished` last.
+	VerifyWithProgress(*VerifyRequest, grpc.ServerStreamingServer[VerifyWithProgressResponse]) error
 	// Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
 	WatchStats(*WatchStatsRequest, grpc.ServerStreamingServer[WatchStatsResponse]) error
 	mustEmbedUnimplementedCacheServiceServer()
@@ -185,6 +243,9 @@ func (UnimplementedCacheServiceServer) Explain(context.Context, *ExplainRequest)
 func (UnimplementedCacheServiceServer) Warm(context.Context, *WarmRequest) (*WarmResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Warm not implemented")
 }
+func (UnimplementedCacheServiceServer) WarmWithProgress(*WarmRequest, grpc.ServerStreamingServer[WarmWithProgressResponse]) error {
+	return status.Error(codes.Unimplemented, "method WarmWithProgress not implemented")
+}
 func (UnimplementedCacheServiceServer) Pin(context.Context, *PinRequest) (*PinResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Pin not implemented")
 }
@@ -196,6 +257,9 @@ func (UnimplementedCacheServiceServer) Evict(context.Context, *EvictRequest) (*E
 }
 func (UnimplementedCacheServiceServer) Verify(context.Context, *VerifyRequest) (*VerifyResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Verify not implemented")
+}
+func (UnimplementedCacheServiceServer) VerifyWithProgress(*VerifyRequest, grpc.ServerStreamingServer[VerifyWithProgressResponse]) error {
+	return status.Error(codes.Unimplemented, "method VerifyWithProgress not implemented")
 }
 func (UnimplementedCacheServiceServer) WatchStats(*WatchStatsRequest, grpc.ServerStreamingServer[WatchStatsResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchStats not implemented")
@@ -256,6 +320,17 @@ func _CacheService_Warm_Handler(srv interface{}, ctx context.Context, dec func(i
 	}
 	return interceptor(ctx, in, info, handler)
 }
+
+func _CacheService_WarmWithProgress_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WarmRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CacheServiceServer).WarmWithProgress(m, &grpc.GenericServerStream[WarmRequest, WarmWithProgressResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_WarmWithProgressServer = grpc.ServerStreamingServer[WarmWithProgressResponse]
 
 func _CacheService_Pin_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(PinRequest)
@@ -329,6 +404,17 @@ func _CacheService_Verify_Handler(srv interface{}, ctx context.Context, dec func
 	return interceptor(ctx, in, info, handler)
 }
 
+func _CacheService_VerifyWithProgress_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(VerifyRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CacheServiceServer).VerifyWithProgress(m, &grpc.GenericServerStream[VerifyRequest, VerifyWithProgressResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_VerifyWithProgressServer = grpc.ServerStreamingServer[VerifyWithProgressResponse]
+
 func _CacheService_WatchStats_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(WatchStatsRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -373,6 +459,16 @@ var CacheService_ServiceDesc = grpc.ServiceDesc{
 		},
 	},
 	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "WarmWithProgress",
+			Handler:       _CacheService_WarmWithProgress_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "VerifyWithProgress",
+			Handler:       _CacheService_VerifyWithProgress_Handler,
+			ServerStreams: true,
+		},
 		{
 			StreamName:    "WatchStats",
 			Handler:       _CacheService_WatchStats_Handler,

@@ -304,6 +304,44 @@ class WarmResponse(_message.Message):
 Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
 
 @_typing.final
+class WarmWithProgressResponse(_message.Message):
+    """How far a warm-up is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTED_FIELD_NUMBER: _builtins.int
+    PREFILL_PROGRESS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def started(self) -> _inference_service_pb2.Started:
+        """The request left the queue. Once, first."""
+
+    @_builtins.property
+    def prefill_progress(self) -> _inference_service_pb2.PrefillProgress:
+        """More of the prompt is computed. Any number."""
+
+    @_builtins.property
+    def finished(self) -> Global___WarmResponse:
+        """The prompt is in the cache. Once, last."""
+
+    def __init__(
+        self,
+        *,
+        started: _inference_service_pb2.Started | None = ...,
+        prefill_progress: _inference_service_pb2.PrefillProgress | None = ...,
+        finished: Global___WarmResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "prefill_progress", b"prefill_progress", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "prefill_progress", b"prefill_progress", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prefill_progress", "finished"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___WarmWithProgressResponse: _TypeAlias = WarmWithProgressResponse  # noqa: Y015
+
+@_typing.final
 class PinRequest(_message.Message):
     """A prompt whose blocks to pin."""
 
@@ -585,7 +623,9 @@ class VerifyRequest(_message.Message):
 
     BLOCK_LIMIT_FIELD_NUMBER: _builtins.int
     block_limit: _builtins.int
-    """Most blocks to read, least recently verified first; >= 0. Absent or 0: all."""
+    """Most blocks to read, those first that no check since the server's start has read, or the earliest one;
+    >= 0. Absent or 0: all.
+    """
     def __init__(
         self,
         *,
@@ -640,6 +680,72 @@ class VerifyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class VerifyWithProgressResponse(_message.Message):
+    """How far a check is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___VerifyProgress:
+        """More blocks are read. The first one before any is; then about every 64 blocks."""
+
+    @_builtins.property
+    def finished(self) -> Global___VerifyResponse:
+        """What the check found. Once, last."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___VerifyProgress | None = ...,
+        finished: Global___VerifyResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "finished"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___VerifyWithProgressResponse: _TypeAlias = VerifyWithProgressResponse  # noqa: Y015
+
+@_typing.final
+class VerifyProgress(_message.Message):
+    """What is done of a check."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFIED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    VERIFIED_BYTES_FIELD_NUMBER: _builtins.int
+    DAMAGED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    verified_block_count: _builtins.int
+    """Blocks read so far."""
+    verified_bytes: _builtins.int
+    """Bytes read so far."""
+    damaged_block_count: _builtins.int
+    """Damaged blocks so far."""
+    block_count: _builtins.int
+    """Blocks to read in all. Those that are evicted meanwhile are not read."""
+    def __init__(
+        self,
+        *,
+        verified_block_count: _builtins.int = ...,
+        verified_bytes: _builtins.int = ...,
+        damaged_block_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "damaged_block_count", b"damaged_block_count", "verified_block_count", b"verified_block_count", "verified_bytes", b"verified_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyProgress: _TypeAlias = VerifyProgress  # noqa: Y015
 
 @_typing.final
 class WatchStatsRequest(_message.Message):

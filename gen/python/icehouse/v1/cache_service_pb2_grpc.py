@@ -48,6 +48,11 @@ class CacheServiceStub:
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmResponse.FromString,
                 _registered_method=True)
+        self.WarmWithProgress = channel.unary_stream(
+                '/icehouse.v1.CacheService/WarmWithProgress',
+                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmWithProgressResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/icehouse.v1.CacheService/Pin',
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.PinRequest.SerializeToString,
@@ -67,6 +72,11 @@ class CacheServiceStub:
                 '/icehouse.v1.CacheService/Verify',
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.FromString,
+                _registered_method=True)
+        self.VerifyWithProgress = channel.unary_stream(
+                '/icehouse.v1.CacheService/VerifyWithProgress',
+                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyWithProgressResponse.FromString,
                 _registered_method=True)
         self.WatchStats = channel.unary_stream(
                 '/icehouse.v1.CacheService/WatchStats',
@@ -90,7 +100,15 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Warm(self, request, context):
-        """Computes a prompt and keeps it, without generating.
+        """Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+        whose deadline passes, no more is computed, and what was is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WarmWithProgress(self, request, context):
+        """As Warm, and tells on the way how far it is: `started` first, `finished` last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,15 +130,26 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Removes blocks from both tiers, pinned ones too. Running requests keep their copies.
+        """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
+        found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
+        hundred thousand and ends also when the caller goes away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
-        operators only.
+        """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+        operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+        `block_limit` it is checked a part at a time. When the caller goes away or
+        the deadline passes it ends within 64 blocks, and the next check goes on from there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyWithProgress(self, request, context):
+        """As Verify, and tells on the way how far it is: `finished` last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +175,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmResponse.SerializeToString,
             ),
+            'WarmWithProgress': grpc.unary_stream_rpc_method_handler(
+                    servicer.WarmWithProgress,
+                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmWithProgressResponse.SerializeToString,
+            ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.PinRequest.FromString,
@@ -165,6 +199,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.SerializeToString,
+            ),
+            'VerifyWithProgress': grpc.unary_stream_rpc_method_handler(
+                    servicer.VerifyWithProgress,
+                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyWithProgressResponse.SerializeToString,
             ),
             'WatchStats': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchStats,
@@ -230,6 +269,33 @@ class CacheService:
             '/icehouse.v1.CacheService/Warm',
             icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
             icehouse_dot_v1_dot_cache__service__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmWithProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/icehouse.v1.CacheService/WarmWithProgress',
+            icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
+            icehouse_dot_v1_dot_cache__service__pb2.WarmWithProgressResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -338,6 +404,33 @@ class CacheService:
             '/icehouse.v1.CacheService/Verify',
             icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
             icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyWithProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/icehouse.v1.CacheService/VerifyWithProgress',
+            icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
+            icehouse_dot_v1_dot_cache__service__pb2.VerifyWithProgressResponse.FromString,
             options,
             channel_credentials,
             insecure,

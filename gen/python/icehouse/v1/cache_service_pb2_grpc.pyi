@@ -40,7 +40,11 @@ class CacheServiceStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainRequest, _cache_service_pb2.ExplainResponse]
     """Tells what Generate would reuse of a prompt, without running it."""
     Warm: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.WarmRequest, _cache_service_pb2.WarmResponse]
-    """Computes a prompt and keeps it, without generating."""
+    """Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+    whose deadline passes, no more is computed, and what was is kept.
+    """
+    WarmWithProgress: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WarmRequest, _cache_service_pb2.WarmWithProgressResponse]
+    """As Warm, and tells on the way how far it is: `started` first, `finished` last."""
     Pin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]
     """Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
     (BLOCK_NOT_FOUND) when none is known.
@@ -48,11 +52,18 @@ class CacheServiceStub:
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]
     """Takes pins off. Blocks that are not pinned are left as they are."""
     Evict: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]
-    """Removes blocks from both tiers, pinned ones too. Running requests keep their copies."""
-    Verify: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
-    """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
-    operators only.
+    """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
+    found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
+    hundred thousand and ends also when the caller goes away.
     """
+    Verify: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
+    """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+    operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+    `block_limit` it is checked a part at a time. When the caller goes away or
+    the deadline passes it ends within 64 blocks, and the next check goes on from there.
+    """
+    VerifyWithProgress: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyWithProgressResponse]
+    """As Verify, and tells on the way how far it is: `finished` last."""
     WatchStats: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchStatsRequest, _cache_service_pb2.WatchStatsResponse]
     """Sends the counters of CacheStats at once and then at an interval, until the caller ends it."""
 
@@ -68,7 +79,11 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainRequest, _cache_service_pb2.ExplainResponse]  # type: ignore[assignment]
     """Tells what Generate would reuse of a prompt, without running it."""
     Warm: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.WarmRequest, _cache_service_pb2.WarmResponse]  # type: ignore[assignment]
-    """Computes a prompt and keeps it, without generating."""
+    """Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+    whose deadline passes, no more is computed, and what was is kept.
+    """
+    WarmWithProgress: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WarmRequest, _cache_service_pb2.WarmWithProgressResponse]  # type: ignore[assignment]
+    """As Warm, and tells on the way how far it is: `started` first, `finished` last."""
     Pin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]  # type: ignore[assignment]
     """Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
     (BLOCK_NOT_FOUND) when none is known.
@@ -76,11 +91,18 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]  # type: ignore[assignment]
     """Takes pins off. Blocks that are not pinned are left as they are."""
     Evict: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]  # type: ignore[assignment]
-    """Removes blocks from both tiers, pinned ones too. Running requests keep their copies."""
-    Verify: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
-    operators only.
+    """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
+    found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
+    hundred thousand and ends also when the caller goes away.
     """
+    Verify: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
+    """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+    operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+    `block_limit` it is checked a part at a time. When the caller goes away or
+    the deadline passes it ends within 64 blocks, and the next check goes on from there.
+    """
+    VerifyWithProgress: _aio.UnaryStreamMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyWithProgressResponse]  # type: ignore[assignment]
+    """As Verify, and tells on the way how far it is: `finished` last."""
     WatchStats: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WatchStatsRequest, _cache_service_pb2.WatchStatsResponse]  # type: ignore[assignment]
     """Sends the counters of CacheStats at once and then at an interval, until the caller ends it."""
 
@@ -105,7 +127,17 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.WarmRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.WarmResponse, _abc.Awaitable[_cache_service_pb2.WarmResponse]]:
-        """Computes a prompt and keeps it, without generating."""
+        """Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+        whose deadline passes, no more is computed, and what was is kept.
+        """
+
+    @_abc_1.abstractmethod
+    def WarmWithProgress(
+        self,
+        request: _cache_service_pb2.WarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.WarmWithProgressResponse], _abc.AsyncIterator[_cache_service_pb2.WarmWithProgressResponse]]:
+        """As Warm, and tells on the way how far it is: `started` first, `finished` last."""
 
     @_abc_1.abstractmethod
     def Pin(
@@ -131,7 +163,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.EvictResponse, _abc.Awaitable[_cache_service_pb2.EvictResponse]]:
-        """Removes blocks from both tiers, pinned ones too. Running requests keep their copies."""
+        """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
+        found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
+        hundred thousand and ends also when the caller goes away.
+        """
 
     @_abc_1.abstractmethod
     def Verify(
@@ -139,9 +174,19 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.VerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.VerifyResponse, _abc.Awaitable[_cache_service_pb2.VerifyResponse]]:
-        """Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
-        operators only.
+        """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+        operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+        `block_limit` it is checked a part at a time. When the caller goes away or
+        the deadline passes it ends within 64 blocks, and the next check goes on from there.
         """
+
+    @_abc_1.abstractmethod
+    def VerifyWithProgress(
+        self,
+        request: _cache_service_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.VerifyWithProgressResponse], _abc.AsyncIterator[_cache_service_pb2.VerifyWithProgressResponse]]:
+        """As Verify, and tells on the way how far it is: `finished` last."""
 
     @_abc_1.abstractmethod
     def WatchStats(

@@ -10,7 +10,7 @@ import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { CachePolicy } from "./cache_policy_pb.js";
 import { file_icehouse_v1_cache_policy } from "./cache_policy_pb.js";
-import type { CacheStatsResponse } from "./inference_service_pb.js";
+import type { CacheStatsResponse, PrefillProgress, Started } from "./inference_service_pb.js";
 import { file_icehouse_v1_inference_service } from "./inference_service_pb.js";
 import type { ChatPrompt, TokenPrompt } from "./prompt_pb.js";
 import { file_icehouse_v1_prompt } from "./prompt_pb.js";
@@ -24,7 +24,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_service.proto.
  */
 export const file_icehouse_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSLqAQoORXhwbGFpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAQgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABInCgVjYWNoZRgFIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIPCgdhZGFwdGVyGBEgASgJQggKBnByb21wdCKDAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipgEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIIo0CCgtXYXJtUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIQCghwcmlvcml0eRgHIAEoBRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQibgoMV2FybVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIhCgV1c2FnZRgDIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlIuYBCgpQaW5SZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgEIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBSABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQiSwoLUGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyLoAQoMVW5waW5SZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgEIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBSABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQiTQoNVW5waW5SZXNwb25zZRITCgtibG9ja19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRISCgpzaXplX2J5dGVzGAMgASgDIvcBCgxFdmljdFJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAQgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABINCgNhbGwYBSABKAhIABInCgVjYWNoZRgGIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIPCgdhZGFwdGVyGBEgASgJQggKBnRhcmdldCJnCg1FdmljdFJlc3BvbnNlEhcKD3JhbV9ibG9ja19jb3VudBgBIAEoAxIRCglyYW1fYnl0ZXMYAiABKAMSFwoPc3NkX2Jsb2NrX2NvdW50GAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDIqgBCg5WZXJpZnlSZXNwb25zZRIcChR2ZXJpZmllZF9ibG9ja19jb3VudBgBIAEoAxIWCg52ZXJpZmllZF9ieXRlcxgCIAEoAxIWCg5kYW1hZ2VkX2hhc2hlcxgDIAMoCRIbChNkYW1hZ2VkX2Jsb2NrX2NvdW50GAQgASgDEisKCGR1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIkAKEVdhdGNoU3RhdHNSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIkQKEldhdGNoU3RhdHNSZXNwb25zZRIuCgVzdGF0cxgBIAEoCzIfLmljZWhvdXNlLnYxLkNhY2hlU3RhdHNSZXNwb25zZSpPCglDYWNoZVRpZXISGgoWQ0FDSEVfVElFUl9VTlNQRUNJRklFRBAAEhIKDkNBQ0hFX1RJRVJfUkFNEAESEgoOQ0FDSEVfVElFUl9TU0QQAjLfAwoMQ2FjaGVTZXJ2aWNlEkQKB0V4cGxhaW4SGy5pY2Vob3VzZS52MS5FeHBsYWluUmVxdWVzdBocLmljZWhvdXNlLnYxLkV4cGxhaW5SZXNwb25zZRI7CgRXYXJtEhguaWNlaG91c2UudjEuV2FybVJlcXVlc3QaGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2USOAoDUGluEhcuaWNlaG91c2UudjEuUGluUmVxdWVzdBoYLmljZWhvdXNlLnYxLlBpblJlc3BvbnNlEj4KBVVucGluEhkuaWNlaG91c2UudjEuVW5waW5SZXF1ZXN0GhouaWNlaG91c2UudjEuVW5waW5SZXNwb25zZRI+CgVFdmljdBIZLmljZWhvdXNlLnYxLkV2aWN0UmVxdWVzdBoaLmljZWhvdXNlLnYxLkV2aWN0UmVzcG9uc2USQQoGVmVyaWZ5EhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBobLmljZWhvdXNlLnYxLlZlcmlmeVJlc3BvbnNlEk8KCldhdGNoU3RhdHMSHi5pY2Vob3VzZS52MS5XYXRjaFN0YXRzUmVxdWVzdBofLmljZWhvdXNlLnYxLldhdGNoU3RhdHNSZXNwb25zZTABYgZwcm90bzM", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_inference_service, file_icehouse_v1_prompt, file_icehouse_v1_tool, file_icehouse_v1_usage]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSLqAQoORXhwbGFpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAQgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABInCgVjYWNoZRgFIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIPCgdhZGFwdGVyGBEgASgJQggKBnByb21wdCKDAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipgEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIIo0CCgtXYXJtUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIQCghwcmlvcml0eRgHIAEoBRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQibgoMV2FybVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIhCgV1c2FnZRgDIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlIrUBChhXYXJtV2l0aFByb2dyZXNzUmVzcG9uc2USJwoHc3RhcnRlZBgBIAEoCzIULmljZWhvdXNlLnYxLlN0YXJ0ZWRIABI4ChBwcmVmaWxsX3Byb2dyZXNzGAIgASgLMhwuaWNlaG91c2UudjEuUHJlZmlsbFByb2dyZXNzSAASLQoIZmluaXNoZWQYAyABKAsyGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2VIAEIHCgVldmVudCLmAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0IksKC1BpblJlc3BvbnNlEhMKC2Jsb2NrX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhIKCnNpemVfYnl0ZXMYAyABKAMi6AEKDFVucGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0Ik0KDVVucGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyL3AQoMRXZpY3RSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgEIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASDQoDYWxsGAUgASgISAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZ0YXJnZXQiZwoNRXZpY3RSZXNwb25zZRIXCg9yYW1fYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhcKD3NzZF9ibG9ja19jb3VudBgDIAEoAxIRCglzc2RfYnl0ZXMYBCABKAMiJAoNVmVyaWZ5UmVxdWVzdBITCgtibG9ja19saW1pdBgBIAEoAyKoAQoOVmVyaWZ5UmVzcG9uc2USHAoUdmVyaWZpZWRfYmxvY2tfY291bnQYASABKAMSFgoOdmVyaWZpZWRfYnl0ZXMYAiABKAMSFgoOZGFtYWdlZF9oYXNoZXMYAyADKAkSGwoTZGFtYWdlZF9ibG9ja19jb3VudBgEIAEoAxIrCghkdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKHAQoaVmVyaWZ5V2l0aFByb2dyZXNzUmVzcG9uc2USLwoIcHJvZ3Jlc3MYASABKAsyGy5pY2Vob3VzZS52MS5WZXJpZnlQcm9ncmVzc0gAEi8KCGZpbmlzaGVkGAIgASgLMhsuaWNlaG91c2UudjEuVmVyaWZ5UmVzcG9uc2VIAEIHCgVldmVudCJ4Cg5WZXJpZnlQcm9ncmVzcxIcChR2ZXJpZmllZF9ibG9ja19jb3VudBgBIAEoAxIWCg52ZXJpZmllZF9ieXRlcxgCIAEoAxIbChNkYW1hZ2VkX2Jsb2NrX2NvdW50GAMgASgDEhMKC2Jsb2NrX2NvdW50GAQgASgDIkAKEVdhdGNoU3RhdHNSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIkQKEldhdGNoU3RhdHNSZXNwb25zZRIuCgVzdGF0cxgBIAEoCzIfLmljZWhvdXNlLnYxLkNhY2hlU3RhdHNSZXNwb25zZSpPCglDYWNoZVRpZXISGgoWQ0FDSEVfVElFUl9VTlNQRUNJRklFRBAAEhIKDkNBQ0hFX1RJRVJfUkFNEAESEgoOQ0FDSEVfVElFUl9TU0QQAjKTBQoMQ2FjaGVTZXJ2aWNlEkQKB0V4cGxhaW4SGy5pY2Vob3VzZS52MS5FeHBsYWluUmVxdWVzdBocLmljZWhvdXNlLnYxLkV4cGxhaW5SZXNwb25zZRI7CgRXYXJtEhguaWNlaG91c2UudjEuV2FybVJlcXVlc3QaGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2USVQoQV2FybVdpdGhQcm9ncmVzcxIYLmljZWhvdXNlLnYxLldhcm1SZXF1ZXN0GiUuaWNlaG91c2UudjEuV2FybVdpdGhQcm9ncmVzc1Jlc3BvbnNlMAESOAoDUGluEhcuaWNlaG91c2UudjEuUGluUmVxdWVzdBoYLmljZWhvdXNlLnYxLlBpblJlc3BvbnNlEj4KBVVucGluEhkuaWNlaG91c2UudjEuVW5waW5SZXF1ZXN0GhouaWNlaG91c2UudjEuVW5waW5SZXNwb25zZRI+CgVFdmljdBIZLmljZWhvdXNlLnYxLkV2aWN0UmVxdWVzdBoaLmljZWhvdXNlLnYxLkV2aWN0UmVzcG9uc2USQQoGVmVyaWZ5EhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBobLmljZWhvdXNlLnYxLlZlcmlmeVJlc3BvbnNlElsKElZlcmlmeVdpdGhQcm9ncmVzcxIaLmljZWhvdXNlLnYxLlZlcmlmeVJlcXVlc3QaJy5pY2Vob3VzZS52MS5WZXJpZnlXaXRoUHJvZ3Jlc3NSZXNwb25zZTABEk8KCldhdGNoU3RhdHMSHi5pY2Vob3VzZS52MS5XYXRjaFN0YXRzUmVxdWVzdBofLmljZWhvdXNlLnYxLldhdGNoU3RhdHNSZXNwb25zZTABYgZwcm90bzM", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_inference_service, file_icehouse_v1_prompt, file_icehouse_v1_tool, file_icehouse_v1_usage]);
 
 /**
  * A prompt to look up.
@@ -338,6 +338,51 @@ export const WarmResponseSchema: GenMessage<WarmResponse> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_service, 4);
 
 /**
+ * How far a warm-up is.
+ *
+ * @generated from message icehouse.v1.WarmWithProgressResponse
+ */
+export type WarmWithProgressResponse = Message<"icehouse.v1.WarmWithProgressResponse"> & {
+  /**
+   * What happened. Fields may be added: skip events that are not known.
+   *
+   * @generated from oneof icehouse.v1.WarmWithProgressResponse.event
+   */
+  event: {
+    /**
+     * The request left the queue. Once, first.
+     *
+     * @generated from field: icehouse.v1.Started started = 1;
+     */
+    value: Started;
+    case: "started";
+  } | {
+    /**
+     * More of the prompt is computed. Any number.
+     *
+     * @generated from field: icehouse.v1.PrefillProgress prefill_progress = 2;
+     */
+    value: PrefillProgress;
+    case: "prefillProgress";
+  } | {
+    /**
+     * The prompt is in the cache. Once, last.
+     *
+     * @generated from field: icehouse.v1.WarmResponse finished = 3;
+     */
+    value: WarmResponse;
+    case: "finished";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message icehouse.v1.WarmWithProgressResponse.
+ * Use `create(WarmWithProgressResponseSchema)` to create a new message.
+ */
+export const WarmWithProgressResponseSchema: GenMessage<WarmWithProgressResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 5);
+
+/**
  * A prompt whose blocks to pin.
  *
  * @generated from message icehouse.v1.PinRequest
@@ -409,7 +454,7 @@ export type PinRequest = Message<"icehouse.v1.PinRequest"> & {
  * Use `create(PinRequestSchema)` to create a new message.
  */
 export const PinRequestSchema: GenMessage<PinRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 5);
+  messageDesc(file_icehouse_v1_cache_service, 6);
 
 /**
  * What is pinned now.
@@ -444,7 +489,7 @@ export type PinResponse = Message<"icehouse.v1.PinResponse"> & {
  * Use `create(PinResponseSchema)` to create a new message.
  */
 export const PinResponseSchema: GenMessage<PinResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 6);
+  messageDesc(file_icehouse_v1_cache_service, 7);
 
 /**
  * A prompt whose blocks to unpin.
@@ -518,7 +563,7 @@ export type UnpinRequest = Message<"icehouse.v1.UnpinRequest"> & {
  * Use `create(UnpinRequestSchema)` to create a new message.
  */
 export const UnpinRequestSchema: GenMessage<UnpinRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 7);
+  messageDesc(file_icehouse_v1_cache_service, 8);
 
 /**
  * What was unpinned.
@@ -553,7 +598,7 @@ export type UnpinResponse = Message<"icehouse.v1.UnpinResponse"> & {
  * Use `create(UnpinResponseSchema)` to create a new message.
  */
 export const UnpinResponseSchema: GenMessage<UnpinResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 8);
+  messageDesc(file_icehouse_v1_cache_service, 9);
 
 /**
  * What to remove.
@@ -636,7 +681,7 @@ export type EvictRequest = Message<"icehouse.v1.EvictRequest"> & {
  * Use `create(EvictRequestSchema)` to create a new message.
  */
 export const EvictRequestSchema: GenMessage<EvictRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 9);
+  messageDesc(file_icehouse_v1_cache_service, 10);
 
 /**
  * What was removed.
@@ -678,7 +723,7 @@ export type EvictResponse = Message<"icehouse.v1.EvictResponse"> & {
  * Use `create(EvictResponseSchema)` to create a new message.
  */
 export const EvictResponseSchema: GenMessage<EvictResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 10);
+  messageDesc(file_icehouse_v1_cache_service, 11);
 
 /**
  * Asks for a check of the blocks on SSD.
@@ -687,7 +732,8 @@ export const EvictResponseSchema: GenMessage<EvictResponse> = /*@__PURE__*/
  */
 export type VerifyRequest = Message<"icehouse.v1.VerifyRequest"> & {
   /**
-   * Most blocks to read, least recently verified first; >= 0. Absent or 0: all.
+   * Most blocks to read, those first that no check since the server's start has read, or the earliest one;
+   * >= 0. Absent or 0: all.
    *
    * @generated from field: int64 block_limit = 1;
    */
@@ -699,7 +745,7 @@ export type VerifyRequest = Message<"icehouse.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 11);
+  messageDesc(file_icehouse_v1_cache_service, 12);
 
 /**
  * What the check found.
@@ -748,7 +794,86 @@ export type VerifyResponse = Message<"icehouse.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 12);
+  messageDesc(file_icehouse_v1_cache_service, 13);
+
+/**
+ * How far a check is.
+ *
+ * @generated from message icehouse.v1.VerifyWithProgressResponse
+ */
+export type VerifyWithProgressResponse = Message<"icehouse.v1.VerifyWithProgressResponse"> & {
+  /**
+   * What happened. Fields may be added: skip events that are not known.
+   *
+   * @generated from oneof icehouse.v1.VerifyWithProgressResponse.event
+   */
+  event: {
+    /**
+     * More blocks are read. The first one before any is; then about every 64 blocks.
+     *
+     * @generated from field: icehouse.v1.VerifyProgress progress = 1;
+     */
+    value: VerifyProgress;
+    case: "progress";
+  } | {
+    /**
+     * What the check found. Once, last.
+     *
+     * @generated from field: icehouse.v1.VerifyResponse finished = 2;
+     */
+    value: VerifyResponse;
+    case: "finished";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message icehouse.v1.VerifyWithProgressResponse.
+ * Use `create(VerifyWithProgressResponseSchema)` to create a new message.
+ */
+export const VerifyWithProgressResponseSchema: GenMessage<VerifyWithProgressResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 14);
+
+/**
+ * What is done of a check.
+ *
+ * @generated from message icehouse.v1.VerifyProgress
+ */
+export type VerifyProgress = Message<"icehouse.v1.VerifyProgress"> & {
+  /**
+   * Blocks read so far.
+   *
+   * @generated from field: int64 verified_block_count = 1;
+   */
+  verifiedBlockCount: bigint;
+
+  /**
+   * Bytes read so far.
+   *
+   * @generated from field: int64 verified_bytes = 2;
+   */
+  verifiedBytes: bigint;
+
+  /**
+   * Damaged blocks so far.
+   *
+   * @generated from field: int64 damaged_block_count = 3;
+   */
+  damagedBlockCount: bigint;
+
+  /**
+   * Blocks to read in all. Those that are evicted meanwhile are not read.
+   *
+   * @generated from field: int64 block_count = 4;
+   */
+  blockCount: bigint;
+};
+
+/**
+ * Describes the message icehouse.v1.VerifyProgress.
+ * Use `create(VerifyProgressSchema)` to create a new message.
+ */
+export const VerifyProgressSchema: GenMessage<VerifyProgress> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 15);
 
 /**
  * Asks for counters again and again.
@@ -769,7 +894,7 @@ export type WatchStatsRequest = Message<"icehouse.v1.WatchStatsRequest"> & {
  * Use `create(WatchStatsRequestSchema)` to create a new message.
  */
 export const WatchStatsRequestSchema: GenMessage<WatchStatsRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 13);
+  messageDesc(file_icehouse_v1_cache_service, 16);
 
 /**
  * Counters between two steps.
@@ -790,7 +915,7 @@ export type WatchStatsResponse = Message<"icehouse.v1.WatchStatsResponse"> & {
  * Use `create(WatchStatsResponseSchema)` to create a new message.
  */
 export const WatchStatsResponseSchema: GenMessage<WatchStatsResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 14);
+  messageDesc(file_icehouse_v1_cache_service, 17);
 
 /**
  * Where a block is.
@@ -846,7 +971,8 @@ export const CacheService: GenService<{
     output: typeof ExplainResponseSchema;
   },
   /**
-   * Computes a prompt and keeps it, without generating.
+   * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+   * whose deadline passes, no more is computed, and what was is kept.
    *
    * @generated from rpc icehouse.v1.CacheService.Warm
    */
@@ -854,6 +980,16 @@ export const CacheService: GenService<{
     methodKind: "unary";
     input: typeof WarmRequestSchema;
     output: typeof WarmResponseSchema;
+  },
+  /**
+   * As Warm, and tells on the way how far it is: `started` first, `finished` last.
+   *
+   * @generated from rpc icehouse.v1.CacheService.WarmWithProgress
+   */
+  warmWithProgress: {
+    methodKind: "server_streaming";
+    input: typeof WarmRequestSchema;
+    output: typeof WarmWithProgressResponseSchema;
   },
   /**
    * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
@@ -877,7 +1013,9 @@ export const CacheService: GenService<{
     output: typeof UnpinResponseSchema;
   },
   /**
-   * Removes blocks from both tiers, pinned ones too. Running requests keep their copies.
+   * Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
+   * found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
+   * hundred thousand and ends also when the caller goes away.
    *
    * @generated from rpc icehouse.v1.CacheService.Evict
    */
@@ -887,8 +1025,10 @@ export const CacheService: GenService<{
     output: typeof EvictResponseSchema;
   },
   /**
-   * Reads blocks on SSD and compares their checksums. Damaged ones go into quarantine. For
-   * operators only.
+   * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+   * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+   * `block_limit` it is checked a part at a time. When the caller goes away or
+   * the deadline passes it ends within 64 blocks, and the next check goes on from there.
    *
    * @generated from rpc icehouse.v1.CacheService.Verify
    */
@@ -896,6 +1036,16 @@ export const CacheService: GenService<{
     methodKind: "unary";
     input: typeof VerifyRequestSchema;
     output: typeof VerifyResponseSchema;
+  },
+  /**
+   * As Verify, and tells on the way how far it is: `finished` last.
+   *
+   * @generated from rpc icehouse.v1.CacheService.VerifyWithProgress
+   */
+  verifyWithProgress: {
+    methodKind: "server_streaming";
+    input: typeof VerifyRequestSchema;
+    output: typeof VerifyWithProgressResponseSchema;
   },
   /**
    * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.

@@ -16,8 +16,10 @@ from icehouse_server.domain.cache_commands import (
     EvictReport,
     Explain,
     Explanation,
+    ListStored,
     Pin,
     PinReport,
+    StoredBlocks,
     Unpin,
     VerifyReport,
 )
@@ -28,6 +30,7 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.loads import HeadsRead, LoadId
 from icehouse_server.storage.messages import (
+    Listed,
     Outcome,
     Purged,
     StatsAnswer,
@@ -132,6 +135,11 @@ class CacheCommands:
                         duration_s=self._clock.monotonic() - began,
                     )
                 )
+        elif isinstance(outcome, Listed):
+            listing = self._verifications.pop(outcome.task_id, None)
+            if listing is not None:
+                _, answer = listing
+                answer(StoredBlocks(outcome.hashes))
         elif isinstance(outcome, TaskGivenUp):
             self._give_up(outcome)
 
@@ -174,9 +182,10 @@ class CacheCommands:
             return self._evict(command, reply)
         if self._cache.storage is None:
             raise IcehouseError(Reason.CACHE_UNSUPPORTED, "this server has no SSD tier to verify")
-        hashes = [entry.hash for entry in self._cache.blocks() if entry.ssd]
-        chosen = hashes[: command.block_limit] if command.block_limit else None
-        task_id = self._cache.storage.verify(chosen)
+        if isinstance(command, ListStored):
+            task_id = self._cache.storage.list_stored(block_limit=command.block_limit)
+        else:
+            task_id = self._cache.storage.verify(command.block_hashes)
         if task_id is None:
             raise _storage_busy()
         self._verifications[task_id] = (self._clock.monotonic(), reply)

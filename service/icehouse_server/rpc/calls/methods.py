@@ -71,6 +71,7 @@ class Method:
 
 _GENERATION = Method(Pool.WORK, Place.INFERENCE, Cost.GENERATION)
 _COMMAND = Method(Pool.COMMANDS, Place.INFERENCE, Cost.PROMPT)
+_CHECK = Method(Pool.COMMANDS, Place.STORAGE, access=Access.OPERATOR, message_byte_limit=4 * KIB)
 _LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
 _CHANNELZ = Method(
     Pool.WATCHES, Place.EVENT_LOOP, access=Access.OPERATOR, message_byte_limit=KIB, message_timeout_s=2.0
@@ -89,12 +90,12 @@ METHODS: Mapping[str, Method] = {
     ),
     "icehouse.v1.CacheService/Explain": _COMMAND,
     "icehouse.v1.CacheService/Warm": _GENERATION,
+    "icehouse.v1.CacheService/WarmWithProgress": _GENERATION,
     "icehouse.v1.CacheService/Pin": _COMMAND,
     "icehouse.v1.CacheService/Unpin": _COMMAND,
     "icehouse.v1.CacheService/Evict": _COMMAND,
-    "icehouse.v1.CacheService/Verify": Method(
-        Pool.COMMANDS, Place.STORAGE, access=Access.OPERATOR, message_byte_limit=4 * KIB
-    ),
+    "icehouse.v1.CacheService/Verify": _CHECK,
+    "icehouse.v1.CacheService/VerifyWithProgress": _CHECK,
     "icehouse.v1.CacheService/WatchStats": Method(Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,

@@ -57,6 +57,16 @@ def verify_response(report: VerifyReport) -> cache_service_pb2.VerifyResponse:
     )
 
 
+def verify_progress(report: VerifyReport, *, block_count: int) -> cache_service_pb2.VerifyProgress:
+    """Return how far a check of so many blocks is."""
+    return cache_service_pb2.VerifyProgress(
+        verified_block_count=report.verified_block_count,
+        verified_bytes=report.verified_bytes,
+        damaged_block_count=len(report.damaged_hashes),
+        block_count=block_count,
+    )
+
+
 def tenant_stats_protos(tenants: Tenants, cache: CacheStats | None) -> Iterator[tenant_stats_pb2.TenantStats]:
     """Yield one message for each account."""
     shares = {} if cache is None else {share.tenant: share for share in cache.tenants}

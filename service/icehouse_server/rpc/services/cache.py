@@ -1,10 +1,10 @@
-"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats."""
+"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats; Warm and Verify with progress, too."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol, TypeVar
 
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2_grpc
@@ -17,8 +17,10 @@ from icehouse_server.domain.cache_commands import (
     EvictReport,
     Explain,
     Explanation,
+    ListStored,
     Pin,
     PinReport,
+    StoredBlocks,
     Unpin,
     Verify,
     VerifyReport,
@@ -31,13 +33,21 @@ from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
-from icehouse_server.rpc.messages.stats import evict_response, explain_response, verify_response
+from icehouse_server.rpc.messages.stats import (
+    evict_response,
+    explain_response,
+    verify_progress,
+    verify_response,
+)
 from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prompts import Unread, prompt_of, unchecked
 
-Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport)
+Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport, StoredBlocks)
+
+_VERIFY_SLICE_COUNT = 64
+"""Blocks that are read before anybody looks whether the caller is still there."""
 
 
 class _Scoped(Protocol):
@@ -75,23 +85,57 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
         """Run the prompt without output."""
-        async with self._calls.call("Warm", context) as call:
-            model = self._router.require_model()
-            whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
-            if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
-                refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
-            kind = request.WhichOneof("prompt")
-            prompt = unchecked(request, lambda: prompt_of(request, kind, model.info))
-            prepared = await self._generation.prepare(Unread(model, whole, prompt), call=call)
-            async with self._generation.run(prepared.requests, call=call) as events:
-                async for _, event in events:
-                    if isinstance(event, Finished):
-                        return messages.WarmResponse(
-                            request_id=prepared.request.request_id,
-                            cache=cache_report_proto(event.usage.cache),
-                            usage=usage_proto(event.usage),
-                        )
+        async with (
+            self._calls.call("Warm", context) as call,
+            contextlib.aclosing(self._warmed(request, call)) as told,
+        ):
+            async for response in told:
+                if response.HasField("finished"):
+                    return response.finished
         raise AssertionError("a request's events ended without Finished or Failed")
+
+    # Written with context.write, as WatchStats is: only so can a write that blocks be timed.
+    async def WarmWithProgress(  # type: ignore[override]
+        self, request: messages.WarmRequest, context: Context
+    ) -> None:
+        """Run the prompt without output and tell how far it is."""
+        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        async with (
+            self._calls.call("WarmWithProgress", context) as call,
+            timer.guard(),
+            contextlib.aclosing(self._warmed(request, call, on_stall=timer.expire)) as told,
+        ):
+            async for response in told:
+                await timer.write(context, response)
+
+    async def _warmed(
+        self, request: messages.WarmRequest, call: Call, *, on_stall: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[messages.WarmWithProgressResponse, None]:
+        """Yield what there is to tell of a warm-up, `finished` last; closing it ends the request."""
+        model = self._router.require_model()
+        whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
+        if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
+            refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
+        kind = request.WhichOneof("prompt")
+        prompt = unchecked(request, lambda: prompt_of(request, kind, model.info))
+        prepared = await self._generation.prepare(Unread(model, whole, prompt), call=call)
+        replies = prepared.new_replies()
+        async with self._generation.run(prepared.requests, call=call, on_stall=on_stall) as events:
+            async for index, event in events:
+                if isinstance(event, Finished):
+                    finished = messages.WarmResponse(
+                        request_id=prepared.request.request_id,
+                        cache=cache_report_proto(event.usage.cache),
+                        usage=usage_proto(event.usage),
+                    )
+                    yield messages.WarmWithProgressResponse(finished=finished)
+                    return
+                for response in replies.responses(index, event):
+                    if response.HasField("started"):
+                        yield messages.WarmWithProgressResponse(started=response.started)
+                    elif response.HasField("prefill_progress"):
+                        progress = response.prefill_progress
+                        yield messages.WarmWithProgressResponse(prefill_progress=progress)
 
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
         """Pin a prompt's blocks."""
@@ -142,9 +186,36 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""
         async with self._calls.call("Verify", context):
-            if request.block_limit < 0:
-                refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
-            return verify_response(await self._submit(Verify(request.block_limit), VerifyReport))
+            async for report, _ in self._verified(request):
+                found = report
+            return verify_response(found)
+
+    async def VerifyWithProgress(  # type: ignore[override]
+        self, request: messages.VerifyRequest, context: Context
+    ) -> None:
+        """Have blocks on SSD read and compared, and tell how far it is."""
+        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        async with self._calls.call("VerifyWithProgress", context), timer.guard():
+            async for report, block_count in self._verified(request):
+                found = report
+                progress = verify_progress(report, block_count=block_count)
+                await timer.write(context, messages.VerifyWithProgressResponse(progress=progress))
+            await timer.write(context, messages.VerifyWithProgressResponse(finished=verify_response(found)))
+
+    async def _verified(self, request: messages.VerifyRequest) -> AsyncIterator[tuple[VerifyReport, int]]:
+        """Yield what is found so far, and of how many blocks, before the first slice and after each.
+
+        One slice is asked for at a time, so that a caller who goes away ends the check.
+        """
+        if request.block_limit < 0:
+            refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
+        stored = (await self._submit(ListStored(request.block_limit), StoredBlocks)).block_hashes
+        found = VerifyReport(verified_block_count=0, verified_bytes=0, damaged_hashes=(), duration_s=0.0)
+        yield found, len(stored)
+        for start in range(0, len(stored), _VERIFY_SLICE_COUNT):
+            part = await self._submit(Verify(stored[start : start + _VERIFY_SLICE_COUNT]), VerifyReport)
+            found = found.joined(part)
+            yield found, len(stored)
 
     async def WatchStats(  # type: ignore[override]
         self, request: messages.WatchStatsRequest, context: Context

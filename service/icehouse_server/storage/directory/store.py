@@ -62,6 +62,8 @@ class BlockStore:
         """What left the tier since start."""
         self.integrity = IntegrityStats()
         """What was found damaged since start."""
+        self.last_verified: BlockHash | None = None
+        """Up to where a check of the blocks has come, in the order of their hashes."""
         self.syncs: Executor | None = None
         """Makes files durable beside what the storage thread does; None: in their turn."""
         self.space = Space(

@@ -39,6 +39,7 @@ from icehouse_server.storage.worker.reader_pool import HeadReport, LoadReport
 from icehouse_server.storage.worker.requests import (
     CloseRequest,
     FlushRequest,
+    ListRequest,
     PinRequest,
     PurgeRequest,
     Request,
@@ -49,7 +50,7 @@ from icehouse_server.storage.worker.requests import (
 )
 from icehouse_server.storage.worker.spiller import Spiller
 from icehouse_server.storage.worker.stats import StorageCounters, note_damage, storage_stats
-from icehouse_server.storage.worker.tasks import PurgeTask, Task, VerifyTask, retire
+from icehouse_server.storage.worker.tasks import ListTask, PurgeTask, Task, VerifyTask, retire
 from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full, outline
 
 _log = logging.getLogger(__name__)
@@ -213,6 +214,8 @@ class StorageLoop:
                 self._orders.append(_Ticket(PurgeTask(request), self._spiller.accepted_total))
             case VerifyRequest():
                 self._verifications.append(_Ticket(VerifyTask(request), self._spiller.accepted_total))
+            case ListRequest():
+                self._verifications.append(_Ticket(ListTask(request), self._spiller.accepted_total))
             case FlushRequest():
                 self._task_meter.give_back(1)
                 self._spiller.flush(request)

@@ -56,6 +56,14 @@ class VerifyRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ListRequest:
+    """Name the stored blocks, least recently verified first; at most `block_limit`, 0 is all."""
+
+    task_id: TaskId
+    block_limit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FlushRequest:
     """Finish the spills that came before; drop what is left at the deadline (`Clock.monotonic`)."""
 
@@ -83,6 +91,7 @@ Request = (
     | PinRequest
     | PurgeRequest
     | VerifyRequest
+    | ListRequest
     | FlushRequest
     | StatsRequest
     | CloseRequest

@@ -29,6 +29,7 @@ from icehouse_server.storage.worker.reader_pool import ReaderPool
 from icehouse_server.storage.worker.requests import (
     CloseRequest,
     FlushRequest,
+    ListRequest,
     PinRequest,
     PurgeRequest,
     Request,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_Task = TouchRequest | PinRequest | PurgeRequest | VerifyRequest | FlushRequest | StatsRequest
+_Task = TouchRequest | PinRequest | PurgeRequest | VerifyRequest | ListRequest | FlushRequest | StatsRequest
 _TICK_S = 1.0
 """Longest wait for a message, so that recency is written and a broken disk is tried again."""
 
@@ -182,6 +183,11 @@ class Storage:
         task_id = self._next_task_id()
         wanted = None if hashes is None else tuple(hashes)
         return task_id if self._send(VerifyRequest(task_id, wanted)) else None
+
+    def list_stored(self, *, block_limit: int) -> TaskId | None:
+        """Name stored blocks, least recently verified first; `Listed` follows. None when too much waits."""
+        task_id = self._next_task_id()
+        return task_id if self._send(ListRequest(task_id, block_limit)) else None
 
     def flush(self, *, deadline_time: float) -> TaskId | None:
         """Have every spill so far finished, or dropped at the deadline; `Flushed` follows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Protocol
 
 from icehouse_server.domain.blocks import Damage
@@ -10,9 +11,9 @@ from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.reader import verify_block
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.loads import BlockFailure
-from icehouse_server.storage.messages import Outcome, Purged, TaskId, Verified
+from icehouse_server.storage.messages import Listed, Outcome, Purged, TaskId, Verified
 from icehouse_server.storage.record import BlockRecord
-from icehouse_server.storage.worker.requests import PurgeRequest, VerifyRequest
+from icehouse_server.storage.worker.requests import ListRequest, PurgeRequest, VerifyRequest
 from icehouse_server.storage.worker.stats import note_damage
 
 _PURGE_BATCH_COUNT = 64
@@ -81,12 +82,14 @@ class VerifyTask:
         if self._left is None:
             asked = self._request.hashes
             found = (store.index.get(item) for item in asked) if asked is not None else list(store.index)
-            self._left = [record for record in found if record is not None]
+            self._left = [record for record in found if record is not None][::-1]
         if self._left:
             # One that was evicted meanwhile has nothing left to verify.
-            record = store.index.get(self._left.pop().hash)
+            wanted = self._left.pop().hash
+            record = store.index.get(wanted)
             if record is not None:
                 self._verify(record, store)
+            store.last_verified = wanted
         if self._left:
             return None
         return Verified(self.task_id, self._checked_count, self._checked_bytes, tuple(self._damaged))
@@ -105,6 +108,22 @@ class VerifyTask:
             failure = BlockFailure(record.hash, error.damage, str(error))
             self._damaged.append(failure)
             retire(store, failure)
+
+
+class ListTask:
+    """Names the stored blocks, in the order of their hashes and round again: those that were verified last
+    come last. One step."""
+
+    def __init__(self, request: ListRequest) -> None:
+        self.task_id = request.task_id
+        self._block_limit = request.block_limit
+
+    def step(self, store: BlockStore) -> Outcome | None:
+        """Name them."""
+        hashes = sorted(record.hash for record in store.index)
+        start = 0 if store.last_verified is None else bisect.bisect_right(hashes, store.last_verified)
+        hashes = [*hashes[start:], *hashes[:start]]
+        return Listed(self.task_id, tuple(hashes[: self._block_limit or None]))
 
 
 def check_row(record: BlockRecord, file: BlockFile, store: BlockStore) -> None:

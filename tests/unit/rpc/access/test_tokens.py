@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2, inference_service_pb2, model_service_pb2
 from icehouse_server.config import SecurityConfig, TenantConfig
 from icehouse_server.domain.cache_commands import EvictReport, VerifyReport
+from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import TOKEN_COUNT_LIMIT, TokenFile, digest_of, line_of, new_token
@@ -167,6 +168,7 @@ async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) ->
         for call in (
             served.cache.Evict(evict_all, metadata=bearer(SEARCH)),
             served.cache.Verify(verify, metadata=bearer(SEARCH)),
+            served.cache.VerifyWithProgress(verify, metadata=bearer(SEARCH)).read(),
         ):
             refusal = await refused(call)
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.PERMISSION_DENIED, Reason.OPERATOR_ONLY)
@@ -174,6 +176,7 @@ async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) ->
         served.engine.order_answer = EvictReport(ram_block_count=3)
         assert (await served.cache.Evict(evict_all, metadata=bearer(BOSS))).ram_block_count == 3
         served.engine.order_answer = VerifyReport(1, 2, (), 0.0)
+        served.engine.stored = (BlockHash(bytes(32)),)
         assert (await served.cache.Verify(verify, metadata=bearer(BOSS))).verified_block_count == 1
 
 

@@ -94,12 +94,11 @@ async def test_a_call_is_told_with_what_it_asks_of_a_model() -> None:
         await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
         async for _ in served.inference.Stream(chat):
             pass
-        for refused in (
-            served.embeddings.Embed(embedding_service_pb2.EmbedRequest()),
-            served.reranking.Rerank(rerank_service_pb2.RerankRequest()),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError):
-                await refused
+        # One after the other: a call begins when it is made, not when it is awaited.
+        with pytest.raises(grpc.aio.AioRpcError):
+            await served.embeddings.Embed(embedding_service_pb2.EmbedRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await served.reranking.Rerank(rerank_service_pb2.RerankRequest())
         await served.inference.CacheStats(messages.CacheStatsRequest())
         await notes.ended(6)
     told = [(record.operation, record.error_type) for record in notes.calls]

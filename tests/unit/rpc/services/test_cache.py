@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -13,10 +16,12 @@ from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import model_service_pb2 as model_messages
 from icehouse_server.domain.cache_commands import (
     BlockMatch,
+    CacheCommand,
     Evict,
     EvictReport,
     Explain,
     Explanation,
+    ListStored,
     Pin,
     PinReport,
     Tier,
@@ -24,12 +29,15 @@ from icehouse_server.domain.cache_commands import (
     Verify,
     VerifyReport,
 )
-from icehouse_server.domain.events import CacheReport
+from icehouse_server.domain.events import CacheReport, Event, PrefillProgress
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import NotFound, Reason
+from icehouse_server.rpc.engine_client.ports import CommandReply
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, REPORT, finished, started
+from tests.unit.rpc.calls.test_wire import watched_server
 from tests.unit.rpc.conftest import RunningServer
 
 BLUE = cache_policy_pb2.CachePolicy(tenant="blue")
@@ -123,12 +131,99 @@ async def test_evict_never_takes_more_than_was_named(
 async def test_verify_cuts_names_but_not_their_number(served: RunningServer) -> None:
     damaged = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(1500))
     served.engine.order_answer = VerifyReport(2000, 9, damaged, 0.5)
-    response = await served.cache.Verify(messages.VerifyRequest(block_limit=2000))
-    assert served.engine.orders == [Verify(2000)]
+    served.engine.stored = damaged[:3]
+    response = await served.cache.Verify(messages.VerifyRequest(block_limit=2))
+    assert served.engine.orders == [ListStored(2), Verify(damaged[:2])]
     assert (len(response.damaged_hashes), response.damaged_block_count) == (1000, 1500)
     assert response.damaged_hashes[1] == "00" * 31 + "01"
     refusal = await refused(served.cache.Verify(messages.VerifyRequest(block_limit=-1)))
     assert refusal.field == "block_limit"
+
+
+STORED = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(150))
+
+
+async def test_verify_tells_how_far_it_is_in_slices(served: RunningServer) -> None:
+    served.engine.stored = STORED
+    served.engine.order_answer = VerifyReport(64, 640, STORED[:1], 0.5)
+    told = [response async for response in served.cache.VerifyWithProgress(messages.VerifyRequest())]
+    assert [r.progress.verified_block_count for r in told[:-1]] == [0, 64, 128, 192]
+    assert {r.progress.block_count for r in told[:-1]} == {150}
+    assert (told[1].progress.verified_bytes, told[2].progress.damaged_block_count) == (640, 2)
+    finished = told[-1].finished
+    assert (finished.verified_block_count, finished.damaged_block_count) == (192, 3)
+    assert finished.duration.ToMilliseconds() == 1500
+    assert finished == await served.cache.Verify(messages.VerifyRequest())
+    slices = [Verify(STORED[:64]), Verify(STORED[64:128]), Verify(STORED[128:])]
+    assert served.engine.orders == [ListStored(), *slices] * 2
+
+
+@pytest.mark.parametrize("method", ["Verify", "VerifyWithProgress"])
+async def test_a_check_ends_with_its_caller(method: str) -> None:
+    async with watched_server() as (served, notes):
+        served.engine.stored = STORED
+        served.engine.order_answer = VerifyReport(64, 640, (), 0.5)
+        reached, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            reached.set()
+            go_on.wait(20)
+
+        def submit(command: CacheCommand, reply: CommandReply) -> None:
+            if len(served.engine.orders) == 2:
+                # The second slice is asked for: nothing is answered until the caller has gone.
+                served.engine.call_on_thread(hold)
+            original(command, reply)
+
+        original = served.engine.submit_command
+        served.engine.submit_command = submit  # type: ignore[method-assign]
+        call = getattr(served.cache, method)(messages.VerifyRequest())
+        reading = call if method == "Verify" else call.read()
+        waiting = asyncio.ensure_future(reading)
+        await asyncio.to_thread(reached.wait, 20)
+        call.cancel()
+        await asyncio.wait([waiting])
+        await notes.ended(1)
+        go_on.set()
+        await served.settle()
+    assert served.engine.orders == [ListStored(), Verify(STORED[:64]), Verify(STORED[64:128])]
+    assert notes.calls[0].code == "CANCELLED"
+
+
+async def test_warm_tells_how_far_it_is(served: RunningServer) -> None:
+    served.engine.script = lambda request: [
+        started(request),
+        PrefillProgress(1, 2),
+        PrefillProgress(2, 2),
+        finished(request),
+    ]
+    request = messages.WarmRequest(text="Hi", request_id="w", cache=BLUE)
+    told = [response async for response in served.cache.WarmWithProgress(request)]
+    # Progress that waits for the reader becomes one.
+    kinds = [response.WhichOneof("event") for response in told]
+    assert (kinds[0], set(kinds[1:-1]), kinds[-1]) == ("started", {"prefill_progress"}, "finished")
+    assert (told[0].started.request_id, told[0].started.prompt_tokens) == ("w", 2)
+    assert told[-2].prefill_progress.processed_tokens == 2
+    await served.settle()
+    assert told[-1].finished == await served.cache.Warm(request)
+    assert [r.max_output_tokens for r in served.engine.submitted] == [0, 0]
+
+
+@pytest.mark.parametrize("method", ["Warm", "WarmWithProgress"])
+async def test_a_warm_up_ends_with_its_caller(served: RunningServer, method: str) -> None:
+    begun = threading.Event()
+
+    def script(request: GenerationRequest) -> Iterable[Event]:
+        begun.set()
+        yield started(request)
+
+    served.engine.script = script
+    call = getattr(served.cache, method)(messages.WarmRequest(text="Hi", request_id="w"))
+    waiting = asyncio.ensure_future(call.read() if method == "WarmWithProgress" else call)
+    await asyncio.to_thread(begun.wait, 20)
+    call.cancel()
+    await asyncio.wait([waiting])
+    assert await served.cancelled() == "w"
 
 
 async def test_watching_repeats_the_counters(served: RunningServer) -> None:

@@ -160,6 +160,11 @@ class StoragePort(Protocol):
         """Read and hash blocks, None for all. Answered by Verified or TaskGivenUp; None: too much waits."""
         ...
 
+    def list_stored(self, *, block_limit: int) -> TaskId | None:
+        """Name stored blocks, least recently verified first; 0 is all. Answered by Listed or TaskGivenUp;
+        None: too much waits."""
+        ...
+
     def request_stats(self) -> TaskId | None:
         """Ask for the counters. Answered by StatsAnswer; None: too much waits."""
         ...
