@@ -90,6 +90,7 @@ def build_server(
         settings=RunnerSettings(
             is_pipelined=not runs_on_cpu(),
             attention=Attention(config.engine.attention),
+            is_memory_wired=config.engine.wired_memory,
             block_token_count=config.cache.block_token_count,
             kv_bits=config.cache.kv_bits,
             kv_group_size=config.cache.kv_group_size,

@@ -114,6 +114,12 @@ class EngineConfig:
         "which takes up to half as much memory again (slab); auto measures both ways and keeps the faster.",
         choices=("auto", "rows", "slab"),
     )
+    wired_memory: bool = setting(
+        False,
+        Kind.SWITCH,
+        "On Metal, wire what the model uses into memory, which spares a model that nearly fills it page "
+        "faults, and is what macOS kernel panics under MLX were traced to (mlx issue 3186).",
+    )
     prefilling_limit: int = setting(
         8, Kind.COUNT, "Prompts being prefilled in turns; later ones wait.", minimum=1, maximum=4096
     )

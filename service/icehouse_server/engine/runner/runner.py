@@ -67,6 +67,8 @@ class RunnerSettings:
     """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
     attention: Attention = Attention.ROWS
     """Whether sequences that decode keep their KV to themselves, or in buffers for several."""
+    is_memory_wired: bool = False
+    """Metal keeps the pages resident."""
 
 
 class ModelRunner:
@@ -110,7 +112,8 @@ class ModelRunner:
         loaded = model_loader.load(self._source)
         self._model = loaded.model
         adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
-        mlx_lm.wire_memory()
+        if self._settings.is_memory_wired:
+            mlx_lm.wire_memory()
         self._growth = model_loader.kv_growth()
         self.blocks.read_layout(growth=self._growth)
         self._facts = self._examined(loaded.model)

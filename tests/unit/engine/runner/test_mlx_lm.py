@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.clock import SystemClock
+from icehouse_server.engine.runner import mlx_lm, model_loader
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from mlx_lm.utils import _tokenizer_defaults, load_tokenizer
 
+from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.vocabulary import TURN_END_ID, write_tokenizer
 
 
@@ -35,6 +38,19 @@ def test_the_tokenizer_is_the_one_that_mlx_lm_reads(tmp_path: Path, eos_token_id
     chats = [t.apply_chat_template(turns, add_generation_prompt=True) for t in (ours, theirs)]
     assert chats[0] == chats[1] and ours.has_chat_template
     assert ours.decode(ours.encode("the café 🧊")) == theirs.decode(theirs.encode("the café 🧊"))
+
+
+@pytest.mark.parametrize("is_memory_wired", [False, True])
+def test_memory_is_wired_only_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_memory_wired: bool
+) -> None:
+    wired: list[bool] = []
+    monkeypatch.setattr(mlx_lm, "maybe_set_recommended_wired_limit", lambda: wired.append(True))
+    source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
+    settings = RunnerSettings(is_pipelined=False, is_memory_wired=is_memory_wired)
+    tokenizer = model_loader.load_tokenizer(source)
+    ModelRunner(source=source, tokenizer=tokenizer, settings=settings, clock=SystemClock()).load()
+    assert wired == [True] * is_memory_wired
 
 
 def test_a_chat_template_written_in_python_is_found(tmp_path: Path) -> None:
