@@ -115,7 +115,18 @@ class EngineLoop:
         restore_s = self._restore()
         has_run = self._run_pass(spent_s=restore_s or 0.0)
         self._is_idle = not has_begun and restore_s is None and not has_run
-        self._output.publish()
+        if not has_run or not self._has_pass_to_run:
+            self._output.publish()
+
+    @property
+    def _has_pass_to_run(self) -> bool:
+        """Whether the next step will run a pass, just before which what this one drew is published.
+
+        Publishing wakes the event loop, which takes the interpreter's lock while the next pass is built.
+        """
+        return not self._scheduler.restoring and (
+            self._scheduler.is_decoding or bool(self._scheduler.prefilling_count)
+        )
 
     def fail_all(self, error: IcehouseError) -> None:
         """End every request with `error`; what the mailbox still holds too."""
@@ -148,7 +159,8 @@ class EngineLoop:
     def _take_in(self, timeout_s: float) -> None:
         for message in self._mailbox.take_all(timeout_s=timeout_s):
             self._receive(message)
-        self._output.publish()
+        if not self._has_pass_to_run:
+            self._output.publish()
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit) and self.is_draining:
@@ -265,7 +277,7 @@ class EngineLoop:
         if not chunks and not self._scheduler.is_decoding:
             return overrun is not None
         rows, size = self._scheduler.size_of([]), self._scheduler.size_of(chunks)
-        result = self._runner.run([_chunk_of(chunk) for chunk in chunks])
+        result = self._runner.run([_chunk_of(chunk) for chunk in chunks], before_wait=self._output.publish)
         self._scheduler.note_chunks(chunks)
         self._note_pass(_Planned(size, rows, sum(chunk.kept_count for chunk in chunks)), result)
         for chunk in chunks:

@@ -60,7 +60,9 @@ class HeldRunner(FakeRunner):
         self._never = threading.Event()
         self.next_token = lambda history: 97
 
-    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+        if before_wait is not None:
+            before_wait()
         if not self._free.is_set():
             self.stuck.set()
             assert self._free.wait(BOUND_S), "nobody freed the step"

@@ -7,7 +7,7 @@ is in use than is allowed, until a sequence has been parked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,10 @@ class PressedRunner(ModelRunner):
         self._step = 0
         self._is_full = False
 
-    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         self._step += not chunks
         self._is_full = not chunks and self._step in _PRESSED_STEPS
-        return super().run(chunks)
+        return super().run(chunks, before_wait=before_wait)
 
     def release(self, sequence_ids: Any) -> None:
         self._is_full = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
@@ -102,8 +102,10 @@ class SimRunner:
         assert sequence_id not in self.open_caches, sequence_id
         self.open_caches[sequence_id] = Caches(self.spec)
 
-    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         """Run a pass over every row and these chunks; pipelined, tell what the pass before drew."""
+        if before_wait is not None:
+            before_wait()
         told = self._drawn()
         fed_count = len(self.decoding) + sum(len(chunk.token_ids) for chunk in chunks)
         assert fed_count, "a pass over nothing"

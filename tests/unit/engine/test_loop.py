@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
@@ -356,11 +357,31 @@ def test_several_prompts_and_all_rows_run_in_one_pass_and_the_last_chunk_gives_t
         served.submit(name, (1, 2), max_output_tokens=4)
     served.loop.step()
     assert served.runner.pass_count == 1 and served.runner.chunks == [(0, 2), (1, 2)]
-    assert [len(served.recorder.tokens_of(name)) for name in "ab"] == [1, 1]
     served.submit("c", (1, 2, 3), max_output_tokens=1)
     served.loop.step()
     assert served.runner.pass_count == 2, "two rows and a chunk"
+    assert [len(served.recorder.tokens_of(name)) for name in "ab"] == [1, 1]
+    served.loop.step()
     assert [len(served.recorder.tokens_of(name)) for name in "abc"] == [2, 2, 1]
+
+
+def test_tokens_are_published_when_the_next_pass_is_built_and_before_anything_else_takes_time() -> None:
+    served = SteppedLoop(running_limit=8)
+    seen: list[int] = []
+    run = served.runner.run
+
+    def waits(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None]) -> PassResult:
+        seen.append(len(served.recorder.tokens_of("a")))
+        result = run(chunks, before_wait=before_wait)
+        seen.append(len(served.recorder.tokens_of("a")))
+        return result
+
+    served.runner.run = waits  # type: ignore[method-assign]
+    served.submit("a", (1, 2), max_output_tokens=3)
+    for _ in range(3):
+        served.loop.step()
+    assert seen == [0, 0, 0, 1, 1, 2]
+    assert isinstance(served.recorder.end_of("a"), Finished), "no pass follows the last"
 
 
 def test_those_that_end_in_one_pass_are_released_together() -> None:
@@ -404,7 +425,8 @@ def test_a_device_that_runs_ahead_is_asked_for_its_last_tokens() -> None:
     behind: list[PassResult] = [PassResult(is_behind=True)]
     run = served.runner.run
 
-    def run_ahead(chunks: ReadSequence[Chunk]) -> PassResult:
+    def run_ahead(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None]) -> PassResult:
+        before_wait()
         behind.append(dataclasses.replace(run(chunks), elapsed_s=0.1, is_behind=True))
         return behind[-2]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from icehouse_server.domain.events import Event
@@ -101,11 +101,12 @@ class Runner(Protocol):
         """Make empty caches for a new sequence."""
         ...
 
-    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         """Run one forward pass over every decoding row and these chunks, one chunk a sequence.
 
         A device that runs ahead (Metal, CUDA) is given the pass and the tokens of the pass before are read
-        and returned. With nothing to feed, what is in flight is returned.
+        and returned. With nothing to feed, what is in flight is returned. `before_wait` is called once the
+        pass is built, just before the device is waited for: what wakes other threads costs nothing there.
         """
         ...
 

@@ -62,7 +62,9 @@ class Pipeline:
         self._in_flight: DispatchedPass | None = None
         self._last_end_time = 0.0
 
-    def run(self, parts: Sequence[tuple[OpenSequence, Chunk]]) -> PassResult:
+    def run(
+        self, parts: Sequence[tuple[OpenSequence, Chunk]], before_wait: Callable[[], None] | None = None
+    ) -> PassResult:
         """Run one pass over the decoding sequences and these chunks. A chunk's sequence that draws decodes in
         every pass after this one."""
         guessing = [sequence for sequence in self._decoding.values() if sequence.is_guessing]
@@ -82,12 +84,18 @@ class Pipeline:
         if is_ahead:
             for sequence in self._decoding.values():
                 sequence.behind.clear()  # fed now, and the next token is known a pass later
+        if before_wait is not None and not is_ahead:
+            before_wait()  # this dispatch waits
         if before is not None and current.needs_tokens:
             current.dispatch()
+            if before_wait is not None:
+                before_wait()
             told += self._collect(before, is_fed=True)
             current.draw(may_wait=False)
         else:
             current.draw(may_wait=not is_ahead)
+            if before_wait is not None and is_ahead:
+                before_wait()
             if before is not None:
                 told += self._collect(before, is_fed=True)
         if is_ahead:

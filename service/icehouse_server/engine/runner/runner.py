@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -155,10 +155,10 @@ class ModelRunner:
         row = Row(self.fresh_caches(), growth=self._growth)
         self._sequences[sequence_id] = OpenSequence(sequence_id, row)
 
-    def run(self, chunks: Sequence[Chunk]) -> PassResult:
+    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         self._thread.check()
         self._pipeline.open_count = len(self._sequences)
-        return self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks])
+        return self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks], before_wait)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._thread.check()

@@ -313,6 +313,7 @@ def test_nothing_is_dropped_for_a_request_that_cannot_start_anyway_and_smaller_o
     served.submit("big", [2] * 60, max_output_tokens=5)
     served.submit("small", [3], max_output_tokens=1)
     served.loop.step()
+    served.loop.step()
     assert dropped == []
     assert isinstance(served.recorder.end_of("small"), Finished) and served.scheduler.waiting_count == 1
 
@@ -324,6 +325,7 @@ def test_only_so_many_pass_a_request_that_does_not_fit_yet() -> None:
     for number in range(30):
         served.submit(f"small{number}", [3], max_output_tokens=1)
         served.loop.step()
+    served.loop.step()
     ended = [n for n in range(30) if served.recorder.end_of(f"small{n}") is not None]
     assert ended == list(range(16))
     served.run()
