@@ -74,7 +74,7 @@ OWNERS = {
     "jinja2": ("text.chat_template",),
     "llguidance": ("structured_output.",),
     "sqlite_utils": ("storage.directory.manifest", "storage.directory.migrations"),
-    "sqlite3": ("storage.directory.", "storage.worker."),
+    "sqlite3": ("storage.disk_error", "storage.directory.", "storage.worker."),
     "cryptography": ("storage.encryption.aes_gcm",),
     "prometheus_client": ("telemetry.prometheus",),
     "opentelemetry": ("telemetry.spans",),

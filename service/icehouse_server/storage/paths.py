@@ -53,6 +53,11 @@ class StorePaths:
         return name.startswith("keys.")
 
     @property
+    def ballast(self) -> str:
+        """Space kept for deleting rows on a full disk."""
+        return f"{self.root}/ballast"
+
+    @property
     def digests(self) -> str:
         """What is known of the served weights; nothing of prompts."""
         return f"{self.root}/digests.json"

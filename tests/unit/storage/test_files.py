@@ -14,7 +14,6 @@ from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Space
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full
 
 FILES = SystemFiles()
 
@@ -90,23 +89,3 @@ def test_the_budget_turns_with_the_day():
     space.written_today_bytes = 40
     assert not space.budget_allows(11, now_time=SECONDS_PER_DAY - 1)
     assert space.budget_allows(11, now_time=SECONDS_PER_DAY)
-
-
-def test_the_gate_waits_longer_after_each_failure():
-    gate = WriteBreaker()
-    waits = []
-    now = 0.0
-    for _ in range(9):
-        gate.shut("broken", now=now)
-        waits.append(next(s for s in range(1, 100) if gate.is_retry_due(now=now + s)))
-        now += 100
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    gate.open()
-    gate.wrote()
-    gate.shut("broken again", now=now)
-    assert gate.is_retry_due(now=now + 1) and not gate.is_open
-
-
-def test_a_full_disk_is_not_a_broken_one():
-    assert is_disk_full(OSError(errno.ENOSPC, "")) and is_disk_full(OSError(errno.EDQUOT, ""))
-    assert not is_disk_full(OSError(errno.EIO, ""))

@@ -81,13 +81,14 @@ def finish_commit(
 
     A block of this name with fewer regions is `replaced`, file and row, and its history goes on.
     Raises `OSError` or `sqlite3.Error`; no row is there then, and neither is a file unless
-    even removing it failed.
+    even removing it failed. One that has replaced another stays, under the row of that one.
     """
-    leftover = writing.partial
+    leftover: str | None = writing.partial
     try:
         _sync_and_close(writing, files)
         files.rename(writing.partial, writing.path)
-        leftover = writing.path
+        # What it replaced is gone: the new file is all there is of the block, and proves itself.
+        leftover = writing.path if replaced is None else None
         files.fsync_dir(paths.folder(writing.file.outline.fingerprint))
         info = files.stat(writing.path)
         record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
@@ -101,8 +102,9 @@ def finish_commit(
         manifest.insert([(record, writing.file)], day=day, written_bytes=record.file_bytes)
     except (OSError, sqlite3.Error):
         # What cannot be removed now is removed or adopted by the next start.
-        with contextlib.suppress(OSError):
-            files.unlink(leftover)
+        if leftover is not None:
+            with contextlib.suppress(OSError):
+                files.unlink(leftover)
         raise
     return record
 
@@ -135,10 +137,17 @@ def remove_blocks(
 ) -> list[str]:
     """Delete rows, then unlink their files; return the paths of files that could not be removed.
 
-    A file that is gone already counts as removed. Raises `sqlite3.Error` before anything
-    was unlinked.
+    Raises `sqlite3.Error` before anything was unlinked.
     """
     manifest.delete([record.hash for record in records])
+    return unlink_blocks(records, files=files, paths=paths)
+
+
+def unlink_blocks(records: Sequence[BlockRecord], *, files: Files, paths: StorePaths) -> list[str]:
+    """Unlink files whose rows are gone; return the paths of those that could not be removed.
+
+    A file that is gone already counts as removed.
+    """
     stuck = []
     for record in records:
         path = paths.block(record.fingerprint, record.hash)

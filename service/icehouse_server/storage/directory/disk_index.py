@@ -129,8 +129,8 @@ class DiskIndex:
         return True
 
     def restamp(self, record: BlockRecord) -> None:
-        """Replace the record of a stored block by one with the same size and place in the chain."""
-        assert self._records[record.hash].file_bytes == record.file_bytes
+        """Replace the record of a stored block by what its file says now; its recency stays."""
+        self.block_bytes += record.file_bytes - self._records[record.hash].file_bytes
         self._records[record.hash] = record
 
     def next_victim(self) -> BlockRecord | None:

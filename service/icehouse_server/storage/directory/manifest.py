@@ -9,6 +9,7 @@ Every method raises `sqlite3.Error` when the database cannot do it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import operator
@@ -23,13 +24,18 @@ from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.block_facts import BlockFile
 from icehouse_server.storage.block_format.header import regions_to_json
 from icehouse_server.storage.directory.migrations import migrations
+from icehouse_server.storage.disk_error import ForeignManifest
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.record import BlockRecord
 
 _COLUMNS = """hash, parent, fingerprint_id, start_token_index, token_count, block_token_limit,
            kv_bytes, window_bytes, checkpoint_bytes, file_bytes, mtime_ns, inode, layout_abi,
            header_xxh3, created_time, last_used_time, hit_count, pinned"""
-_INSERT = f"INSERT OR REPLACE INTO blocks VALUES ({', '.join('?' * 21)})"
+_INSERTED = """hash, parent, fingerprint_id, depth, start_token_index, token_count, block_token_limit,
+           kv_bytes, window_bytes, checkpoint_bytes, file, file_bytes, mtime_ns, inode, layout_abi,
+           header_xxh3, created_time, last_used_time, hit_count, pinned, row_xxh3"""
+# By name: a column that a later version added, and that may be empty, is no reason not to go on.
+_INSERT = f"INSERT OR REPLACE INTO blocks ({_INSERTED}) VALUES ({', '.join('?' * 21)})"
 LOG_ALLOWANCE_BYTES = 4 << 20
 """Room that the size limit keeps for the write-ahead log, its index and the next rows."""
 _LOG_LIMIT_PAGES = 256
@@ -48,7 +54,10 @@ class Manifest:
 
     @classmethod
     def open(cls, path: str) -> Manifest:
-        """Open or create the manifest and bring its schema up to date."""
+        """Open or create the manifest and bring its schema up to date.
+
+        Raises `ForeignManifest` when its tables are not what this version can write.
+        """
         connection = sqlite3.connect(path, timeout=5.0, cached_statements=64)
         try:
             database = Database(connection, execute_plugins=False, strict=True)
@@ -59,6 +68,7 @@ class Manifest:
             # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
             connection.execute("PRAGMA secure_delete = ON")
             migrations.apply(database)
+            _check_schema(database)
         except BaseException:
             connection.close()
             raise
@@ -129,7 +139,7 @@ class Manifest:
     def holds(self, file: BlockFile) -> bool:
         """Say whether a block's bulky contents are what its file says."""
         row = self._connection.execute(
-            "SELECT * FROM block_contents WHERE hash = ?", (file.outline.hash,)
+            "SELECT hash, token_ids, extra, regions FROM block_contents WHERE hash = ?", (file.outline.hash,)
         ).fetchone()
         return bool(row == _contents_row(file))
 
@@ -144,12 +154,12 @@ class Manifest:
         with self._database.atomic():
             self._connection.executemany(_INSERT, [row for row, _ in rows])
             self._connection.executemany(
-                "INSERT OR REPLACE INTO block_contents VALUES (?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO block_contents (hash, token_ids, extra, regions) VALUES (?, ?, ?, ?)",
                 [contents for _, contents in rows],
             )
             if written_bytes:
                 self._connection.execute(
-                    "INSERT INTO written_days VALUES (?, ?) "
+                    "INSERT INTO written_days (day, size_bytes) VALUES (?, ?) "
                     "ON CONFLICT (day) DO UPDATE SET size_bytes = size_bytes + excluded.size_bytes",
                     (day, written_bytes),
                 )
@@ -246,6 +256,42 @@ class Manifest:
             assert row is not None, f"Fingerprint {fingerprint.hex()} was never named"
             self._fingerprint_ids[fingerprint] = int(row[0])
         return self._fingerprint_ids[fingerprint]
+
+
+def _columns(database: Database) -> dict[str, dict[str, tuple[str, bool, bool]]]:
+    """Return type, key and whether it must be given of each column, by table."""
+    connection = database.conn
+    assert connection is not None
+    tables = ("fingerprints", "blocks", "block_contents", "written_days")
+    return {
+        table: {
+            name: (kind, bool(key), bool(is_required) and default is None and not key)
+            for _, name, kind, is_required, default, key in connection.execute(f"PRAGMA table_info({table})")
+        }
+        for table in tables
+    }
+
+
+@functools.cache
+def _own_columns() -> dict[str, dict[str, tuple[str, bool, bool]]]:
+    connection = sqlite3.connect(":memory:")
+    try:
+        database = Database(connection, execute_plugins=False, strict=True)
+        migrations.apply(database)
+        return _columns(database)
+    finally:
+        connection.close()
+
+
+def _check_schema(database: Database) -> None:
+    """Raise `ForeignManifest` unless each column of ours is there as we made it, and no other is required."""
+    found = _columns(database)
+    for table, ours in _own_columns().items():
+        theirs = found[table]
+        wrong = [name for name, column in ours.items() if theirs.get(name) != column]
+        wrong += [name for name, column in theirs.items() if name not in ours and column[2]]
+        if wrong:
+            raise ForeignManifest(f"Table {table} is not of this version: columns {', '.join(wrong)}")
 
 
 def _contents_row(file: BlockFile) -> tuple[object, ...]:

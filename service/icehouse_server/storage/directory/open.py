@@ -16,6 +16,7 @@ from icehouse_server.storage.directory.lock import snapshot, take_mark
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.reconcile import Finding, Walk, reconcile
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY
+from icehouse_server.storage.disk_error import DiskErrorKind, classify
 from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths, parse_block_name
@@ -90,7 +91,7 @@ def open_store(
         row_count=len(rows) + len(edited),
         file_count=walk.file_count,
         partial_deleted_count=counts[Finding.PARTIAL],
-        adopted_count=counts[Finding.ADOPTABLE],
+        adopted_count=counts[Finding.ADOPTABLE] + counts[Finding.REPLACED],
         quarantined_count=counts[Finding.INVALID] + counts[Finding.DIFFERS] + counts[Finding.EDITED_ROW],
         row_deleted_count=counts[Finding.MISSING],
         other_layout_deleted_count=counts[Finding.OTHER_ABI],
@@ -133,10 +134,10 @@ def _load_manifest(
             manifest.close(checkpoint=False)
             raise
         manifest.close(checkpoint=False)
-    except sqlite3.OperationalError:
-        # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
-        raise
     except sqlite3.DatabaseError as error:
+        if classify(error) not in (DiskErrorKind.FOREIGN, DiskErrorKind.DAMAGED):
+            # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
+            raise
         _log.warning("manifest_moved_aside", extra={"detail": str(error)})
     _move_aside(files, paths)
     create_private(files, paths)

@@ -9,6 +9,7 @@ import contextlib
 
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.directory.commit import move_to_quarantine
+from icehouse_server.storage.disk_error import DiskErrorKind, classify
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths
 
@@ -51,6 +52,64 @@ class Quarantine:
         del self._sizes[block_hash]
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(self._paths.quarantined(block_hash))
+
+
+BALLAST_BYTES = 512 << 10
+"""Room for the pages that deleting a batch of rows writes to the manifest's log."""
+
+
+class Ballast:
+    """A file that is there to be removed: on a full disk rows can be deleted in the space it gives back.
+
+    It counts as a part of what the size limit keeps for the manifest's log.
+    """
+
+    def __init__(self, files: Files, paths: StorePaths) -> None:
+        self._files = files
+        self._path = paths.ballast
+        self.is_laid = False
+
+    def lay(self) -> None:
+        """Write it if it is not there; a disk that refuses goes without."""
+        if self.is_laid:
+            return
+        with contextlib.suppress(OSError):
+            self._write(self._path)
+            self.is_laid = True
+
+    def free(self) -> bool:
+        """Remove it; False when there is none, or it does not go."""
+        was_laid, self.is_laid = self.is_laid, False
+        if not was_laid:
+            return False
+        try:
+            self._files.unlink(self._path)
+        except OSError:
+            return False
+        return True
+
+    def is_refused(self) -> bool:
+        """Say whether writing so much again fails for want of space."""
+        if not self.free():
+            # Without one the room below is what is tried.
+            with contextlib.suppress(FileNotFoundError):
+                self._files.unlink(self._path)
+        try:
+            self._write(self._path)
+        except OSError as error:
+            return classify(error) is DiskErrorKind.FULL
+        self.is_laid = True
+        return False
+
+    def _write(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(path)
+        descriptor = self._files.create(path)
+        try:
+            # Not of zeros, which some file systems store as nothing.
+            self._files.write(descriptor, [bytes(range(256)) * (BALLAST_BYTES // 256)], offset=0)
+        finally:
+            self._files.close(descriptor)
 
 
 class Leftovers:

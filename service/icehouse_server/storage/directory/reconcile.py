@@ -41,8 +41,10 @@ class Finding(enum.StrEnum):
     """Insert its row."""
     INVALID = "file without row, not valid"
     """Quarantine."""
-    DIFFERS = "file is not what its row says"
+    DIFFERS = "file of a row, not valid"
     """Delete the row, quarantine the file."""
+    REPLACED = "valid file, its row is of the one before it"
+    """Store what the file says; its history goes on."""
     EDITED_ROW = "row is not what was written"
     """Delete the row, quarantine the file."""
     MISSING = "row without file"
@@ -65,7 +67,7 @@ class Discrepancy:
     hash: BlockHash | None = None
     detail: str = ""
     record: BlockRecord | None = None
-    """The row as it should be, for ADOPTABLE and RESTAMPED."""
+    """The row as it should be, for ADOPTABLE, RESTAMPED and REPLACED."""
     file: BlockFile | None = None
 
 
@@ -200,9 +202,8 @@ def examine_file(
     )
     if row._replace(mtime_ns=info.mtime_ns, inode=info.inode) == same:
         return Discrepancy(Finding.RESTAMPED, path, info.size_bytes, name_hash, "", same, file)
-    return Discrepancy(
-        Finding.DIFFERS, path, info.size_bytes, name_hash, "its header is not what the row says"
-    )
+    # A crash between a richer block's name and its row: the file proves itself, whatever the row says.
+    return Discrepancy(Finding.REPLACED, path, info.size_bytes, name_hash, "", same, file)
 
 
 def reconcile(

@@ -22,14 +22,14 @@ from icehouse_server.storage.directory.commit import (
     Writing,
     begin_commit,
     finish_commit,
-    remove_blocks,
     undo_commit,
+    unlink_blocks,
 )
 from icehouse_server.storage.directory.disk_index import DiskIndex
 from icehouse_server.storage.directory.lock import leave_mark, take_lock
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES, Manifest
 from icehouse_server.storage.directory.open import open_store
-from icehouse_server.storage.directory.quarantine import Leftovers, Quarantine
+from icehouse_server.storage.directory.quarantine import BALLAST_BYTES, Ballast, Leftovers, Quarantine
 from icehouse_server.storage.directory.reconcile import Finding, examine_row, repair
 from icehouse_server.storage.directory.space import Reclaim, Space
 from icehouse_server.storage.files import Files
@@ -73,11 +73,14 @@ class BlockStore:
         )
         self.quarantined = Quarantine(files, self.paths, found={})
         self._leftovers = Leftovers(files)
+        self._ballast = Ballast(files, self.paths)
         self._unknown_bytes = 0
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
         self._gone: list[BlockHash] = []
+        self._unrecorded: set[BlockHash] = set()
+        """Blocks whose file may be another than their row says, since a disk refused the row."""
 
     @property
     def is_open(self) -> bool:
@@ -116,11 +119,13 @@ class BlockStore:
         self.index = DiskIndex.of(opened.records)
         self.quarantined = Quarantine(self.files, self.paths, found=opened.quarantined)
         self._leftovers = Leftovers(self.files)
+        self._unrecorded.clear()
         self._unknown_bytes = opened.unknown_bytes
         self.space.written_today_bytes = 0
         day = self.space.turn_day(self.clock.wall())
         self.space.written_today_bytes = opened.manifest.written_bytes(day=day)
         self.quarantined.trim()
+        self._ballast.lay()
         self._weigh()
 
     def close(self) -> bool:
@@ -183,14 +188,23 @@ class BlockStore:
             )
         except OSError:
             self._leftovers.note(writing.partial)
-            if replaced is None:
-                self._leftovers.note(writing.path)
+            self._note_unrecorded(writing, replaced)
+            raise
+        except sqlite3.Error:
+            self._note_unrecorded(writing, replaced)
             raise
         self._leftovers.forget(writing.path)
         self.index.put(record)
         self.space.written_today_bytes += record.file_bytes
         self._weigh()
         return record
+
+    def _note_unrecorded(self, writing: Writing, replaced: BlockRecord | None) -> None:
+        """Remember a file that has a name and no row of its own: its row is made up for, or it goes."""
+        if replaced is None:
+            self._leftovers.note(writing.path)
+        else:
+            self._unrecorded.add(replaced.hash)
 
     def undo(self, writing: Writing) -> None:
         """Remove the file of a block that was begun."""
@@ -219,12 +233,18 @@ class BlockStore:
             victim = self.index.next_victim()
             if victim is None:
                 break
+            # So that its parent may be next; back in its place if its row cannot be deleted.
             self.index.remove(victim.hash)
             victims.append(victim)
             freed_bytes += victim.file_bytes
         if not victims:
             return Reclaim.FULL
-        self.remove(victims)
+        try:
+            self.remove(victims)
+        except sqlite3.Error:
+            for victim in reversed(victims):
+                self.index.add(victim)
+            raise
         self.tier.evicted_block_total += len(victims)
         self.tier.evicted_byte_total += freed_bytes
         return Reclaim.PROGRESS
@@ -236,20 +256,20 @@ class BlockStore:
 
     def remove(self, records: Sequence[BlockRecord]) -> None:
         """Remove blocks, rows first. Raises `sqlite3.Error`."""
+        self._delete_rows([record.hash for record in records])
         for record in records:
             self.index.remove(record.hash)
         self._gone.extend(record.hash for record in records)
-        for path in remove_blocks(records, files=self.files, paths=self.paths, manifest=self.manifest):
+        for path in unlink_blocks(records, files=self.files, paths=self.paths):
             self._leftovers.note(path)
         self._weigh()
 
     def quarantine(self, block_hash: BlockHash) -> bool:
         """Put a damaged block's file aside, its row first; False when it is not stored."""
-        record = self.index.remove(block_hash)
+        record = self.index.get(block_hash)
         if record is None:
             return False
-        self._gone.append(block_hash)
-        self.manifest.delete([block_hash])
+        self._forget(block_hash)
         path = self.paths.block(record.fingerprint, block_hash)
         self.integrity.quarantined_block_total += 1
         try:
@@ -261,11 +281,28 @@ class BlockStore:
 
     def drop_missing(self, block_hash: BlockHash) -> bool:
         """Delete the row of a block whose file is gone; False when it is not stored."""
-        if self.index.remove(block_hash) is None:
+        if block_hash not in self.index:
             return False
-        self._gone.append(block_hash)
-        self.manifest.delete([block_hash])
+        self._forget(block_hash)
         return True
+
+    def _forget(self, block_hash: BlockHash) -> None:
+        self._delete_rows([block_hash])
+        self.index.remove(block_hash)
+        self._gone.append(block_hash)
+
+    def _delete_rows(self, hashes: Sequence[BlockHash]) -> None:
+        """Delete rows, before anything else of their blocks goes; on a full disk in the ballast's place."""
+        try:
+            self.manifest.delete(hashes)
+        except sqlite3.Error:
+            if not self._ballast.free():
+                raise
+            self.manifest.delete(hashes)
+
+    def is_out_of_space(self) -> bool:
+        """Try whether a little can be written."""
+        return self._ballast.is_refused()
 
     def check_row(self, record: BlockRecord) -> bool:
         """Compare one row with its file and repair what differs; True when they agreed."""
@@ -276,10 +313,10 @@ class BlockStore:
             return True
         if found.finding is Finding.MISSING:
             self.drop_missing(record.hash)
-        elif found.finding is Finding.RESTAMPED and found.record is not None:
-            self.index.restamp(found.record)
+        elif found.record is not None:
             day = self.space.turn_day(self.clock.wall())
             repair([found], files=self.files, paths=self.paths, manifest=self.manifest, day=day)
+            self.index.restamp(found.record)
         else:
             self.quarantine(record.hash)
         return False
@@ -294,16 +331,27 @@ class BlockStore:
     def keep_up(self) -> None:
         """Write the noted uses in one transaction, and try again to remove what would not go."""
         if self._uses:
-            uses, self._uses = self._uses, {}
-            self.manifest.touch(uses)
+            self.manifest.touch(self._uses)
+            self._uses = {}
+        for block_hash in tuple(self._unrecorded):
+            record = self.index.get(block_hash)
+            if record is not None:
+                self.check_row(record)
+            self._unrecorded.discard(block_hash)
         if self._leftovers:
             self._leftovers.retry()
             self._weigh()
+        if not self._ballast.is_laid:
+            with contextlib.suppress(OSError):
+                if self.has_room(BALLAST_BYTES):
+                    self._ballast.lay()
 
     def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> int:
         """Pin or unpin the stored ones of these blocks; return how many those were."""
-        stored = [item for item in hashes if self.index.set_pinned(item, pinned=pinned)]
+        stored = [item for item in hashes if item in self.index]
         self.manifest.set_pinned(stored, pinned=pinned)
+        for block_hash in stored:
+            self.index.set_pinned(block_hash, pinned=pinned)
         return len(stored)
 
     def take_gone(self) -> tuple[BlockHash, ...]:

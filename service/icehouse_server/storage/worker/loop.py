@@ -23,7 +23,9 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import StartError
+from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.messages import (
     Evicted,
     Health,
@@ -50,8 +52,8 @@ from icehouse_server.storage.worker.requests import (
 )
 from icehouse_server.storage.worker.spiller import Spiller
 from icehouse_server.storage.worker.stats import StorageCounters, note_damage, storage_stats
+from icehouse_server.storage.worker.store_state import StoreState, StoreStatus
 from icehouse_server.storage.worker.tasks import ListTask, PurgeTask, Task, VerifyTask, retire
-from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full, outline
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +94,9 @@ class StorageLoop:
         self._task_meter = task_meter
         self._clock = clock
         self._post = post
-        self._breaker = WriteBreaker()
+        self._state = StoreState()
         self._counters = StorageCounters()
-        self._spiller = Spiller(store, breaker=self._breaker, counters=self._counters, clock=clock, post=post)
+        self._spiller = Spiller(store, state=self._state, counters=self._counters, clock=clock, post=post)
         self._orders: collections.deque[_Ticket] = collections.deque()
         self._verifications: collections.deque[_Ticket] = collections.deque()
         self._turns = collections.deque(
@@ -141,7 +143,7 @@ class StorageLoop:
                 },
             )
         self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
-        self._breaker.open()
+        self._state.open()
         self._has_inventory = True
         self._post(Inventory(tuple(self._store.index.by_recency(self._store.settings.fingerprint))))
         self._announce()
@@ -168,9 +170,9 @@ class StorageLoop:
         if self._close is not None and (not self._spiller or now >= self._close.deadline_time):
             self._end()
             return False
-        if self._breaker.is_retry_due(now=now):
+        if self._state.is_retry_due(now=now):
             self._try_to_recover(now)
-        if not self._store.is_open:
+        if not self._state.is_usable:
             self._give_up_tasks()
             return self._step_spill()
         for _ in range(len(self._turns)):
@@ -252,7 +254,7 @@ class StorageLoop:
         self._verifications.clear()
         for task_id in waiting:
             self._task_meter.give_back(1)
-            self._post(TaskGivenUp(task_id, self._breaker.detail))
+            self._post(TaskGivenUp(task_id, self._state.detail))
 
     def _walk_deferred(self) -> bool:
         """After a clean start, look at a few files; False when all have been looked at."""
@@ -264,7 +266,7 @@ class StorageLoop:
         return bool(hashes)
 
     def _pin(self, hashes: tuple[BlockHash, ...], *, pinned: bool) -> bool:
-        if self._store.is_open:
+        if self._state.is_usable:
             self._store.set_pinned(hashes, pinned=pinned)
         return True
 
@@ -275,7 +277,7 @@ class StorageLoop:
         stats = storage_stats(
             self._store,
             self._counters,
-            self._breaker,
+            self._state,
             spill_meter=self._spill_meter,
             load_meter=self._load_meter,
             spill_queue_count=len(self._spiller),
@@ -292,18 +294,18 @@ class StorageLoop:
                 "block_retired",
                 extra={"block": failure.hash.hex(), "cause": failure.cause.value, "detail": failure.detail},
             )
-            if self._store.is_open:
+            if self._state.is_usable:
                 retire(self._store, failure)
         return True
 
     def _try_to_recover(self, now: float) -> None:
         """Look whether the disk takes writes again; open the directory anew when it was given up."""
-        if self._store.is_open and self._breaker.needed_bytes:
+        if self._state.status is StoreStatus.FULL:
             free_bytes = self._store.files.free_bytes(self._store.paths.root)
-            if free_bytes >= self._breaker.needed_bytes + self._store.space.floor_bytes:
-                self._breaker.open()
+            if free_bytes >= self._state.needed_bytes + self._store.space.floor_bytes:
+                self._state.open()
             else:
-                self._breaker.shut(self._breaker.detail, now=now, needed_bytes=self._breaker.needed_bytes)
+                self._state.fill(self._state.detail, now=now, needed_bytes=self._state.needed_bytes)
             return
         self._store.abandon()
         self._store.unlock()
@@ -313,6 +315,7 @@ class StorageLoop:
         self._spiller.drop_all(SpillDropCause.SHUTDOWN)
         was_clean = self._store.close()
         self._store.unlock()
+        self._state.close()
         self.is_closed = True
         self._announce()
         self._post(StorageClosed(was_clean))
@@ -326,14 +329,26 @@ class StorageLoop:
             return instead
 
     def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
-        """Stop writing and give the directory up until it is opened anew: rows and memory may differ now."""
+        """Stop writing. A manifest that has no space keeps all it had, and so does memory; after anything
+        else the directory is given up until it is opened anew: rows and memory may differ now."""
+        now = self._clock.monotonic()
+        is_full = classify(error) is DiskErrorKind.FULL
+        reason = "Disk is full" if is_full else "Disk refused"
         # Callers see the detail, so it names no path; the log does.
-        reason = "Disk is full" if is_disk_full(error) else "Disk refused"
-        detail = f"{reason}: {outline(error)}; nothing is written until the cache directory works again"
+        detail = f"{reason}: {outline(error)}; nothing is written until"
+        if is_full and isinstance(error, sqlite3.Error) and self._state.is_usable:
+            _log.error(
+                "cache_directory_full", extra={"directory": self._store.paths.root, "detail": str(error)}
+            )
+            needed_bytes = GROWTH_ALLOWANCE_BYTES
+            self._state.fill(
+                f"{detail} {needed_bytes} bytes are free above the floor", now=now, needed_bytes=needed_bytes
+            )
+            return
         _log.error(
             "cache_directory_given_up", extra={"directory": self._store.paths.root, "detail": str(error)}
         )
-        self._breaker.shut(detail, now=self._clock.monotonic())
+        self._state.break_down(f"{detail} the cache directory works again", now=now)
         self._spiller.undo_writings()
         self._store.abandon()
 
@@ -341,6 +356,6 @@ class StorageLoop:
         """Tell the engine what left the disk and whether writing works, when that has changed."""
         if gone := self._store.take_gone():
             self._post(Evicted(gone))
-        if self._breaker.detail != self._announced_detail:
-            self._announced_detail = self._breaker.detail
-            self._post(Health(writes_enabled=self._breaker.is_open, detail=self._breaker.detail))
+        if self._state.detail != self._announced_detail:
+            self._announced_detail = self._state.detail
+            self._post(Health(writes_enabled=self._state.takes_blocks, detail=self._state.detail))

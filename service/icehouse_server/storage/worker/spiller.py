@@ -20,10 +20,11 @@ from icehouse_server.storage.directory.commit import Writing
 from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.directory.space import Reclaim
 from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.messages import Flushed, Outcome, Persisted, SpillDropped
 from icehouse_server.storage.worker.requests import FlushRequest, SpillRequest
 from icehouse_server.storage.worker.stats import StorageCounters
-from icehouse_server.storage.worker.write_breaker import WriteBreaker, is_disk_full, outline
+from icehouse_server.storage.worker.store_state import StoreState
 
 
 class Spiller:
@@ -33,13 +34,13 @@ class Spiller:
         self,
         store: BlockStore,
         *,
-        breaker: WriteBreaker,
+        state: StoreState,
         counters: StorageCounters,
         clock: Clock,
         post: Callable[[Outcome], object],
     ) -> None:
         self._store = store
-        self._breaker = breaker
+        self._state = state
         self._counters = counters
         self._clock = clock
         self._post = post
@@ -119,7 +120,7 @@ class Spiller:
         block = self._spills[0].block
         if self._store.index.covers(block):
             self._drop(SpillDropCause.DUPLICATE)
-        elif not (self._breaker.is_open and self._store.is_open):
+        elif not self._state.takes_blocks:
             self._drop(SpillDropCause.WRITES_OFF)
         else:
             self._prepared = self._prepared or prepare_block(block, cipher=self._store.cipher)
@@ -133,7 +134,12 @@ class Spiller:
         if not self._store.space.budget_allows(size_bytes, now_time=self._clock.wall()):
             self._drop(SpillDropCause.DAILY_BUDGET)
             return
-        room = self._store.make_room(size_bytes)
+        try:
+            room = self._store.make_room(size_bytes)
+        except sqlite3.Error as error:
+            # Nothing was deleted: there is no space for the manifest to say so.
+            self._refused(error, size_bytes)
+            return
         if room is Reclaim.PROGRESS:
             return
         if room is Reclaim.FULL:
@@ -160,7 +166,7 @@ class Spiller:
         try:
             self._begin(prepared)
         except OSError as error:
-            if not is_disk_full(error):
+            if classify(error) is not DiskErrorKind.FULL:
                 raise
 
     def _begin(self, prepared: PreparedBlock) -> None:
@@ -176,16 +182,12 @@ class Spiller:
         size_bytes = under_way.writing.prepared.file_bytes
         try:
             record = self._store.finish(under_way.writing, pinned=self._spills[0].pinned)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             self.undo_writings()
             self._refused(error, size_bytes)
             return
-        except sqlite3.Error:
-            self.undo_writings()
-            self._drop(SpillDropCause.WRITE_FAILED)
-            raise
         now = self._clock.monotonic()
-        self._breaker.wrote()
+        self._state.wrote()
         elapsed_s = now - under_way.began
         # The next one was written meanwhile: what both took together is shared among them.
         own_s = now - max(under_way.began, self._finished_time)
@@ -196,20 +198,32 @@ class Spiller:
         spill.persisted_byte_total += record.file_bytes
         self._finish(Persisted(record, self._spills[0].request_id, under_way.start_time, elapsed_s))
 
-    def _refused(self, error: OSError, size_bytes: int) -> None:
+    def _refused(self, error: OSError | sqlite3.Error, size_bytes: int) -> None:
         """Make room on a disk that is full; drop the first spill and raise when it is broken."""
-        if not is_disk_full(error):
-            self._drop(SpillDropCause.WRITE_FAILED)
-            raise error
-        self._make_more_room(size_bytes, error)
+        if self._is_full(error):
+            self._make_more_room(size_bytes, error)
+            return
+        self._drop(SpillDropCause.WRITE_FAILED)
+        raise error
 
-    def _make_more_room(self, size_bytes: int, error: OSError) -> None:
+    def _is_full(self, error: OSError | sqlite3.Error) -> bool:
+        """Say whether there is no space. SQLite calls a quota that is used up an input or output error."""
+        kind = classify(error)
+        if kind is DiskErrorKind.REFUSED and isinstance(error, sqlite3.Error):
+            return self._store.is_out_of_space()
+        return kind is DiskErrorKind.FULL
+
+    def _make_more_room(self, size_bytes: int, error: OSError | sqlite3.Error) -> None:
         """The disk is full before the limits said so: evict and retry once, then stop writing."""
         if not self._has_retried:
             self._has_retried = True
-            self._store.reclaim(size_bytes)
-            return
-        self._breaker.shut(
+            try:
+                self._store.reclaim(size_bytes)
+                return
+            except sqlite3.Error as again:
+                if not self._is_full(again):
+                    raise
+        self._state.fill(
             f"Disk is full: {outline(error)} after evicting; writes resume when {size_bytes} bytes are free "
             f"above the floor of {self._store.space.floor_bytes}",
             now=self._clock.monotonic(),

@@ -20,7 +20,7 @@ from icehouse_server.domain.cache_stats import (
 )
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.worker.credit import Meter
-from icehouse_server.storage.worker.write_breaker import WriteBreaker
+from icehouse_server.storage.worker.store_state import StoreState
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,7 +51,7 @@ def note_damage(integrity: IntegrityStats, damage: Damage) -> None:
 def storage_stats(
     store: BlockStore,
     counters: StorageCounters,
-    breaker: WriteBreaker,
+    state: StoreState,
     *,
     spill_meter: Meter,
     load_meter: Meter,
@@ -81,7 +81,7 @@ def storage_stats(
             quarantined_file_count=len(store.quarantined),
             quarantined_bytes=store.space.quarantine_bytes,
         ),
-        disk=_disk(store, breaker, other_model_block_count=len(store.index) - tier.block_count),
+        disk=_disk(store, state, other_model_block_count=len(store.index) - tier.block_count),
         last_reconcile=store.report,
     )
 
@@ -102,7 +102,7 @@ def _tier(store: BlockStore) -> TierStats:
     )
 
 
-def _disk(store: BlockStore, breaker: WriteBreaker, *, other_model_block_count: int) -> DiskStats:
+def _disk(store: BlockStore, state: StoreState, *, other_model_block_count: int) -> DiskStats:
     free_bytes = 0
     with contextlib.suppress(OSError):
         free_bytes = store.files.free_bytes(store.paths.root)
@@ -113,6 +113,6 @@ def _disk(store: BlockStore, breaker: WriteBreaker, *, other_model_block_count: 
         free_bytes=free_bytes,
         free_floor_bytes=store.settings.free_floor_bytes,
         other_model_block_count=other_model_block_count,
-        writes_off_detail=breaker.detail,
+        writes_off_detail=state.detail,
         is_encrypted=store.cipher is not None,
     )

@@ -89,10 +89,21 @@ def quarantine_scenario(served: StorageThread, cipher: Cipher | None) -> None:
     served.settle()
 
 
+def richer(cipher: Cipher | None):
+    """The first chain's second block with a checkpoint that was taken later."""
+    return make_chain(2, seed=1, cipher=cipher, checkpoint=True)[1]
+
+
+def replace_scenario(served: StorageThread, cipher: Cipher | None) -> None:
+    served.files.is_armed = True
+    served.spill(richer(cipher))
+
+
 SCENARIOS = {
     # name: what happens, and how many blocks of the first chain must survive it
     "spill": (spill_scenario, 2),
     "evict": (evict_scenario, 1),
+    "replace": (replace_scenario, 2),
     "quarantine": (quarantine_scenario, 1),
 }
 
@@ -120,10 +131,22 @@ def test_crash_after_every_step(tmp_path, crashing_manifest, name, cipher):
         with StorageThread(directory, cipher=cipher) as served:
             check_is_clean(directory)
             known = {record.hash for record in served.take_inventory()}
-            blocks = [*committed, *make_chain(2, seed=2, checkpoint=True, cipher=cipher)]
+            expected = list(committed)
+            if name == "replace":
+                assert_no_damage(served)
+                record = served.storage._store.index.get(committed[1].header.hash)
+                if record is not None and record.checkpoint_bytes:
+                    expected[1] = richer(cipher)
+            blocks = [*expected, *make_chain(2, seed=2, checkpoint=True, cipher=cipher)]
             assert_whatever_is_known_is_right(served, blocks)
             assert {block.header.hash for block in committed[:surviving_count]} | persisted <= known
     assert 5 < crash_at < STEP_LIMIT
+
+
+def assert_no_damage(served: StorageThread) -> None:
+    """Prove that nothing was found to be broken, at the start or now."""
+    assert served.storage._store.report.quarantined_count == 0
+    assert served.stats().integrity.quarantined_block_total == 0
 
 
 def assert_whatever_is_known_is_right(served: StorageThread, blocks) -> None:

@@ -10,8 +10,17 @@ import sqlite3
 import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.loads import Loaded, LoadFailed
-from icehouse_server.storage.messages import Evicted, Health, Inventory, Persisted, SpillDropped, TaskGivenUp
+from icehouse_server.storage.messages import (
+    Evicted,
+    Health,
+    Inventory,
+    Persisted,
+    Purged,
+    SpillDropped,
+    TaskGivenUp,
+)
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import VERBS, FaultyFiles
@@ -230,3 +239,106 @@ def test_a_directory_that_could_not_be_locked_is_not_touched_until_it_is(tmp_pat
         served.clock.advance(100)
         served.settle()
         assert len(served.take_inventory()) == 1 and not served.stats().disk.writes_off_detail
+
+
+def test_a_manifest_without_a_page_for_a_row_gives_nothing_up(tmp_path):
+    """What SQLite itself says of a full disk."""
+    with StorageThread(tmp_path) as served:
+        served.spill(*(make_block(seed=seed) for seed in range(20)))
+        served.take()
+        connection = served.storage._store.manifest._connection
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        served.spill(*(make_block(seed=seed) for seed in range(100, 130)))
+        outcomes = served.take()
+        drops = [o.cause for o in outcomes if isinstance(o, SpillDropped)]
+        assert drops[0] is SpillDropCause.DISK_FULL
+        assert any(isinstance(o, Evicted) for o in outcomes)
+        connection.execute(f"PRAGMA max_page_count = {10 * pages}")
+        served.clock.advance(100)
+        served.spill(make_block(seed=200))
+        outcomes += served.take()
+        assert isinstance(outcomes[-1], Persisted)
+        assert not any(isinstance(o, Inventory) for o in outcomes), "the directory was given up"
+    check_is_clean(tmp_path)
+
+
+def full_error(*_args, **_kwargs):
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
+
+
+def test_a_manifest_that_stays_full_stops_writing_and_keeps_all_it_has(tmp_path, monkeypatch):
+    stored = make_chain(3)
+    with StorageThread(tmp_path) as served:
+        served.spill(*stored)
+        served.storage.touch([stored[0].header.hash])
+        served.take()
+        with monkeypatch.context() as patch:
+            for verb in ("insert", "delete", "touch", "set_pinned"):
+                patch.setattr(f"icehouse_server.storage.directory.manifest.Manifest.{verb}", full_error)
+            served.spill(make_block(seed=50), make_block(seed=51))
+            served.clock.advance(6)
+            served.storage.pin([stored[0].header.hash])
+            outcomes = served.take()
+            drops = [o.cause for o in outcomes if isinstance(o, SpillDropped)]
+            assert drops[0] is SpillDropCause.DISK_FULL and not any(isinstance(o, Evicted) for o in outcomes)
+            assert "full" in served.stats().disk.writes_off_detail
+            assert len(served.storage._store.index) == 3
+            served.storage.load(plan(stored))
+            assert_holds(next(o for o in served.take() if isinstance(o, Loaded)), stored)
+        served.clock.advance(100)
+        served.spill(make_block(seed=52))
+        outcomes = served.take()
+        assert [type(o) for o in outcomes] == [Health, Persisted], "no walk, no new inventory"
+    with StorageThread(tmp_path) as served:
+        hits = {record.hash: record.hit_count for record in served.take_inventory()}
+        assert len(hits) == 4 and hits[stored[0].header.hash] == 1
+    check_is_clean(tmp_path)
+
+
+def test_a_quota_that_is_used_up_is_a_full_disk_though_sqlite_calls_it_an_error(tmp_path, monkeypatch):
+    files = FaultyFiles("write", 1, errno.EDQUOT, times=10_000)
+    stored = make_chain(3)
+    with StorageThread(tmp_path, files=files) as served:
+        served.spill(*stored)
+        served.take()
+
+        def refuse(*_args, **_kwargs):
+            files.is_armed = True
+            raise sqlite3.OperationalError("disk I/O error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("icehouse_server.storage.directory.manifest.Manifest.insert", refuse)
+            served.spill(make_block(seed=50))
+        outcomes = served.take()
+        assert [o.cause for o in outcomes if isinstance(o, SpillDropped)] == [SpillDropCause.DISK_FULL]
+        assert any(isinstance(o, Evicted) for o in outcomes), "nothing was evicted for it"
+        files.is_armed = False
+        served.clock.advance(100)
+        served.spill(make_block(seed=51))
+        assert [type(o) for o in served.take()] == [Health, Persisted]
+    check_is_clean(tmp_path)
+
+
+def test_rows_are_deleted_in_the_space_of_the_ballast(tmp_path, monkeypatch):
+    delete = Manifest.delete
+    with StorageThread(tmp_path) as served:
+        stored = make_chain(3)
+        served.spill(*stored)
+        served.take()
+        assert os.path.getsize(tmp_path / "ballast") > 0
+
+        def needs_space(self, hashes):
+            if (tmp_path / "ballast").exists():
+                full_error()
+            delete(self, hashes)
+
+        monkeypatch.setattr(Manifest, "delete", needs_space)
+        served.storage.evict([stored[2].header.hash])
+        assert [type(o) for o in served.take()] == [Evicted, Purged]
+        monkeypatch.undo()
+        served.clock.advance(10)
+        served.take()
+        assert os.path.getsize(tmp_path / "ballast") > 0, "it is laid again when there is room"

@@ -1,0 +1,59 @@
+"""Disk errors, told apart: every decision about what the disk or SQLite refused begins here.
+
+Full: eviction helps. Foreign or damaged: the manifest is not ours to use, and is made anew from the
+files. Refused: nothing helps but trying again later.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import sqlite3
+
+from icehouse_server.errors import Reason, StartError
+
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FOREIGN_CODES = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_MISMATCH})
+_DAMAGED_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
+
+
+class DiskErrorKind(enum.Enum):
+    """What can be done about it."""
+
+    FULL = enum.auto()
+    FOREIGN = enum.auto()
+    """SQLite is well, and the tables are not those of this version."""
+    DAMAGED = enum.auto()
+    REFUSED = enum.auto()
+    """Input or output failed, somebody else holds it, it may not be written, it is gone."""
+
+
+class ForeignManifest(sqlite3.DatabaseError):
+    """The manifest's tables are not those of this version."""
+
+
+def classify(error: Exception) -> DiskErrorKind:
+    """Say of which kind an error of the disk or of SQLite is."""
+    if isinstance(error, ForeignManifest):
+        return DiskErrorKind.FOREIGN
+    if isinstance(error, sqlite3.Error):
+        # An extended code has the plain one in its lowest byte.
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_IOERR) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            return DiskErrorKind.FULL
+        if code in _FOREIGN_CODES:
+            return DiskErrorKind.FOREIGN
+        return DiskErrorKind.DAMAGED if code in _DAMAGED_CODES else DiskErrorKind.REFUSED
+    is_full = isinstance(error, OSError) and error.errno in _FULL_ERRNOS
+    return DiskErrorKind.FULL if is_full else DiskErrorKind.REFUSED
+
+
+def outline(error: OSError | sqlite3.Error | StartError) -> str:
+    """Say what went wrong without the names of files, which an error's own words may hold."""
+    if isinstance(error, StartError):
+        is_owned = error.reason is Reason.STORE_LOCKED
+        return "it is in use by another process" if is_owned else "it cannot be used"
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    name = getattr(error, "sqlite_errorname", "")
+    return f"the manifest answers {name}" if name else "the manifest cannot be used"
