@@ -296,15 +296,16 @@ class EngineLoop:
         if timed is None:
             return
         elapsed_s = result.elapsed_s
-        rows_s, pass_s = self._scheduler.expected_s(timed.rows), self._scheduler.expected_s(timed.size)
-        prefill_s = elapsed_s * (1.0 - rows_s / pass_s) if pass_s else elapsed_s
+        if timed.prefilled_token_count:
+            # Only then is it asked what passes cost: the fit is a millisecond that no pass of rows needs.
+            rows_s, pass_s = self._scheduler.expected_s(timed.rows), self._scheduler.expected_s(timed.size)
+            prefill_s = elapsed_s * (1.0 - rows_s / pass_s) if pass_s else elapsed_s
+            self.counters.note_prefill_rate(timed.prefilled_token_count, prefill_s)
+            self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
         if elapsed_s > 0.0:
             self._scheduler.note_pass(timed.size.with_guesses(result.drafted_count), elapsed_s)
         if timed.rows.token_count:
             self.counters.note_decode_step(elapsed_s)
-        if timed.prefilled_token_count:
-            self.counters.note_prefill_rate(timed.prefilled_token_count, prefill_s)
-            self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
 
     def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:
         """Take what a chunk that ran came to: keep its blocks, tell its caller, let its sequence decode."""
