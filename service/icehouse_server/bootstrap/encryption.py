@@ -50,8 +50,13 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
         finally:
             files.close(lock)
     except OSError as error:
-        raise _unusable(paths, error) from error
-    cipher = _cipher(opened.data_key)
+        # A disk that only refuses to be written stops no start: the tier begins with writes off.
+        cipher = _found_cipher(data_keys, files, paths, master_key)
+        if cipher is None:
+            raise _unusable(paths, error) from error
+        _log.warning("cache_key_read_only", extra={"key": cipher.key_id.hex(), "detail": str(error)})
+        return cipher
+    cipher = _cipher(opened.data_key, wrapped_key=opened.wrapped)
     _log.info("cache_key_opened", extra={"key": cipher.key_id.hex(), "is_new": opened.is_new})
     if opened.is_new and opened.other_key_count:
         _log.warning(
@@ -94,10 +99,19 @@ def encryption() -> ModuleType:
     return data_keys
 
 
-def _cipher(data_key: bytes) -> Cipher:
+def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
     from icehouse_server.storage.encryption.aes_gcm import Cipher
 
-    return Cipher(data_key)
+    return Cipher(data_key, wrapped_key=wrapped_key)
+
+
+def _found_cipher(data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes) -> Cipher | None:
+    """Return the cipher of a key that is there already, without writing anything."""
+    try:
+        data_key = data_keys.find_key(files, paths, master_key=master_key)
+    except OSError:
+        return None
+    return None if data_key is None else _cipher(data_key)
 
 
 def _unusable(paths: StorePaths, error: OSError) -> StartError:

@@ -7,16 +7,22 @@ Every verb raises `OSError` with the operating system's errno; none of them logs
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
+import logging
 import os
 import stat as stat_module
 from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
+_log = logging.getLogger(__name__)
+
 Buffer = bytes | memoryview
+
+_NOT_SUPPORTED = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 
 _IOV_LIMIT = 1024
 """Most buffers of one vectored call: Linux's and macOS's IOV_MAX."""
@@ -40,13 +46,18 @@ class FileInfo:
     inode: int
     """Stays with the file through a rename, so it tells two swapped files apart."""
     is_directory: bool
+    is_link: bool = False
+    mode: int = 0o600
+    """Permission bits."""
+    owner_id: int = -1
+    """The user whose it is; -1 when nobody asked."""
 
 
 class Files(Protocol):
     """What the cache may do to a disk. Paths are absolute; descriptors are the system's."""
 
     def make_dir(self, path: str) -> None:
-        """Create a directory, mode 0700, with its parents; an existing one is fine."""
+        """Create a directory, mode 0700, and the parents it lacks; an existing one is fine."""
         ...
 
     def create(self, path: str) -> int:
@@ -105,12 +116,26 @@ class Files(Protocol):
         """Take the exclusive lock file and write `owner` into it; raises BlockingIOError when it is held."""
         ...
 
+    def is_at(self, descriptor: int, path: str) -> bool:
+        """Say whether an open file is still the one with this name."""
+        ...
+
 
 class SystemFiles:
     """The operating system's files."""
 
+    def __init__(self) -> None:
+        self._can_flush_drive = True
+
     def make_dir(self, path: str) -> None:
-        os.makedirs(path, mode=DIRECTORY_MODE, exist_ok=True)
+        # Not by makedirs, whose mode is that of the last folder alone.
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, mode=DIRECTORY_MODE)
 
     def create(self, path: str) -> int:
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
@@ -127,11 +152,18 @@ class SystemFiles:
         return written_bytes
 
     def fsync(self, descriptor: int) -> None:
-        if hasattr(fcntl, "F_FULLFSYNC"):
+        if self._can_flush_drive and hasattr(fcntl, "F_FULLFSYNC"):
             # On macOS fsync() leaves the bytes in the drive's own cache.
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(descriptor)
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+                return
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+                # Network and some foreign file systems have no such thing; SQLite does as much there.
+                self._can_flush_drive = False
+                _log.warning("drive_cache_not_flushed", extra={"detail": str(error)})
+        os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
@@ -153,8 +185,9 @@ class SystemFiles:
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
-                info = entry.stat(follow_symlinks=False)
-                found.append(_info(entry.name, info))
+                # What was renamed or removed since is not there.
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(_info(entry.name, entry.stat(follow_symlinks=False)))
         return found
 
     def stat(self, path: str) -> FileInfo:
@@ -184,7 +217,9 @@ class SystemFiles:
         return info.f_bavail * info.f_frsize
 
     def lock(self, path: str, *, owner: str) -> int:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+        # O_NOFOLLOW: a link planted here must not have us write into another file.
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, FILE_MODE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
@@ -193,6 +228,12 @@ class SystemFiles:
             os.close(descriptor)
             raise
         return descriptor
+
+    def is_at(self, descriptor: int, path: str) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+        except FileNotFoundError:
+            return False
 
 
 def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
@@ -209,7 +250,16 @@ def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
 def _info(name: str, info: os.stat_result) -> FileInfo:
     # Some network file systems use all 64 bits, SQLite's integers have a sign.
     inode = info.st_ino & _INODE_MASK
-    return FileInfo(name, info.st_size, info.st_mtime_ns, inode, stat_module.S_ISDIR(info.st_mode))
+    return FileInfo(
+        name,
+        info.st_size,
+        info.st_mtime_ns,
+        inode,
+        is_directory=stat_module.S_ISDIR(info.st_mode),
+        is_link=stat_module.S_ISLNK(info.st_mode),
+        mode=stat_module.S_IMODE(info.st_mode),
+        owner_id=info.st_uid,
+    )
 
 
 def _batch(pending: Sequence[memoryview]) -> list[memoryview]:

@@ -72,6 +72,8 @@ class BlockFailure:
     hash: BlockHash
     cause: Damage
     detail: str
+    header_checksum: int | None = None
+    """Of the file that was read, if it came so far: another one may have its name by now."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -43,10 +43,9 @@ class StorePaths:
         """The keys that blocks are encrypted under, each encrypted itself."""
         return f"{self.root}/keys.json"
 
-    @property
-    def data_keys_aside(self) -> str:
-        """Where a key file that cannot be read is moved, replacing the one moved before."""
-        return f"{self.root}/keys.damaged.json"
+    def data_keys_aside(self, number: int = 1) -> str:
+        """Return where a key file that cannot be read is moved."""
+        return f"{self.root}/keys.damaged{'' if number == 1 else f'.{number}'}.json"
 
     def is_data_keys_name(self, name: str) -> bool:
         """Say whether a name in the root is that of a key file, one moved aside or an unfinished one."""

@@ -59,6 +59,12 @@ class BlockRecord(NamedTuple):
         }
         return sizes[kind]
 
+    def used_by_now(self, now_time: float) -> BlockRecord:
+        """Return this with no use in the future: a clock that was wrong once must not keep it for ever."""
+        if self.last_used_time <= now_time:
+            return self
+        return self._replace(last_used_time=now_time, created_time=min(self.created_time, now_time))
+
     def is_of(self, file: BlockFile) -> bool:
         """Say whether every fact is what this file says."""
         fresh = record_of(file, mtime_ns=self.mtime_ns, inode=self.inode, used_time=0.0)

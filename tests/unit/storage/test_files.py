@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 
@@ -89,3 +91,57 @@ def test_the_budget_turns_with_the_day():
     space.written_today_bytes = 40
     assert not space.budget_allows(11, now_time=SECONDS_PER_DAY - 1)
     assert space.budget_allows(11, now_time=SECONDS_PER_DAY)
+
+
+def test_a_listing_beside_a_writer_leaves_out_what_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "stays").write_text("a")
+    (tmp_path / "goes").write_text("b")
+    scandir = os.scandir
+
+    @contextlib.contextmanager
+    def slow(path):
+        with scandir(path) as entries:
+            found = list(entries)
+            (tmp_path / "goes").unlink()
+            yield found
+
+    monkeypatch.setattr(os, "scandir", slow)
+    assert [info.name for info in SystemFiles().list(str(tmp_path))] == ["stays"]
+
+
+def test_parents_are_made_as_private_as_the_folder(tmp_path):
+    SystemFiles().make_dir(str(tmp_path / "a" / "b" / "c"))
+    folders = [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"]
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EINVAL, errno.ENOTTY])
+def test_a_volume_that_cannot_flush_the_drive_is_synced_all_the_same(tmp_path, monkeypatch, number):
+    """What macOS answers on SMB, NFS and FUSE; only its call is played here."""
+    asked = []
+
+    def refuse(descriptor, command):
+        asked.append(command)
+        raise OSError(number, "")
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    files = SystemFiles()
+    descriptor = files.create(str(tmp_path / "file"))
+    files.fsync(descriptor)
+    files.fsync(descriptor)
+    files.close(descriptor)
+    assert asked == [51], "asked once, then no more"
+
+
+def test_a_drive_that_fails_to_flush_is_told(tmp_path, monkeypatch):
+    def refuse(descriptor, command):
+        raise OSError(errno.EIO, "")
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    files = SystemFiles()
+    descriptor = files.create(str(tmp_path / "file"))
+    with pytest.raises(OSError):
+        files.fsync(descriptor)
+    files.close(descriptor)

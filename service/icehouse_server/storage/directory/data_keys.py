@@ -34,6 +34,8 @@ class OpenedKey:
     """The data key of a directory for one master key."""
 
     data_key: bytes = dataclasses.field(repr=False)
+    wrapped: bytes
+    """The data key as it lies in the directory."""
     other_key_count: int
     """Data keys beside it that the master key does not open."""
     is_new: bool
@@ -50,16 +52,27 @@ def open_key(
     wrapped = _read(files, paths)
     mine = _opened(wrapped, master_key)
     if mine:
-        return OpenedKey(mine[-1], other_key_count=len(wrapped) - len(mine), is_new=False)
+        return OpenedKey(*mine[-1], other_key_count=len(wrapped) - len(mine), is_new=False)
     data_key = random_bytes(KEY_BYTES)
-    _write(files, paths, [*wrapped, wrap_key(data_key, master_key=master_key)])
-    return OpenedKey(data_key, other_key_count=len(wrapped), is_new=True)
+    own = wrap_key(data_key, master_key=master_key)
+    _write(files, paths, [*wrapped, own])
+    return OpenedKey(data_key, own, other_key_count=len(wrapped), is_new=True)
+
+
+def keep_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
+    """Put the data key back that blocks are written under, where the key file is gone: else nobody could
+    read them after the next start. One that is there is left alone: the key may have been changed."""
+    try:
+        files.stat(paths.data_keys)
+    except FileNotFoundError:
+        _log.warning("data_key_put_back", extra={"path": paths.data_keys})
+        _write(files, paths, [wrapped])
 
 
 def find_key(files: Files, paths: StorePaths, *, master_key: bytes) -> bytes | None:
     """Return the data key that the master key opens, or None. Changes nothing and needs no lock."""
     mine = _opened(_parse(_text(files, paths)) or [], master_key)
-    return mine[-1] if mine else None
+    return mine[-1][0] if mine else None
 
 
 def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master_key: bytes) -> int:
@@ -75,9 +88,10 @@ def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master
     return changed
 
 
-def _opened(wrapped: Sequence[bytes], master_key: bytes) -> list[bytes]:
-    found = (unwrap_key(item, master_key=master_key) for item in wrapped)
-    return [data_key for data_key in found if data_key is not None]
+def _opened(wrapped: Sequence[bytes], master_key: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the data keys that the master key opens, each with what it was wrapped as."""
+    found = ((unwrap_key(item, master_key=master_key), item) for item in wrapped)
+    return [(data_key, item) for data_key, item in found if data_key is not None]
 
 
 def _read(files: Files, paths: StorePaths) -> list[bytes]:
@@ -85,10 +99,22 @@ def _read(files: Files, paths: StorePaths) -> list[bytes]:
     wrapped = _parse(text)
     if wrapped is None:
         # Without its wrapped key a block cannot be opened, but the file may be mended by hand.
-        _log.warning("data_keys_moved_aside", extra={"path": paths.data_keys_aside})
-        files.rename(paths.data_keys, paths.data_keys_aside)
+        aside = _free_name(files, paths)
+        _log.warning("data_keys_moved_aside", extra={"path": aside})
+        files.rename(paths.data_keys, aside)
         return []
     return wrapped
+
+
+def _free_name(files: Files, paths: StorePaths) -> str:
+    """Return where to move a key file, beside those moved before: each may hold what no other does."""
+    for number in range(1, _LIMIT_COUNT):
+        path = paths.data_keys_aside(number)
+        try:
+            files.stat(path)
+        except FileNotFoundError:
+            break
+    return path
 
 
 def _text(files: Files, paths: StorePaths) -> str:

@@ -15,6 +15,9 @@ from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.record import BlockRecord
 
+_STALE_LIMIT = 64
+"""Stale entries that are not worth making the heap anew for."""
+
 
 class DiskIndex:
     """Records by hash, with a heap of the leaves by recency.
@@ -148,6 +151,11 @@ class DiskIndex:
     def _offer(self, block_hash: BlockHash) -> None:
         if self._is_evictable(block_hash):
             heapq.heappush(self._leaves, (self._uses[block_hash], block_hash))
+            if len(self._leaves) > 2 * len(self._records) + _STALE_LIMIT:
+                # Pinned and unpinned again and again, each leaves an entry behind.
+                fresh = {name for _, name in self._leaves if self._is_evictable(name)}
+                self._leaves = [(self._uses[name], name) for name in fresh]
+                heapq.heapify(self._leaves)
 
     def _is_evictable(self, block_hash: BlockHash) -> bool:
         record = self._records.get(block_hash)

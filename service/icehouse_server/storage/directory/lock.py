@@ -25,9 +25,11 @@ from icehouse_server.storage.paths import StorePaths
 def take_lock(files: Files, paths: StorePaths) -> int:
     """Take the directory's lock, making the directory if needed; return the descriptor that holds it.
 
-    Raises `StartError` naming the owner when another process has it, `OSError` from the disk.
+    Raises `StartError` naming the owner when another process has it, or naming what in the directory
+    others could swap or write; `OSError` from the disk.
     """
     files.make_dir(paths.root)
+    check_trust(files, paths)
     try:
         return files.lock(paths.lock, owner=f"{os.getpid()}\n")
     except BlockingIOError as error:
@@ -38,6 +40,39 @@ def take_lock(files: Files, paths: StorePaths) -> int:
             "stop that process or choose another directory",
             metadata={"directory": paths.root, "owner_pid": owner},
         ) from error
+
+
+def check_trust(files: Files, paths: StorePaths) -> None:
+    """Refuse a directory that others may write, or whose parts are links or somebody else's.
+
+    The root itself may be a link, to a larger disk for example; it is then its target that counts.
+    Raises `StartError`.
+    """
+    root = os.path.realpath(paths.root)
+    names = (paths.blocks, paths.quarantine, paths.manifest, paths.lock)
+    for path in (root, *names):
+        try:
+            info = files.stat(path)
+        except FileNotFoundError:
+            continue
+        if info.is_link:
+            raise _untrusted(path, "is a link, which could lead to any file; remove it")
+        if info.owner_id not in (-1, 0, os.geteuid()):
+            raise _untrusted(path, f"belongs to user {info.owner_id}, who could change it; chown it")
+        if info.mode & _OTHERS_WRITE:
+            raise _untrusted(path, f"has mode {info.mode:04o}, so others may write it; chmod go-w it")
+
+
+_OTHERS_WRITE = 0o002
+"""Others, not the group: a volume of a container is often its group's."""
+
+
+def _untrusted(path: str, what: str) -> StartError:
+    return StartError(
+        Reason.STORE_UNUSABLE,
+        f"{path} {what}, or choose another cache directory",
+        metadata={"path": path},
+    )
 
 
 _LIMIT_BYTES = 1 << 20

@@ -183,6 +183,13 @@ class Manifest:
                 [(time, hit_count, block_hash) for block_hash, (time, hit_count) in uses.items()],
             )
 
+    def forget_future(self, now_time: float) -> None:
+        """Let no block have been used later than now (wall clock)."""
+        with self._database.atomic():
+            self._connection.execute(
+                "UPDATE blocks SET last_used_time = ? WHERE last_used_time > ?", (now_time, now_time)
+            )
+
     def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> None:
         """Record which blocks may not be evicted."""
         with self._database.atomic():

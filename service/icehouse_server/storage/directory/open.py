@@ -54,6 +54,8 @@ def open_store(
     """
     for path in (paths.root, paths.blocks, paths.quarantine):
         files.make_dir(path)
+    if cipher is not None and cipher.wrapped_key:
+        _put_key_back(files, paths, wrapped=cipher.wrapped_key)
     started = clock.monotonic()
     is_clean = _matches_mark(files, paths)
     manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
@@ -61,6 +63,9 @@ def open_store(
         now_time = clock.wall()
         walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
         unknown_bytes = 0
+        if any(record.last_used_time > now_time for record in rows[-1:]):
+            # They come in the order of their use, so the last one tells.
+            manifest.forget_future(now_time)
         if is_clean and not edited and not rebuilt:
             records = rows
         else:
@@ -100,6 +105,14 @@ def open_store(
         unencrypted_block_count=_unencrypted_count(manifest, records) if cipher else 0,
     )
     return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
+
+
+def _put_key_back(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
+    """Have the key file say what blocks are written under, where the directory was made anew."""
+    # Of an optional extra, like the cipher itself.
+    from icehouse_server.storage.directory.data_keys import keep_key
+
+    keep_key(files, paths, wrapped=wrapped)
 
 
 def _unencrypted_count(manifest: Manifest, records: Sequence[BlockRecord]) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 
 SECONDS_PER_DAY = 86_400
+_DAY_LIMIT = 4
 
 
 class Reclaim(enum.Enum):
@@ -38,6 +39,8 @@ class Space:
     """Files that are being written: no blocks yet."""
     day: int = 0
     written_today_bytes: int = 0
+    written_by_day: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Of the days before, as far as this process has seen them."""
 
     def other_bytes(self) -> int:
         """Return the counted bytes that are not committed blocks."""
@@ -63,6 +66,9 @@ class Space:
         """Return the day (days since the epoch, UTC), starting a new budget when it has changed."""
         day = int(now_time // SECONDS_PER_DAY)
         if day != self.day:
+            # A clock that goes back and forth over midnight begins no new budget each time.
+            self.written_by_day[self.day] = self.written_today_bytes
+            self.written_today_bytes = self.written_by_day.get(day, 0)
+            self.written_by_day = dict(list(self.written_by_day.items())[-_DAY_LIMIT:])
             self.day = day
-            self.written_today_bytes = 0
         return day

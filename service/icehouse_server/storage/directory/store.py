@@ -8,6 +8,7 @@ either committed and in the index, or neither.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -75,6 +76,8 @@ class BlockStore:
         self._leftovers = Leftovers(files)
         self._ballast = Ballast(files, self.paths)
         self._unknown_bytes = 0
+        self._aside_bytes = 0
+        """Of a manifest that could not be read, kept for a person to look at while there is room."""
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
@@ -116,14 +119,16 @@ class BlockStore:
         )
         self._manifest = opened.manifest
         self.report = opened.report
-        self.index = DiskIndex.of(opened.records)
+        now_time = self.clock.wall()
+        self.index = DiskIndex.of(record.used_by_now(now_time) for record in opened.records)
         self.quarantined = Quarantine(self.files, self.paths, found=opened.quarantined)
         self._leftovers = Leftovers(self.files)
         self._unrecorded.clear()
         self._unknown_bytes = opened.unknown_bytes
-        self.space.written_today_bytes = 0
+        self._aside_bytes = self._size_bytes(self.paths.manifest_aside)
         day = self.space.turn_day(self.clock.wall())
-        self.space.written_today_bytes = opened.manifest.written_bytes(day=day)
+        self.space.written_by_day = opened.manifest.written_days()
+        self.space.written_today_bytes = self.space.written_by_day.get(day, 0)
         self.quarantined.trim()
         self._ballast.lay()
         self._weigh()
@@ -223,6 +228,12 @@ class BlockStore:
 
     def reclaim(self, size_bytes: int) -> Reclaim:
         """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
+        if self._aside_bytes:
+            self._aside_bytes = 0
+            with contextlib.suppress(FileNotFoundError):
+                self.files.unlink(self.paths.manifest_aside)
+            self._weigh()
+            return Reclaim.PROGRESS
         if self.quarantined:
             self.quarantined.drop_oldest()
             self._weigh()
@@ -263,6 +274,14 @@ class BlockStore:
         for path in unlink_blocks(records, files=self.files, paths=self.paths):
             self._leftovers.note(path)
         self._weigh()
+
+    def has_file(self, record: BlockRecord) -> bool:
+        """Say whether a block's file is there. Raises `OSError`."""
+        try:
+            self.files.stat(self.paths.block(record.fingerprint, record.hash))
+        except FileNotFoundError:
+            return False
+        return True
 
     def quarantine(self, block_hash: BlockHash) -> bool:
         """Put a damaged block's file aside, its row first; False when it is not stored."""
@@ -329,7 +348,12 @@ class BlockStore:
                 self._uses[block_hash] = (now_time, self._uses.get(block_hash, (0.0, 0))[1] + 1)
 
     def keep_up(self) -> None:
-        """Write the noted uses in one transaction, and try again to remove what would not go."""
+        """Write the noted uses in one transaction, and try again to remove what would not go.
+
+        Raises `OSError` when the lock's file was removed: another process may take the directory then.
+        """
+        if self._lock is not None and not self.files.is_at(self._lock, self.paths.lock):
+            raise OSError(errno.ESTALE, "The lock of the cache directory is gone")
         if self._uses:
             self.manifest.touch(self._uses)
             self._uses = {}
@@ -376,4 +400,10 @@ class BlockStore:
         manifest_bytes = self.files.stat(self.paths.manifest).size_bytes
         self.space.manifest_bytes = manifest_bytes + LOG_ALLOWANCE_BYTES
         self.space.quarantine_bytes = self.quarantined.size_bytes
-        self.space.leftover_bytes = self._unknown_bytes + self._leftovers.size_bytes
+        self.space.leftover_bytes = self._unknown_bytes + self._leftovers.size_bytes + self._aside_bytes
+
+    def _size_bytes(self, path: str) -> int:
+        try:
+            return self.files.stat(path).size_bytes
+        except FileNotFoundError:
+            return 0

@@ -41,9 +41,17 @@ class Cipher:
     to those who guess prompts.
     """
 
-    def __init__(self, data_key: bytes, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
+    def __init__(
+        self,
+        data_key: bytes,
+        *,
+        wrapped_key: bytes = b"",
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """`wrapped_key` is the data key as it lies in the directory; none where it is kept nowhere."""
         assert len(data_key) == KEY_BYTES, f"A data key has {KEY_BYTES} bytes, not {len(data_key)}"
         self._data_key = data_key
+        self.wrapped_key = wrapped_key
         self._random_bytes = random_bytes
         self.key_id = hashlib.sha256(_ID_TAG + data_key).digest()[:KEY_ID_BYTES]
         self.name_secret = _derive(data_key, salt=b"", info=_NAMES_INFO)

@@ -162,9 +162,11 @@ class ReaderPool:
             job.started_s = self._clock.monotonic()
         planned = job.request.blocks[index]
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
+        checksum = None
         try:
             if not isinstance(job.results[0], BlockFailure):
                 descriptor, file = open_block(self._files, path, planned, cipher=self._cipher)
+                checksum = file.header_checksum
                 try:
                     if index == 0:
                         self._begin(job, file)
@@ -174,7 +176,7 @@ class ReaderPool:
                 finally:
                     self._files.close(descriptor)
         except BlockFileError as error:
-            job.results[index] = BlockFailure(planned.header.hash, error.damage, str(error))
+            job.results[index] = BlockFailure(planned.header.hash, error.damage, str(error), checksum)
         except MemoryError:
             job.results[index] = BlockFailure(planned.header.hash, Damage.MEMORY, "No memory to read it into")
         except OSError as error:

@@ -98,7 +98,7 @@ def _tier(store: BlockStore) -> TierStats:
         token_count=sum(record.token_count for record in mine),
         size_bytes=store.index.block_bytes,
         limit_bytes=store.settings.limit_bytes,
-        age=AgePercentiles.of(now_time - record.last_used_time for record in mine),
+        age=AgePercentiles.of(max(now_time - record.last_used_time, 0.0) for record in mine),
     )
 
 

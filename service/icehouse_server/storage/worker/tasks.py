@@ -140,7 +140,12 @@ def retire(store: BlockStore, failure: BlockFailure) -> None:
     """Take a block that could not be used out of the store. Raises `OSError` or `sqlite3.Error`."""
     if failure.cause is Damage.MEMORY:
         return
+    record = store.index.get(failure.hash)
+    if record is None:
+        return
     if failure.cause is Damage.MISSING:
-        store.drop_missing(failure.hash)
-    else:
+        # Replaced meanwhile, it is there again, and is not to be forgotten by those who count.
+        if not store.has_file(record):
+            store.drop_missing(failure.hash)
+    elif failure.header_checksum in (None, record.header_checksum):
         store.quarantine(failure.hash)

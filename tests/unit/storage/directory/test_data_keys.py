@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from icehouse_server.storage.directory.data_keys import find_key, open_key, rewrap
+from icehouse_server.storage.directory.data_keys import find_key, keep_key, open_key, rewrap
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.paths import StorePaths
 
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_kept_aside(paths: StorePaths, text: str) -> None:
     assert find_key(FILES, paths, master_key=MINE) is None
     second = open_key(FILES, paths, master_key=MINE)
     assert second.is_new and second.data_key != first
-    assert not text or Path(paths.data_keys_aside).read_text() == text
+    assert not text or Path(paths.data_keys_aside()).read_text() == text
     Path(paths.data_keys).write_bytes(good)
     assert open_key(FILES, paths, master_key=MINE).data_key == first
 
@@ -105,3 +105,22 @@ def test_a_crash_leaves_the_old_keys_or_the_new_ones(tmp_path: Path) -> None:
         assert rewrap(FILES, paths, old_master_key=[MINE, YOURS][found.index(data_key)], new_master_key=YOURS)
         assert find_key(FILES, paths, master_key=YOURS) == data_key
     assert opened_by == {0, 1} and crash_at < 50
+
+
+def test_each_damaged_file_is_kept_for_itself(paths: StorePaths) -> None:
+    for text in ("first", "second"):
+        Path(paths.data_keys).write_text(text)
+        open_key(FILES, paths, master_key=MINE)
+        os.unlink(paths.data_keys)
+    assert [Path(paths.data_keys_aside(n)).read_text() for n in (1, 2)] == ["first", "second"]
+
+
+def test_a_key_file_that_is_gone_is_put_back_and_one_that_is_there_left_alone(paths: StorePaths) -> None:
+    opened = open_key(FILES, paths, master_key=MINE)
+    os.unlink(paths.data_keys)
+    keep_key(FILES, paths, wrapped=opened.wrapped)
+    assert find_key(FILES, paths, master_key=MINE) == opened.data_key
+    # The key was changed meanwhile: what the old one wrapped must not come back.
+    rewrap(FILES, paths, old_master_key=MINE, new_master_key=YOURS)
+    keep_key(FILES, paths, wrapped=opened.wrapped)
+    assert find_key(FILES, paths, master_key=MINE) is None

@@ -97,3 +97,14 @@ def test_an_index_of_records_evicts_in_their_order():
         gone.append(victim.file_bytes)
     assert gone == [2, 1, 3]
     assert [r.file_bytes for r in index] == [4]
+
+
+def test_pinning_again_and_again_leaves_nothing_behind():
+    index, only = DiskIndex(), record(1, 0)
+    index.add(only)
+    for _ in range(10_000):
+        index.set_pinned(only.hash, pinned=True)
+        index.set_pinned(only.hash, pinned=False)
+    assert len(index._leaves) < 100
+    victim = index.next_victim()
+    assert victim is not None and victim.hash == only.hash

@@ -6,15 +6,19 @@ import os
 import stat
 
 import pytest
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.block_format.file import prepare_block, read_head
-from icehouse_server.storage.directory.space import Reclaim
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Reclaim, Space
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.loads import BlockFailure
+from icehouse_server.storage.worker.tasks import retire
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
-from tests.fixtures.storage.storage_thread import ManualClock, open_store, settings_for
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread, open_store, settings_for
 
 
 def test_a_block_survives_a_reopen(tmp_path):
@@ -97,3 +101,59 @@ def test_recency_and_pins_survive(tmp_path):
     assert [r.hash for r in again.index.by_recency(FINGERPRINT)][-1] == blocks[0].header.hash
     assert again.index.get(blocks[0].header.hash).hit_count == 1
     assert again.index.get(blocks[1].header.hash).pinned
+
+
+def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
+    clock = ManualClock()
+    first, second = make_block(seed=1), make_block(seed=2)
+    with StorageThread(tmp_path, clock=clock) as served:
+        clock.advance(10**9)
+        served.spill(first)
+        clock.advance(-(10**9))
+        served.spill(second)
+    with StorageThread(tmp_path, clock=clock) as served:
+        times = [record.last_used_time for record in served.take_inventory()]
+        assert max(times) <= clock.wall()
+        assert served.stats().ssd.age.p50_s >= 0
+    rows = OfflineStore(str(tmp_path), files=SystemFiles(), clock=clock).rows().records
+    assert max(row.last_used_time for row in rows) <= clock.wall()
+
+
+def test_a_day_that_comes_again_has_the_budget_it_had():
+    space = Space(limit_bytes=1000, floor_bytes=0, daily_limit_bytes=100)
+    space.turn_day(SECONDS_PER_DAY * 5.0)
+    space.written_today_bytes = 80
+    space.turn_day(SECONDS_PER_DAY * 6.0)
+    assert space.written_today_bytes == 0
+    space.turn_day(SECONDS_PER_DAY * 5.5)
+    assert space.written_today_bytes == 80
+
+
+def test_a_manifest_put_aside_counts_and_goes_before_any_block(tmp_path):
+    block = make_block(seed=1)
+    with StorageThread(tmp_path) as served:
+        served.spill(block)
+    (tmp_path / "manifest.damaged.sqlite3").write_bytes(bytes(50_000))
+    store = open_store(tmp_path)
+    assert store.space.leftover_bytes == 50_000
+    assert store.reclaim(1) is Reclaim.PROGRESS
+    assert store.space.leftover_bytes == 0 and len(store.index) == 1
+    assert not (tmp_path / "manifest.damaged.sqlite3").exists()
+    store.close()
+    store.unlock()
+
+
+def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
+    block = make_block(seed=1)
+    store = open_store(tmp_path)
+    record = store.put(prepare_block(block))
+    for failure in (
+        BlockFailure(record.hash, Damage.CHECKSUM, "of the file before", header_checksum=1),
+        BlockFailure(record.hash, Damage.MISSING, "between two names"),
+    ):
+        retire(store, failure)
+        assert record.hash in store.index
+    retire(store, BlockFailure(record.hash, Damage.CHECKSUM, "of this one", record.header_checksum))
+    assert record.hash not in store.index and len(store.quarantined) == 1
+    store.close()
+    store.unlock()

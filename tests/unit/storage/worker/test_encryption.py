@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import IntegrityStats
+from icehouse_server.storage.directory.data_keys import open_key
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadFailed
+from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.ciphers import CIPHER, OTHER_CIPHER, forge
@@ -204,3 +207,29 @@ def test_a_purge_leaves_no_page_of_the_manifest_unwiped(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "manifest.sqlite3")
     assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
     connection.close()
+
+
+def test_a_directory_deleted_under_a_server_is_readable_after_its_next_start(tmp_path: Path) -> None:
+    """What is written from then on is written under the data key that the server has in memory."""
+    directory, files = tmp_path / "cache", SystemFiles()
+    paths = StorePaths(str(directory))
+
+    def cipher_of_a_start() -> Cipher:
+        files.make_dir(str(directory))
+        opened = open_key(files, paths, master_key=bytes(32))
+        return Cipher(opened.data_key, wrapped_key=opened.wrapped)
+
+    cipher = cipher_of_a_start()
+    blocks = chain_of(cipher, 2)
+    with server_of(directory, cipher) as served:
+        shutil.rmtree(directory)
+        served.spill(blocks[0])
+        served.clock.advance(100)
+        served.spill(*blocks)
+    again = cipher_of_a_start()
+    assert again.key_id == cipher.key_id
+    with server_of(directory, again) as served:
+        served.take()
+        served.storage.load(plan(blocks))
+        loaded = next(o for o in served.take() if isinstance(o, Loaded))
+        assert_holds(loaded, blocks)
