@@ -2,6 +2,7 @@ package icehouse
 
 import (
 	"context"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
@@ -14,21 +15,21 @@ func (s *settings) unary(
 	ctx context.Context, method string, request, reply any,
 	conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption,
 ) error {
-	ctx, cancel := s.bounded(ctx)
+	ctx, cancel := s.bounded(ctx, s.timeoutOf(method))
 	defer cancel()
 	err := invoke(s.announced(ctx, request), method, request, reply, conn, options...)
 	return errorFrom(err)
 }
 
 // stream does the same once the request is known, which gRPC shows to SendMsg only. Of the streaming
-// calls Stream alone has an end, so it alone gets a deadline.
+// calls Stream alone gets a deadline: the others have no end, or tell how far they are.
 func (s *settings) stream(
 	ctx context.Context, description *grpc.StreamDesc, conn *grpc.ClientConn, method string,
 	begin grpc.Streamer, options ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
 	cancel := func() {}
 	if method == icehousev1.InferenceService_Stream_FullMethodName {
-		ctx, cancel = s.bounded(ctx)
+		ctx, cancel = s.bounded(ctx, s.timeout)
 	}
 	return &announcedStream{
 		settings: s,
@@ -40,12 +41,25 @@ func (s *settings) stream(
 	}, nil
 }
 
+// timeoutOf returns the deadline of a call with one answer.
+func (s *settings) timeoutOf(method string) time.Duration {
+	switch method {
+	case icehousev1.CacheService_Warm_FullMethodName,
+		icehousev1.CacheService_Evict_FullMethodName,
+		icehousev1.CacheService_Verify_FullMethodName:
+		if s.timeout != 0 {
+			return s.orderTimeout
+		}
+	}
+	return s.timeout
+}
+
 // bounded returns a context with a deadline, and what frees it.
-func (s *settings) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
-	if _, has := ctx.Deadline(); has || s.timeout == 0 {
+func (s *settings) bounded(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
+	if _, has := ctx.Deadline(); has || timeout == 0 {
 		return ctx, func() {}
 	}
-	return context.WithTimeout(ctx, s.timeout)
+	return context.WithTimeout(ctx, timeout)
 }
 
 // announced returns a context that carries the token, and the prefix key of a request that has one.

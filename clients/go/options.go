@@ -10,18 +10,23 @@ import (
 // DefaultTimeout is the deadline of a call whose context has none.
 const DefaultTimeout = 120 * time.Second
 
+// DefaultOrderTimeout is the deadline of Warm, Evict and Verify whose context has none: a long prompt or a
+// large disk takes its time.
+const DefaultOrderTimeout = time.Hour
+
 // Option says something about a connection.
 type Option func(*settings)
 
 type settings struct {
-	timeout time.Duration
-	token   string
-	tls     *tls.Config
-	dial    []grpc.DialOption
+	timeout      time.Duration
+	orderTimeout time.Duration
+	token        string
+	tls          *tls.Config
+	dial         []grpc.DialOption
 }
 
 func defaultSettings() settings {
-	return settings{timeout: DefaultTimeout}
+	return settings{timeout: DefaultTimeout, orderTimeout: DefaultOrderTimeout}
 }
 
 // WithTLS secures the connection. An empty config trusts the system's authorities; RootCAs names others,
@@ -35,9 +40,16 @@ func WithToken(token string) Option {
 	return func(s *settings) { s.token = token }
 }
 
-// WithTimeout sets the deadline of calls whose context has none, in place of [DefaultTimeout]. 0 is none.
+// WithTimeout sets the deadline of calls whose context has none, in place of [DefaultTimeout]. 0 is none, for
+// Warm, Evict and Verify too.
 func WithTimeout(timeout time.Duration) Option {
 	return func(s *settings) { s.timeout = timeout }
+}
+
+// WithOrderTimeout sets the deadline of Warm, Evict and Verify whose context has none, in place of
+// [DefaultOrderTimeout]. 0 is none.
+func WithOrderTimeout(timeout time.Duration) Option {
+	return func(s *settings) { s.orderTimeout = timeout }
 }
 
 // WithoutHealthChecks uses servers whatever their health says: for those that answer health checks only to

@@ -32,6 +32,7 @@ type scripted struct {
 	generations int
 	streams     int
 	deadline    bool
+	remaining   time.Duration
 	headers     metadata.MD
 }
 
@@ -40,7 +41,9 @@ func (s *scripted) take(ctx context.Context, count *int) error {
 	defer s.mutex.Unlock()
 	*count++
 	s.headers, _ = metadata.FromIncomingContext(ctx)
-	_, s.deadline = ctx.Deadline()
+	var deadline time.Time
+	deadline, s.deadline = ctx.Deadline()
+	s.remaining = time.Until(deadline).Round(time.Minute)
 	if s.refusals == 0 {
 		return nil
 	}
@@ -212,6 +215,28 @@ func TestEveryCallHasADeadlineUnlessToldOtherwise(t *testing.T) {
 		}
 		if script.deadline != test.want {
 			t.Errorf("Stream has a deadline: %t", script.deadline)
+		}
+	}
+}
+
+func TestOrdersThatMayBeLongHaveADeadlineOfTheirOwn(t *testing.T) {
+	for _, test := range []struct {
+		options []Option
+		want    time.Duration
+	}{
+		{nil, DefaultOrderTimeout},
+		{[]Option{WithTimeout(30 * time.Minute)}, DefaultOrderTimeout},
+		{[]Option{WithOrderTimeout(2 * time.Hour)}, 2 * time.Hour},
+		{[]Option{WithTimeout(0)}, 0},
+	} {
+		script := &scripted{}
+		client := serve(t, script, test.options...)
+		request := &icehousev1.WarmRequest{Prompt: &icehousev1.WarmRequest_Text{Text: "Once"}}
+		if _, err := client.Cache.Warm(t.Context(), request); err != nil {
+			t.Fatal(err)
+		}
+		if script.deadline != (test.want != 0) || (script.deadline && script.remaining != test.want) {
+			t.Errorf("%v %v, not %v", script.deadline, script.remaining, test.want)
 		}
 	}
 }

@@ -1,6 +1,7 @@
 import {
   create,
   type DescMessage,
+  type DescMethod,
   type DescMethodServerStreaming,
   type DescMethodUnary,
   type Message,
@@ -10,6 +11,7 @@ import {
 
 import { PREFIX_KEY_HEADER, prefixKey } from "./affinity.js";
 import { Connection } from "./connection.js";
+import { CacheService } from "./gen/icehouse/v1/cache_service_pb.js";
 import {
   GenerateRequestSchema,
   type GenerateResponse,
@@ -24,11 +26,22 @@ export type GenerateInit = MessageInitShape<typeof GenerateRequestSchema>;
 /** The deadline of a call that names none. */
 export const DEFAULT_TIMEOUT_MS = 120_000;
 
+/** The deadline of Warm, Evict and Verify that name none: a long prompt or a large disk takes its time. */
+export const DEFAULT_ORDER_TIMEOUT_MS = 3_600_000;
+
+const ORDERS: ReadonlySet<DescMethod> = new Set([
+  CacheService.method.warm,
+  CacheService.method.evict,
+  CacheService.method.verify,
+]);
+
 export interface ClientOptions {
   /** Absent: no TLS, no token. */
   readonly security?: Security;
   /** The deadline of calls that name none; Infinity for no deadline. Absent: DEFAULT_TIMEOUT_MS. */
   readonly timeoutMs?: number;
+  /** That of Warm, Evict and Verify, unless `timeoutMs` is Infinity. Absent: DEFAULT_ORDER_TIMEOUT_MS. */
+  readonly orderTimeoutMs?: number;
 }
 
 export interface CallOptions {
@@ -42,11 +55,20 @@ export interface CallOptions {
 export class Client {
   readonly #connection: Connection;
   readonly #timeoutMs: number;
+  readonly #orderTimeoutMs: number;
 
   /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
-  constructor(address = "localhost:50051", { security = {}, timeoutMs = DEFAULT_TIMEOUT_MS }: ClientOptions = {}) {
+  constructor(
+    address = "localhost:50051",
+    {
+      security = {},
+      timeoutMs = DEFAULT_TIMEOUT_MS,
+      orderTimeoutMs = DEFAULT_ORDER_TIMEOUT_MS,
+    }: ClientOptions = {},
+  ) {
     this.#connection = new Connection(address, security);
     this.#timeoutMs = timeoutMs;
+    this.#orderTimeoutMs = timeoutMs === Infinity ? Infinity : orderTimeoutMs;
   }
 
   /** Ends the connection. */
@@ -77,7 +99,9 @@ export class Client {
     options: CallOptions = {},
   ): Promise<MessageShape<O>> {
     const message = create(method.input, request);
-    return this.#connection.unary(method, message, keyOf(message), this.#deadline(options), options.signal);
+    const timeoutMs = ORDERS.has(method) ? this.#orderTimeoutMs : this.#timeoutMs;
+    const limit = this.#deadline({ timeoutMs, ...options });
+    return this.#connection.unary(method, message, keyOf(message), limit, options.signal);
   }
 
   /** Yields the answers of any other method with many, such as `CacheService.method.watchStats`; without a

@@ -153,6 +153,22 @@ test("every call has a deadline unless told otherwise", async (t) => {
   }
 });
 
+test("orders that may be long have a deadline of their own", async (t) => {
+  for (const [options, minutes] of [
+    [undefined, 60],
+    [{ timeoutMs: 1_800_000 }, 60],
+    [{ orderTimeoutMs: 7_200_000 }, 120],
+    [{ timeoutMs: Infinity }, Infinity],
+  ] as const) {
+    const script = new Scripted();
+    const client = await serve(t, script, options);
+    await client.call(CacheService.method.warm, request);
+    assert.equal(Math.round((Number(script.deadline) - Date.now()) / 60_000), minutes);
+    await client.call(CacheService.method.warm, request, { timeoutMs: 600_000 });
+    assert.equal(Math.round((Number(script.deadline) - Date.now()) / 60_000), 10);
+  }
+});
+
 test("the headers go with every call that has a prompt", async (t) => {
   const script = new Scripted();
   const client = await serve(t, script, { security: { token: "secret" } });

@@ -33,13 +33,16 @@ from icehouse_server.domain.cache_commands import (
     EvictReport,
     Explain,
     Explanation,
+    ListStored,
     Pin,
     PinReport,
     Unpin,
+    Verify,
+    VerifyReport,
 )
-from icehouse_server.domain.events import CacheReport, Delta, Finished
+from icehouse_server.domain.events import CacheReport, Delta, Finished, PrefillProgress
 from icehouse_server.domain.events import FinishReason as EngineFinishReason
-from icehouse_server.domain.ids import CacheScope, Tenant
+from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
 
@@ -372,6 +375,62 @@ async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) 
     for method in ("explain", "evict", "pin", "warm"):
         with Client("127.0.0.1:1") as nobody, pytest.raises(TypeError, match="there is no option"):
             getattr(nobody.cache, method)("Hi", temperature=1)
+
+
+async def test_warm_ups_and_checks_tell_how_far_they_are(served: RunningServer) -> None:
+    served.engine.script = lambda request: [started(request), PrefillProgress(2, 2), finished(request)]
+    served.engine.stored = (BlockHash(bytes(32)),) * 65
+    served.engine.order_answer = VerifyReport(7, 70, (), 0.5)
+    warmed: list[int] = []
+    checked: list[int] = []
+
+    def use(client: Client) -> Any:
+        warm = client.cache.warm(
+            "Hi", request_id="w", on_progress=lambda p: warmed.append(p.processed_tokens)
+        )
+        return warm, client.cache.verify(on_progress=lambda p: checked.append(p.verified_block_count))
+
+    warm, verified = await threaded(served, use)
+    assert (warm.request_id, warmed) == ("w", [2])
+    assert (verified.verified_block_count, checked) == (14, [0, 7, 14])
+    await served.settle()
+    async with AsyncClient(served.server.address) as client:
+        answer = await client.cache.warm("Hi", request_id="w", on_progress=lambda p: warmed.append(1))
+        assert answer.request_id == "w" and warmed == [2, 1]
+        assert await client.cache.verify(on_progress=lambda p: checked.append(0)) == verified
+        assert (await client.cache.verify(block_limit=3)).verified_block_count == 7
+    assert served.engine.orders[-2:] == [ListStored(3), Verify(served.engine.stored[:3])]
+
+
+async def test_what_is_told_of_progress_can_end_a_warm_up(served: RunningServer) -> None:
+    served.engine.script = lambda request: [started(request), PrefillProgress(1, 2)]
+
+    def enough(progress: object) -> None:
+        raise InterruptedError
+
+    async with AsyncClient(served.server.address) as client:
+        with pytest.raises(InterruptedError):
+            await client.cache.warm("Hi", request_id="w", on_progress=enough)
+        assert await served.cancelled() == "w"
+
+
+async def test_orders_that_may_be_long_have_a_deadline_of_their_own(served: RunningServer) -> None:
+    served.engine.script = lambda request: [started(request), finished(request)]
+
+    def remaining() -> float | None:
+        time = served.engine.submitted[-1].deadline_time
+        return time and round(time - served.clock.now, -1)
+
+    async with AsyncClient(served.server.address) as client:
+        await client.cache.warm("Hi")
+        assert remaining() == 3600
+        await client.cache.warm("Hi", timeout_s=60)
+        assert remaining() == 60
+        await client.cache.warm("Hi", on_progress=lambda p: None)
+        assert remaining() is None
+    async with AsyncClient(served.server.address, timeout_s=None) as client:
+        await client.cache.warm("Hi")
+        assert remaining() is None
 
 
 class Headers:

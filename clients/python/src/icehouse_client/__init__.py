@@ -4,13 +4,19 @@ from icehouse_client import formats, speculation
 from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.cache import CacheUse
-from icehouse_client.cache_client import AsyncCacheClient, CacheClient, WarmOptions
+from icehouse_client.cache_client import AsyncCacheClient, CacheClient, VerifyOptions, WarmOptions
 from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
 from icehouse_client.client import Client, Stream
 from icehouse_client.embeddings import EmbedOptions
 from icehouse_client.errors import IcehouseClientError
 from icehouse_client.logprobs import TokenLogprobs, TopLogprob
-from icehouse_client.requests import DEFAULT_TIMEOUT_S, Options, Prompt, PromptOptions
+from icehouse_client.requests import (
+    DEFAULT_ORDER_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    Options,
+    Prompt,
+    PromptOptions,
+)
 from icehouse_client.reranking import Ranked, RerankOptions
 from icehouse_client.results import Completion, FinishReason, Reply, Started, Token, Usage
 from icehouse_client.security import Security
@@ -23,6 +29,7 @@ __all__ = [
     "CacheUse",
     "Client",
     "Completion",
+    "DEFAULT_ORDER_TIMEOUT_S",
     "DEFAULT_TIMEOUT_S",
     "EmbedOptions",
     "FinishReason",
@@ -46,6 +53,7 @@ __all__ = [
     "ToolChoice",
     "TopLogprob",
     "Usage",
+    "VerifyOptions",
     "WarmOptions",
     "formats",
     "prefix_key",

@@ -17,13 +17,14 @@ from icehouse.v1 import (
 )
 from icehouse.v1 import inference_service_pb2 as inference
 
-from icehouse_client.cache_client import AsyncCacheClient
+from icehouse_client.cache_client import AsyncCacheClient, CacheCalls
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.client import metadata_of
 from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
 from icehouse_client.errors import translated
 from icehouse_client.requests import (
+    DEFAULT_ORDER_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     Options,
     Prompt,
@@ -45,6 +46,7 @@ class AsyncClient:
         address: str = "localhost:50051",
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        order_timeout_s: float | None = DEFAULT_ORDER_TIMEOUT_S,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
     ) -> None:
@@ -55,8 +57,8 @@ class AsyncClient:
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
-        self.cache = AsyncCacheClient(self._channel, metadata=self._metadata, timeout_s=timeout_s)
-        """The server's prefix cache: warm, explain, pin, unpin, evict."""
+        self.cache = AsyncCacheClient(self._channel, CacheCalls(self._metadata, timeout_s, order_timeout_s))
+        """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,18 +6,21 @@ of the same prompt reaches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar, Unpack
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import grpc
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
+from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.affinity import PromptRequest, prefix_metadata
 from icehouse_client.cache import cache_policy
 from icehouse_client.errors import translated
 from icehouse_client.options import refuse_unknown
-from icehouse_client.requests import Prompt, PromptOptions, set_prompt, timeout_of
+from icehouse_client.requests import Prompt, PromptOptions, set_prompt
 from icehouse_client.security import Metadata
 
 Request = TypeVar("Request", bound=PromptRequest)
@@ -30,18 +33,56 @@ class WarmOptions(PromptOptions, total=False):
     priority: int
 
 
+class VerifyOptions(TypedDict, total=False):
+    """What may be said about a check of the SSD tier."""
+
+    block_limit: int
+    """Most blocks to read; the next check goes on from there."""
+    timeout_s: float | None
+
+
+Keyed = PromptRequest | messages.VerifyRequest
+TimedOptions = PromptOptions | VerifyOptions
+OnWarmProgress = Callable[[inference.PrefillProgress], object]
+OnVerifyProgress = Callable[[messages.VerifyProgress], object]
+
+
 class CacheClient:
     """Looks into the prefix cache and gives it orders. Every method raises IcehouseClientError."""
 
-    def __init__(self, channel: grpc.Channel, *, metadata: Metadata, timeout_s: float | None) -> None:
+    def __init__(self, channel: grpc.Channel, calls: CacheCalls) -> None:
         self._stub = cache_service_pb2_grpc.CacheServiceStub(channel)
-        self._calls = _Calls(metadata, timeout_s)
+        self._calls = calls
 
-    def warm(self, prompt: Prompt, **options: Unpack[WarmOptions]) -> messages.WarmResponse:
-        """Compute a prompt and keep it, without generating."""
+    def warm(
+        self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
+    ) -> messages.WarmResponse:
+        """Compute a prompt and keep it, without generating; `on_progress` is told how far it is."""
         request = warm_request(prompt, options)
         with translated():
-            return self._stub.Warm(request, **self._calls.arguments(request, options))
+            if on_progress is None:
+                return self._stub.Warm(request, **self._calls.order(request, options))
+            call = self._stub.WarmWithProgress(request, **self._calls.watch(request, options))
+            with _ending(call):
+                for response in call:
+                    if response.HasField("prefill_progress"):
+                        on_progress(response.prefill_progress)
+        return response.finished
+
+    def verify(
+        self, *, on_progress: OnVerifyProgress | None = None, **options: Unpack[VerifyOptions]
+    ) -> messages.VerifyResponse:
+        """Have blocks on SSD read and compared, for operators; `on_progress` is told how far it is."""
+        request = verify_request(options)
+        with translated():
+            if on_progress is None:
+                return self._stub.Verify(request, **self._calls.order(request, options))
+            call = self._stub.VerifyWithProgress(request, **self._calls.watch(request, options))
+            with _ending(call):
+                for response in call:
+                    if response.HasField("progress"):
+                        on_progress(response.progress)
+        return response.finished
 
     def explain(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.ExplainResponse:
         """Return what `generate` would reuse of a prompt."""
@@ -65,21 +106,45 @@ class CacheClient:
         """Remove a prompt's known blocks, pinned ones too."""
         request = order_request(messages.EvictRequest(), prompt, options)
         with translated():
-            return self._stub.Evict(request, **self._calls.arguments(request, options))
+            return self._stub.Evict(request, **self._calls.order(request, options))
 
 
 class AsyncCacheClient:
     """As `CacheClient`, with awaitable methods."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, metadata: Metadata, timeout_s: float | None) -> None:
+    def __init__(self, channel: grpc.aio.Channel, calls: CacheCalls) -> None:
         self._stub = cache_service_pb2_grpc.CacheServiceStub(channel)
-        self._calls = _Calls(metadata, timeout_s)
+        self._calls = calls
 
-    async def warm(self, prompt: Prompt, **options: Unpack[WarmOptions]) -> messages.WarmResponse:
-        """Compute a prompt and keep it, without generating."""
+    async def warm(
+        self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
+    ) -> messages.WarmResponse:
+        """Compute a prompt and keep it, without generating; `on_progress` is told how far it is."""
         request = warm_request(prompt, options)
         with translated():
-            return await self._stub.Warm(request, **self._calls.arguments(request, options))
+            if on_progress is None:
+                return await self._stub.Warm(request, **self._calls.order(request, options))
+            call = self._stub.WarmWithProgress(request, **self._calls.watch(request, options))
+            with _ending(call):
+                async for response in call:
+                    if response.HasField("prefill_progress"):
+                        on_progress(response.prefill_progress)
+        return response.finished
+
+    async def verify(
+        self, *, on_progress: OnVerifyProgress | None = None, **options: Unpack[VerifyOptions]
+    ) -> messages.VerifyResponse:
+        """Have blocks on SSD read and compared, for operators; `on_progress` is told how far it is."""
+        request = verify_request(options)
+        with translated():
+            if on_progress is None:
+                return await self._stub.Verify(request, **self._calls.order(request, options))
+            call = self._stub.VerifyWithProgress(request, **self._calls.watch(request, options))
+            with _ending(call):
+                async for response in call:
+                    if response.HasField("progress"):
+                        on_progress(response.progress)
+        return response.finished
 
     async def explain(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.ExplainResponse:
         """Return what `generate` would reuse of a prompt."""
@@ -103,22 +168,42 @@ class AsyncCacheClient:
         """Remove a prompt's known blocks, pinned ones too."""
         request = order_request(messages.EvictRequest(), prompt, options)
         with translated():
-            return await self._stub.Evict(request, **self._calls.arguments(request, options))
+            return await self._stub.Evict(request, **self._calls.order(request, options))
 
 
-class _Calls:
-    """What goes with each call of one connection."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheCalls:
+    """What goes with each call of one connection; those that may be long have `order_timeout_s`."""
 
-    def __init__(self, metadata: Metadata, timeout_s: float | None) -> None:
-        self._metadata = metadata
-        self._timeout_s = timeout_s
+    metadata: Metadata
+    timeout_s: float | None
+    order_timeout_s: float | None
 
-    def arguments(self, request: PromptRequest, options: PromptOptions) -> Mapping[str, Any]:
-        """Return the deadline and the headers of a call."""
-        return {
-            "timeout": timeout_of(options, default_s=self._timeout_s),
-            "metadata": (*self._metadata, *prefix_metadata(request)),
-        }
+    def arguments(self, request: Keyed, options: PromptOptions) -> Mapping[str, Any]:
+        """Return the deadline and the headers of a call that is answered soon."""
+        return self._arguments(request, options.get("timeout_s", self.timeout_s))
+
+    def order(self, request: Keyed, options: TimedOptions) -> Mapping[str, Any]:
+        """Return those of a call that may be long."""
+        long_s = None if self.timeout_s is None else self.order_timeout_s
+        return self._arguments(request, options.get("timeout_s", long_s))
+
+    def watch(self, request: Keyed, options: TimedOptions) -> Mapping[str, Any]:
+        """Return those of a call that tells how far it is: without a deadline unless one is named."""
+        return self._arguments(request, options.get("timeout_s"))
+
+    def _arguments(self, request: Keyed, timeout_s: float | None) -> Mapping[str, Any]:
+        headers = () if isinstance(request, messages.VerifyRequest) else prefix_metadata(request)
+        return {"timeout": timeout_s, "metadata": (*self.metadata, *headers)}
+
+
+@contextlib.contextmanager
+def _ending(call: Any) -> Iterator[None]:
+    """End the call on the server too, however the block is left."""
+    try:
+        yield
+    finally:
+        call.cancel()
 
 
 def warm_request(prompt: Prompt, options: WarmOptions) -> messages.WarmRequest:
@@ -131,6 +216,12 @@ def warm_request(prompt: Prompt, options: WarmOptions) -> messages.WarmRequest:
     )
     set_prompt(request, prompt, options)
     return request
+
+
+def verify_request(options: VerifyOptions) -> messages.VerifyRequest:
+    """Return the message of Verify."""
+    refuse_unknown(options, VerifyOptions)
+    return messages.VerifyRequest(block_limit=options.get("block_limit", 0))
 
 
 def order_request(request: Request, prompt: Prompt, options: PromptOptions) -> Request:

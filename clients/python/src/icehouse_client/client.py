@@ -19,12 +19,13 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1.rerank_service_pb2 import RerankRequest
 
 from icehouse_client.affinity import prefix_metadata
-from icehouse_client.cache_client import CacheClient
+from icehouse_client.cache_client import CacheCalls, CacheClient
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
 from icehouse_client.errors import translated
 from icehouse_client.requests import (
+    DEFAULT_ORDER_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     Options,
     Prompt,
@@ -41,8 +42,10 @@ from icehouse_client.stream_sum import StreamSum
 class Client:
     """A connection to one server; `address` is "host:port" or "unix:/path".
 
-    `timeout_s` is the deadline of calls that name none. Every method raises IcehouseClientError.
-    A Generate that no server took is tried again as the published service config says, streams never.
+    `timeout_s` is the deadline of calls that name none; those that may be long (`cache.warm`, `evict`,
+    `verify`) have `order_timeout_s` instead, unless `timeout_s` is None. Every method raises
+    IcehouseClientError. A Generate that no server took is tried again as the published service config says,
+    streams never.
     Set `watches_health` to False for servers that answer health checks with credentials only.
     """
 
@@ -51,6 +54,7 @@ class Client:
         address: str = "localhost:50051",
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        order_timeout_s: float | None = DEFAULT_ORDER_TIMEOUT_S,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
     ) -> None:
@@ -61,8 +65,8 @@ class Client:
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
-        self.cache = CacheClient(self._channel, metadata=self._metadata, timeout_s=timeout_s)
-        """The server's prefix cache: warm, explain, pin, unpin, evict."""
+        self.cache = CacheClient(self._channel, CacheCalls(self._metadata, timeout_s, order_timeout_s))
+        """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,9 @@ from icehouse_client.speculation import Speculation
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
 
+DEFAULT_ORDER_TIMEOUT_S = 3600.0
+"""The deadline of Warm, Evict and Verify that name none: a large disk or a long prompt takes its time."""
+
 Prompt = str | Sequence[Message] | Sequence[int]
 """Text, a conversation, or token ids."""
 

@@ -1,6 +1,7 @@
 package dev.icehouse.client;
 
 import com.google.protobuf.Message;
+import dev.icehouse.v1.CacheServiceGrpc;
 import dev.icehouse.v1.InferenceServiceGrpc;
 import io.grpc.CallOptions;
 import io.grpc.Channel;
@@ -11,6 +12,7 @@ import io.grpc.Metadata;
 import io.grpc.MethodDescriptor;
 import java.time.Duration;
 import java.util.Optional;
+import java.util.Set;
 import java.util.concurrent.TimeUnit;
 
 /**
@@ -25,11 +27,19 @@ final class CallDefaults implements ClientInterceptor {
   private static final Metadata.Key<String> PREFIX_KEY =
       Metadata.Key.of(PrefixKey.HEADER, Metadata.ASCII_STRING_MARSHALLER);
 
+  private static final Set<String> ORDERS =
+      Set.of(
+          CacheServiceGrpc.getWarmMethod().getFullMethodName(),
+          CacheServiceGrpc.getEvictMethod().getFullMethodName(),
+          CacheServiceGrpc.getVerifyMethod().getFullMethodName());
+
   private final Optional<Duration> timeout;
+  private final Optional<Duration> orderTimeout;
   private final Optional<String> token;
 
-  CallDefaults(Optional<Duration> timeout, Optional<String> token) {
+  CallDefaults(Optional<Duration> timeout, Optional<Duration> orderTimeout, Optional<String> token) {
     this.timeout = timeout;
+    this.orderTimeout = orderTimeout;
     this.token = token;
   }
 
@@ -37,8 +47,9 @@ final class CallDefaults implements ClientInterceptor {
   public <I, O> ClientCall<I, O> interceptCall(
       MethodDescriptor<I, O> method, CallOptions options, Channel next) {
     CallOptions bounded = options;
-    if (timeout.isPresent() && options.getDeadline() == null && hasAnEnd(method)) {
-      bounded = options.withDeadlineAfter(timeout.get().toNanos(), TimeUnit.NANOSECONDS);
+    Optional<Duration> limit = ORDERS.contains(method.getFullMethodName()) ? orderTimeout : timeout;
+    if (limit.isPresent() && options.getDeadline() == null && isBounded(method)) {
+      bounded = options.withDeadlineAfter(limit.get().toNanos(), TimeUnit.NANOSECONDS);
     }
     return new KeyedCall<>(next.newCall(method, bounded));
   }
@@ -105,8 +116,8 @@ final class CallDefaults implements ClientInterceptor {
     }
   }
 
-  /** Of the streaming calls Stream alone ends by itself. */
-  private static boolean hasAnEnd(MethodDescriptor<?, ?> method) {
+  /** Of the streaming calls Stream alone is: the others have no end, or tell how far they are. */
+  private static boolean isBounded(MethodDescriptor<?, ?> method) {
     return method.getType().serverSendsOneMessage()
         || method.getFullMethodName().equals(InferenceServiceGrpc.getStreamMethod().getFullMethodName());
   }

@@ -26,6 +26,9 @@ public final class IcehouseClient implements AutoCloseable {
   /** The deadline of a call that names none. */
   public static final Duration DEFAULT_TIMEOUT = Duration.ofSeconds(120);
 
+  /** The deadline of Warm, Evict and Verify that name none: a long prompt or a large disk takes its time. */
+  public static final Duration DEFAULT_ORDER_TIMEOUT = Duration.ofHours(1);
+
   private static final Duration CLOSE_TIMEOUT = Duration.ofSeconds(5);
 
   private final ManagedChannel connection;
@@ -105,6 +108,7 @@ public final class IcehouseClient implements AutoCloseable {
     private Optional<String> serverName = Optional.empty();
     private Optional<String> token = Optional.empty();
     private Optional<Duration> timeout = Optional.of(DEFAULT_TIMEOUT);
+    private Optional<Duration> orderTimeout = Optional.of(DEFAULT_ORDER_TIMEOUT);
     private final Map<String, Object> serviceConfig = ServiceConfig.published();
 
     private Builder(String address) {
@@ -135,9 +139,16 @@ public final class IcehouseClient implements AutoCloseable {
       return this;
     }
 
-    /** Lets calls that name no deadline have none. */
+    /** Sets that of Warm, Evict and Verify, in place of {@link #DEFAULT_ORDER_TIMEOUT}. */
+    public Builder orderTimeout(Duration timeout) {
+      this.orderTimeout = Optional.of(timeout);
+      return this;
+    }
+
+    /** Lets calls that name no deadline have none, Warm, Evict and Verify too. */
     public Builder withoutTimeout() {
       this.timeout = Optional.empty();
+      this.orderTimeout = Optional.empty();
       return this;
     }
 
@@ -158,7 +169,7 @@ public final class IcehouseClient implements AutoCloseable {
               // A prompt's tokens or a long output may pass gRPC's 4 MB.
               .maxInboundMessageSize(Integer.MAX_VALUE);
       serverName.ifPresent(channel::overrideAuthority);
-      return new IcehouseClient(channel.build(), new CallDefaults(timeout, token));
+      return new IcehouseClient(channel.build(), new CallDefaults(timeout, orderTimeout, token));
     }
   }
 }

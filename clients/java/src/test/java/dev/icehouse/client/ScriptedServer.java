@@ -11,6 +11,7 @@ import dev.icehouse.v1.WarmRequest;
 import dev.icehouse.v1.WarmResponse;
 import io.grpc.Context;
 import io.grpc.Contexts;
+import io.grpc.Deadline;
 import io.grpc.Grpc;
 import io.grpc.InsecureServerCredentials;
 import io.grpc.Metadata;
@@ -25,6 +26,7 @@ import io.grpc.stub.StreamObserver;
 import java.io.IOException;
 import java.util.ArrayDeque;
 import java.util.Deque;
+import java.util.concurrent.TimeUnit;
 import java.util.concurrent.atomic.AtomicInteger;
 
 /** A server that refuses as often as it is told; a real one cannot be made to do that. */
@@ -35,6 +37,7 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
   final AtomicInteger streamCount = new AtomicInteger();
   volatile Metadata headers = new Metadata();
   volatile boolean hasDeadline;
+  volatile long remainingMinutes;
 
   private final CacheServiceGrpc.CacheServiceImplBase cache =
       new CacheServiceGrpc.CacheServiceImplBase() {
@@ -74,7 +77,9 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
       ServerCall<I, O> call, Metadata metadata, ServerCallHandler<I, O> next) {
     if (call.getMethodDescriptor().getServiceName().startsWith("icehouse.v1.")) {
       headers = metadata;
-      hasDeadline = Context.current().getDeadline() != null;
+      Deadline deadline = Context.current().getDeadline();
+      hasDeadline = deadline != null;
+      remainingMinutes = hasDeadline ? Math.round(deadline.timeRemaining(TimeUnit.SECONDS) / 60.0) : 0;
     }
     return Contexts.interceptCall(Context.current(), call, metadata, next);
   }

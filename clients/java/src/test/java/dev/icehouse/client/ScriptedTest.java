@@ -123,6 +123,25 @@ class ScriptedTest {
   }
 
   @Test
+  void ordersThatMayBeLongHaveADeadlineOfTheirOwn() throws Exception {
+    var warm = WarmRequest.newBuilder().setText("Once").build();
+    try (var server = new ScriptedServer(ServingStatus.SERVING)) {
+      try (var client = server.client().timeout(java.time.Duration.ofMinutes(30)).build()) {
+        CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+        assertEquals(60, server.remainingMinutes);
+      }
+      try (var client = server.client().orderTimeout(java.time.Duration.ofHours(2)).build()) {
+        CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+        assertEquals(120, server.remainingMinutes);
+      }
+      try (var client = server.client().withoutTimeout().build()) {
+        CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+        assertFalse(server.hasDeadline);
+      }
+    }
+  }
+
+  @Test
   void theHeadersGoWithEveryCallThatHasAPrompt() throws Exception {
     var prefixKey = Metadata.Key.of("icehouse-prefix-key", Metadata.ASCII_STRING_MARSHALLER);
     var authorization = Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
