@@ -43,7 +43,7 @@ class OpenSequence:
     def read_along(self, draft_model: DraftModel, token_ids: Sequence[int]) -> None:
         """Let the draft model know prompt tokens that follow all that it knows."""
         if self.drafted is None and not self.row.token_count:
-            self.drafted = draft_model.open()
+            self.drafted = draft_model.open(self.row.length)
         if self.drafted is not None:
             self.drafted.behind += token_ids
 
@@ -66,7 +66,7 @@ class OpenSequence:
             self.drafted = None
         elif self.drafted is None:
             assert draft_model is not None
-            self.drafted = draft_model.open()
+            self.drafted = draft_model.open(self.row.length)
             self.drafted.behind += token_ids
         self.speculating = SpeculatingRow(speculation, token_ids, limit=limit, drafted=self.drafted)
 

@@ -57,8 +57,6 @@ class Pipeline:
         """One for each module tree: the model by itself, and with each adapter."""
         self.draft_model: DraftModel | None = None
         self._decoding: dict[SequenceId, OpenSequence] = {}
-        self.open_count = 0
-        """Sequences that decode or may come to."""
         self._in_flight: DispatchedPass | None = None
         self._last_end_time = 0.0
 
@@ -177,11 +175,9 @@ class Pipeline:
             if self._attention is Attention.SLAB:
                 for row in found:
                     if row.token_count:
-                        forward.seat(row, slot_count=self.open_count)
+                        forward.seat(row)
             else:
-                has_moved |= forward.seat_together(
-                    found, token_limit=self.slab_token_limit, slot_count=self.open_count
-                )
+                has_moved |= forward.seat_together(found, token_limit=self.slab_token_limit)
         return has_moved
 
     def _forward(

@@ -157,7 +157,6 @@ class ModelRunner:
 
     def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         self._thread.check()
-        self._pipeline.open_count = len(self._sequences)
         return self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks], before_wait)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:

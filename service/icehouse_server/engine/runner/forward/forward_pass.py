@@ -108,12 +108,12 @@ class ForwardPass:
         """Keep a decoding row's KV in the slab, for one attention with others of its length.
 
         Only where `facts.takes_slab`; `Row.leave_company` gives it caches of its own again. `more`: tokens
-        that there should be room for. `slot_count`: how many rows may come, so that buffers grow once.
+        that there should be room for. `slot_count`: how many rows come together, so that buffers grow once.
         """
         assert self.facts.takes_slab and (row.token_count or self._slab), "This row cannot be in a slab"
         self._slab_for(row).seat(row, more=more, slot_count=slot_count)
 
-    def seat_together(self, rows: Mapping[Row, int], *, token_limit: int, slot_count: int) -> bool:
+    def seat_together(self, rows: Mapping[Row, int], *, token_limit: int) -> bool:
         """Seat rows that are not seated, where enough of a length class come together; True when any was.
 
         `rows` tells how many tokens each one's next pass brings; without any yet, a row can be seated once
@@ -130,7 +130,7 @@ class ForwardPass:
             seated_count = self._slab.count(length) if self._slab is not None else 0
             if seated_count + len(found) >= LEAST_ROW_COUNT:
                 for row, more in found.items():
-                    self.seat(row, more=more, slot_count=slot_count)
+                    self.seat(row, more=more, slot_count=seated_count + len(found))
                 has_seated = True
         return has_seated
 

@@ -59,16 +59,16 @@ class SlotClass:
     def add(self, row: Row, held: Held, likes: Likes, *, slot_count: int = 0) -> None:
         """Give a row a slot and copy what it holds there.
 
-        `slot_count`: how many will soon be needed; buffers that must grow have room for these.
+        `slot_count`: how many rows the class is about to have; buffers that must grow have room for these.
         """
         slot = self.rows.index(None) if None in self.rows else len(self.rows)
         for place, pair in likes.items():
             buffers = self.buffers.setdefault(place, [])
             for number, like in enumerate(pair):
                 if number == len(buffers):
-                    buffers.append(self._zeros(max(slot_count, _LEAST_SLOTS), like))
+                    buffers.append(self._zeros(_slots_for(max(slot_count, slot + 1)), like))
                 elif slot == buffers[number].shape[0]:
-                    more = self._zeros(max(slot_count - slot, slot), like)
+                    more = self._zeros(_slots_for(max(slot_count, slot + 1)) - slot, like)
                     buffers[number] = mx.concatenate([buffers[number], more], axis=0)
                 if place in held:
                     array = held[place][number]
@@ -77,8 +77,7 @@ class SlotClass:
         self.slots[id(row)] = slot
 
     def _zeros(self, slot_count: int, like: Like) -> mx.array:
-        power = 1 << (slot_count - 1).bit_length()
-        return mx.zeros((power, like.head_count, self.length, like.size), like.dtype)
+        return mx.zeros((slot_count, like.head_count, self.length, like.size), like.dtype)
 
     def remove(self, row: Row) -> None:
         """Free a row's slot; nothing is copied, since others may end in the same pass."""
@@ -122,6 +121,16 @@ class SlotClass:
         slot = self.slots[id(row)]
         keys, values = self.buffers[place]
         return keys[slot : slot + 1, :, :token_count], values[slot : slot + 1, :, :token_count]
+
+
+def _slots_for(count: int) -> int:
+    """Return how many slots there are for so many rows: 4, 6, 8, 12, 16, 24, ...
+
+    A third of them at most is empty: these are as long as those that are used, and nobody else has them.
+    """
+    power = max(_LEAST_SLOTS, 1 << (count - 1).bit_length())
+    middle = power // 4 * 3
+    return middle if power > _LEAST_SLOTS and count <= middle else power
 
 
 class Seat:
@@ -207,7 +216,7 @@ class Slab:
     def seat(self, row: Row, *, more: int = 1, slot_count: int = 0) -> None:
         """Move a row's KV into a slot with room for `more` tokens.
 
-        `slot_count`: how many rows its class will soon have.
+        `slot_count`: how many rows its class is about to have.
         """
         if id(row) in self._seated:
             return
