@@ -387,6 +387,8 @@ class PrefixCache:
                 return False
         for entry in entries:
             entry.is_pinned = pinned
+            if not pinned:
+                self._quotas.note_unpinned(entry)
         return True
 
     def remove_stored(self, blocks: ReadSequence[BlockHash]) -> TaskId | None:

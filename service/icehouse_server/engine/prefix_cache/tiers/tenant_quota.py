@@ -25,6 +25,7 @@ from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.stored_order import StoredOrder
 
 ROOT_LIMIT = 1024
 """Tenants whose roots are kept; the ones that asked longest ago are forgotten, and made again."""
@@ -45,6 +46,8 @@ class TenantQuotas:
         self._roots: OrderedDict[Tenant, dict[AdapterName, BlockHash]] = OrderedDict()
         self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
         self._stored_bytes: Counter[BlockHash | None] = Counter()
+        self._stored_order = StoredOrder()
+        """Kept where there are limits on SSD."""
 
     def root(self, scope: CacheScope) -> BlockHash:
         """Return h0 for this model, tenant and adapter, which is one of those served."""
@@ -66,6 +69,8 @@ class TenantQuotas:
         self._stored_bytes[entry.owner] += change_bytes
         if not self._stored_bytes[entry.owner]:
             del self._stored_bytes[entry.owner]
+        if change_bytes > 0 and self._limits.ssd_bytes:
+            self._stored_order.add(entry)
 
     def ram_victims(
         self,
@@ -110,18 +115,13 @@ class TenantQuotas:
         if excess <= 0:
             return []
         kept = self._ancestors(entry).union(spared)
-        may_go = [
-            other
-            for other in self._index
-            if other.owner in kin and other.ssd and not other.is_pinned and other.hash not in kept
-        ]
-        chosen, freed_bytes = [], 0
-        for other in sorted(may_go, key=lambda e: (e.last_used_time, -e.start_token_index)):
-            if freed_bytes >= excess + limit * _SLACK:
-                break
-            chosen.append(other)
-            freed_bytes += other.ssd_bytes
-        return chosen if freed_bytes >= excess else None
+        chosen = self._stored_order.victims(kin, needed_bytes=excess + limit * _SLACK, kept=kept)
+        return chosen if sum(other.ssd_bytes for other in chosen) >= excess else None
+
+    def note_unpinned(self, entry: Entry) -> None:
+        """A block may go again where its owner's quota asks for it."""
+        if self._limits.ssd_bytes and entry.ssd:
+            self._stored_order.add(entry)
 
     def snapshot(self) -> tuple[TenantShare, ...]:
         """Return what each known tenant holds."""
