@@ -66,3 +66,24 @@ def test_a_cancelled_leader_leaves_its_followers_running(tmp_path: Path) -> None
         followed = served.answer("follower")
         alone = served.ask("alone", tokens, cache_use=CacheUse.OFF)
     assert followed.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_a_crowd_shares_a_prefix_to_the_token_and_reads_it_once_after_a_restart(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    shared = [3 + (i * 7 + i * i) % 290 for i in range(6 * BLOCK + BLOCK // 2)]
+    prompts = {f"r{i}": [*shared, 5 + i, *range(20, 20 + BLOCK)] for i in range(4)}
+    outputs: list[list[list[int]]] = []
+    for _ in range(2):
+        with CacheServer(folder, tmp_path / "blocks") as served:
+            for name, tokens in prompts.items():
+                served.submit(name, tokens)
+            answers = [served.answer(name) for name in prompts]
+            outputs.append([answer.tokens for answer in answers])
+        assert all(answer.cache.cached_token_count >= len(shared) for answer in answers[1:])
+    with CacheServer(folder, None) as served:
+        outputs.append([served.ask(name, tokens).tokens for name, tokens in prompts.items()])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert answers[0].cache.ssd_token_count and sum(a.cache.ram_token_count for a in answers[1:])

@@ -8,17 +8,21 @@ import pytest
 from icehouse_server.domain.cache_commands import Evict, EvictReport, Explain, Explanation, Verify
 from icehouse_server.domain.events import Failed, ReuseLimit
 from icehouse_server.domain.request import CacheUse
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.messages import StorageFailed
 
-from tests.system.cache.stepped_server import BLOCK, KV, WINDOWS, SteppedServer, prompt
+from tests.system.cache.stepped_server import BLOCK, HYBRID, KV, STATE_ONLY, WINDOWS, SteppedServer, prompt
 
 TOKENS = prompt(4 * BLOCK + 1)
+OTHERS = prompt(len(TOKENS), salt=9)
+"""As long, and nothing in common."""
 
 
-def fill(directory: Path, **how) -> None:
+def fill(directory: Path, *prompts: list[int], **how) -> None:
     with SteppedServer(directory, **how) as served:
-        served.ask("fill", TOKENS, max_output_tokens=1)
+        for tokens in prompts or [TOKENS]:
+            served.ask("fill", tokens, max_output_tokens=1)
 
 
 def test_blocks_that_do_not_make_a_cache_are_never_tried_again(tmp_path: Path) -> None:
@@ -64,13 +68,13 @@ def test_a_load_that_storage_never_answers_ends_with_the_storage(tmp_path: Path)
 def test_a_tier_that_is_lost_before_a_planned_load_is_asked_for_is_planned_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(tmp_path)
+    fill(tmp_path, TOKENS, OTHERS)
     with SteppedServer(tmp_path) as served:
         served.submit("a", TOKENS)
         served.loop.step()
         with monkeypatch.context() as patch:
             patch.setattr(served.scheduler, "restore_s", lambda least_s: 0.0)
-            served.submit("b", TOKENS)
+            served.submit("b", OTHERS)
             while len(served.controller._restores) < 2:
                 served.loop.step()
         assert len(served.controller._loads) == 1, "both are planned, one is read"
@@ -116,11 +120,11 @@ def test_cancelled_at_every_step_of_a_restore(tmp_path: Path, steps: int) -> Non
 
 
 def test_the_read_queue_is_full(tmp_path: Path) -> None:
-    fill(tmp_path)
+    fill(tmp_path, TOKENS, OTHERS)
     with SteppedServer(tmp_path, load_queue_limit_count=1) as served:
         served.holds_storage = True
         served.submit("a", TOKENS)
-        served.submit("b", TOKENS)
+        served.submit("b", OTHERS)
         served.step_until_idle()
         assert served.answer("b").cache.cached_token_count == 0
         served.holds_storage = False
@@ -269,11 +273,12 @@ def test_a_prompt_that_waits_for_an_inventory_that_never_comes(tmp_path: Path) -
 
 
 def test_several_restores_proceed_in_one_step_and_all_reads_are_asked_for_at_once(tmp_path: Path) -> None:
-    fill(tmp_path)
+    prompts = {name: prompt(4 * BLOCK + 1, salt=ord(name)) for name in "abcdef"}
+    fill(tmp_path, *prompts.values())
     with SteppedServer(tmp_path) as served:
         served.holds_storage = True
-        for name in "abcdef":
-            served.submit(name, TOKENS)
+        for name, tokens in prompts.items():
+            served.submit(name, tokens)
         served.step_until_idle()
         assert len(served.controller._loads) == 6, "no limit on prompts in preparation holds a read back"
         served.settle_storage()
@@ -282,3 +287,47 @@ def test_several_restores_proceed_in_one_step_and_all_reads_are_asked_for_at_onc
         assert len(served.runner.restored) == 6
         served.step_until_idle()
         assert all(served.answer(name).cache.ssd_token_count == len(TOKENS) - 1 for name in "abcdef")
+
+
+@pytest.mark.parametrize("facts", [KV, WINDOWS, HYBRID, STATE_ONLY], ids=["kv", "windows", "hybrid", "state"])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_callers_who_share_a_prefix_on_ssd_read_it_once(
+    tmp_path: Path, facts: CacheFacts, slices: int
+) -> None:
+    fill(tmp_path, facts=facts)
+    with SteppedServer(tmp_path, facts=facts) as served:
+        served.runner.slices_per_restore = slices
+        for i in range(6):
+            served.submit(f"r{i}", TOKENS)
+        served.step_until_idle()
+        caches = [served.answer(f"r{i}").cache for i in range(6)]
+        assert served.stats().promote.load_total == 1
+        assert [cache.cached_token_count for cache in caches] == [len(TOKENS) - 1] * 6
+        assert caches[0].ssd_token_count and not any(cache.ssd_token_count for cache in caches[1:])
+        served.check()
+
+
+def test_callers_who_wait_for_a_read_go_on_without_it_where_ram_does_not_keep_it(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path, ram_blocks=1) as served:
+        for i in range(3):
+            served.submit(f"r{i}", TOKENS)
+        served.step_until_idle()
+        assert served.stats().promote.load_total == 3, "each reads for itself"
+        served.check()
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_reader_that_is_cancelled_at_any_step_leaves_others_running(tmp_path: Path, steps: int) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        served.runner.slices_per_restore = 3
+        served.submit("reader", TOKENS, max_output_tokens=50)
+        served.submit("other", TOKENS)
+        for _ in range(steps):
+            served.settle_storage()
+            served.loop.step()
+        served.cancel("reader")
+        served.step_until_idle()
+        assert served.answer("other").cache.cached_token_count == len(TOKENS) - 1
+        served.check()

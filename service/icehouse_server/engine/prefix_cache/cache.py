@@ -227,6 +227,10 @@ class PrefixCache:
         self._counters.promote.load_total += is_taken
         return is_taken
 
+    def may_hold(self, plan: PrefixPlan) -> bool:
+        """Whether RAM has room for what a plan loads, others' blocks aside."""
+        return self._planner.ssd_bytes(plan) <= self._ram.limit_bytes
+
     def note_load_failed(self) -> None:
         """Count a load that brought nothing."""
         self._counters.promote.failed_load_total += 1

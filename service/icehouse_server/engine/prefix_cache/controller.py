@@ -18,7 +18,7 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.commands import CacheCommands
 from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
-from icehouse_server.engine.prefix_cache.restore import Promotions, Restore
+from icehouse_server.engine.prefix_cache.restore import BlockCopy, Promotions, Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.loads import HeadsRead, Loaded, LoadFailed, LoadId
@@ -90,6 +90,8 @@ class CacheController:
         else:
             restore.plan_again(plan)
         restore.begin_target(self._runner)
+        if plan.to_load and self.cache.may_write(sequence) and self.cache.may_hold(plan):
+            self._in_flight.lead_load(sequence, [block.header.hash for block in plan.to_load])
         return Phase.RESTORING
 
     def receive(self, outcome: Outcome) -> list[Sequence]:
@@ -137,6 +139,8 @@ class CacheController:
             return Phase.WAITING
         if restore.plan.to_load and restore.loaded is None:
             return self._load(restore, beside_decode=beside_decode, budget_s=budget_s)
+        if restore.copy is not None:
+            return self._bring_to_ram(restore, restore.copy, budget_s=budget_s)
         try:
             if not restore.is_begun:
                 restore.is_begun = True
@@ -147,8 +151,13 @@ class CacheController:
             # The blocks do not make a cache: whichever is wrong, none of this chain is used again.
             restore.has_failed = True
             self.cache.reject(restore.plan.entries)
+            self._in_flight.withdraw(sequence)
             return Phase.WAITING
         self._adopted(restore)
+        if self._in_flight.has_followers(sequence):
+            restore.copy = BlockCopy()
+            return Phase.RESTORING
+        self._end_restore(restore)
         return Phase.PREFILLING
 
     def lead(self, sequence: Sequence) -> None:
@@ -236,9 +245,26 @@ class CacheController:
         load_id = LoadId(next(self._load_ids))
         if not self.cache.load(restore.make_request(load_id, beside_decode=beside_decode)):
             restore.with_ssd = False
+            self._in_flight.withdraw(restore.sequence)
             return Phase.WAITING
         self._loads[load_id] = restore
         return Phase.LOADING
+
+    def _bring_to_ram(self, restore: Restore, copy: BlockCopy, *, budget_s: float) -> Phase:
+        """Copy what was read to RAM, where others wait for it, before its own sequence goes on."""
+        sequence, end_time = restore.sequence, self._clock.monotonic() + budget_s
+        while sequence.unkept:
+            name = self._promotions.copy(sequence, copy, budget_s=budget_s)
+            if name is not None:
+                self._in_flight.complete([name])
+            if self._clock.monotonic() >= end_time:
+                return Phase.RESTORING
+        self._end_restore(restore)
+        return Phase.PREFILLING
+
+    def _end_restore(self, restore: Restore) -> None:
+        del self._restores[restore.sequence.sequence_id]
+        self._in_flight.withdraw(restore.sequence)
 
     def _loaded(self, outcome: Loaded) -> list[Sequence]:
         restore = self._loads.pop(outcome.load_id, None)
@@ -255,12 +281,12 @@ class CacheController:
         self.cache.note_load_failed()
         if restore is None or restore.sequence.sequence_id not in self._restores:
             return []
+        self._in_flight.withdraw(restore.sequence)
         restore.has_failed = restore.is_to_plan = True
         return [restore.sequence]
 
     def _adopted(self, restore: Restore) -> None:
         sequence, plan = restore.sequence, restore.plan
-        del self._restores[sequence.sequence_id]
         restore_s = self._clock.monotonic() - restore.began_time
         read_s = restore.loaded.read_s if restore.loaded is not None else 0.0
         self.cache.note_adopt_rate(plan.token_count / max(restore_s - read_s, 1e-9))

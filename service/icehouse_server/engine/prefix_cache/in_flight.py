@@ -72,6 +72,16 @@ class InFlightPrefixes:
                 self._note_led(block)
                 self._led_below.setdefault(block.parent, {})[block.name] = block
 
+    def lead_load(self, sequence: Sequence, names: ReadSequence[BlockHash]) -> None:
+        """Note that a sequence has these blocks read from SSD, and brings them to RAM if others follow."""
+        for name in names:
+            if name not in self._led:
+                self._note_led(_Block(sequence, name, name, 0, 0))
+
+    def has_followers(self, sequence: Sequence) -> bool:
+        """Whether anybody waits for what this sequence leads."""
+        return any(self._followers.get(name) for name in self._names.get(sequence.sequence_id, ()))
+
     def follow(self, sequence: Sequence, root: BlockHash) -> bool:
         """Have a sequence wait for the last token it shares with a running prefill; False for none."""
         if not self._led or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:

@@ -4,7 +4,8 @@ Promotion: blocks that came from SSD on their way back into RAM, where the next 
 
 Inference thread only. The sequence that was restored from them goes on at once; its caches are copied
 out again in slices behind its decode steps, one sequence at a time, so that however many were restored
-together a step is lengthened by one slice. Nothing is copied before its first token: its caller waits.
+together a step is lengthened by one slice. Nothing is copied before its first token: its caller waits, unless
+others wait for the same blocks, which are read once for all of them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Restore:
     read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
     """Window and checkpoint regions that came from SSD and are on the device now."""
     is_begun: bool = False
+    copy: BlockCopy | None = None
+    """Set when the caches are rebuilt: its blocks are brought to RAM at once, for others wait for them."""
 
     @property
     def capacity_token_count(self) -> int:
@@ -116,6 +119,13 @@ class Restore:
         )
 
 
+@dataclasses.dataclass(slots=True)
+class BlockCopy:
+    """How far the copy of one block has come."""
+
+    cutting: KvCutting | None = None
+
+
 _SLICE_SHARE = 0.5
 """Of the time a step may spend on loaded blocks: a slice may end a layer late."""
 
@@ -128,7 +138,7 @@ class Promotions:
         self._runner = runner
         self._slice_s = _SLICE_SHARE * budget_s
         self._current: Sequence | None = None
-        self._cutting: KvCutting | None = None
+        self._copy = BlockCopy()
 
     def step(self, sequence: Sequence) -> None:
         """After a token of this sequence: bring its next block nearer to RAM, if it is its turn."""
@@ -139,30 +149,30 @@ class Promotions:
             self._current = None if self._current is sequence else self._current
             return
         if self._current is None:
-            self._current, self._cutting = sequence, None
-        if self._current is sequence and self._copy(sequence):
-            sequence.unkept.pop(0)
-            self._cutting = None
+            self._current, self._copy = sequence, BlockCopy()
+        if self._current is sequence:
+            self.copy(sequence, self._copy, budget_s=self._slice_s)
 
     def _is_due(self, sequence: Sequence) -> bool:
         has_first_token = len(sequence.output_token_ids) > 1
         is_decoding = sequence.phase is Phase.DECODING
         return bool(sequence.unkept) and is_decoding and has_first_token and self._cache.may_write(sequence)
 
-    def _copy(self, sequence: Sequence) -> bool:
-        """Copy a slice of the sequence's next block; True when nothing of it is left to do."""
+    def copy(self, sequence: Sequence, copy: BlockCopy, *, budget_s: float) -> BlockHash | None:
+        """Copy a slice of the sequence's next block; return its name when nothing of it is left to do."""
         block = sequence.unkept[0]
         entry = self._cache.find(block.hash)
-        if entry is None:
-            return True
-        start, stop = entry.start_token_index, entry.end_token_index
-        regions = dict(block.regions)
-        if self._cache.facts.has_kv and RegionKind.KV not in entry.ram:
-            if self._cutting is None:
-                self._cutting = self._runner.begin_cut(start=start, stop=stop)
-            region = self._runner.continue_cut(sequence.sequence_id, self._cutting, budget_s=self._slice_s)
-            if region is None:
-                return False
-            regions[RegionKind.KV] = region
-        self._cache.promote(sequence, entry, regions)
-        return True
+        if entry is not None:
+            start, stop = entry.start_token_index, entry.end_token_index
+            regions = dict(block.regions)
+            if self._cache.facts.has_kv and RegionKind.KV not in entry.ram:
+                if copy.cutting is None:
+                    copy.cutting = self._runner.begin_cut(start=start, stop=stop)
+                region = self._runner.continue_cut(sequence.sequence_id, copy.cutting, budget_s=budget_s)
+                if region is None:
+                    return None
+                regions[RegionKind.KV] = region
+            self._cache.promote(sequence, entry, regions)
+        sequence.unkept.pop(0)
+        copy.cutting = None
+        return block.hash
