@@ -54,8 +54,8 @@ type CacheServiceClient interface {
 	// Takes pins off. Blocks that are not pinned are left as they are.
 	Unpin(ctx context.Context, in *UnpinRequest, opts ...grpc.CallOption) (*UnpinResponse, error)
 	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-	// found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
-	// hundred thousand and ends also when the caller goes away.
+	// found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
+	// caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
 	Evict(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (*EvictResponse, error)
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
 	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
@@ -215,8 +215,8 @@ type CacheServiceServer interface {
 	// Takes pins off. Blocks that are not pinned are left as they are.
 	Unpin(context.Context, *UnpinRequest) (*UnpinResponse, error)
 	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-	// found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
-	// hundred thousand and ends also when the caller goes away.
+	// found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
+	// caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
 	Evict(context.Context, *EvictRequest) (*EvictResponse, error)
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
 	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with

@@ -53,8 +53,8 @@ class CacheServiceStub:
     """Takes pins off. Blocks that are not pinned are left as they are."""
     Evict: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]
     """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-    found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
-    hundred thousand and ends also when the caller goes away.
+    found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
+    caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
     """
     Verify: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
@@ -92,8 +92,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Takes pins off. Blocks that are not pinned are left as they are."""
     Evict: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]  # type: ignore[assignment]
     """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-    found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
-    hundred thousand and ends also when the caller goes away.
+    found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
+    caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
     """
     Verify: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
@@ -164,8 +164,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.EvictResponse, _abc.Awaitable[_cache_service_pb2.EvictResponse]]:
         """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-        found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
-        hundred thousand and ends also when the caller goes away.
+        found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
+        caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
         """
 
     @_abc_1.abstractmethod

@@ -1014,8 +1014,8 @@ export const CacheService: GenService<{
   },
   /**
    * Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-   * found from the moment it begins; the files on SSD go one after the other, which takes a minute for some
-   * hundred thousand and ends also when the caller goes away.
+   * found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
+   * caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
    *
    * @generated from rpc icehouse.v1.CacheService.Evict
    */
