@@ -22,6 +22,8 @@ from icehouse_server.engine.core.length_class import length_class
 from icehouse_server.engine.runner.forward.row import Row
 
 _LEAST_SLOTS: Final = 4
+_MOST_SLOTS: Final = 16
+"""Of one buffer: more rows of a length get another one, since a buffer that grows is copied whole."""
 _MOST_RUNS: Final = 3
 """That a class may have: each is one more attention, and closing gaps copies rows."""
 
@@ -46,7 +48,7 @@ Likes = Mapping[int, tuple[Like, Like]]
 
 
 class SlotClass:
-    """Slots of one length: for each layer a buffer of keys and one of values."""
+    """Some slots of one length: for each layer a buffer of keys and one of values."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -92,6 +94,10 @@ class SlotClass:
                     buffer[slot] = 0
         if not self.rows:
             self.buffers.clear()
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.slots) < _MOST_SLOTS
 
     @property
     def run_count(self) -> int:
@@ -208,7 +214,8 @@ class Slab:
         for place in self.places:
             keys, values = row.raw_caches[place].keys_and_values()
             self._likes[place] = (Like.of(keys), Like.of(values))
-        self._classes: dict[int, SlotClass] = {}
+        self._slots: list[SlotClass] = []
+        """In the order in which they were made; several may be of one length."""
         self._seated: dict[int, SlotClass] = {}
         self._shown: set[int] = set()
         """Rows whose own caches are views of a buffer since they were looked at."""
@@ -255,7 +262,7 @@ class Slab:
 
     def prepare(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Have room for what these rows bring, few gaps, and no view of a buffer left in anyone's caches."""
-        everyone = [row for slots in self._classes.values() for row in slots.rows if row is not None]
+        everyone = [row for slots in self._slots for row in slots.rows if row is not None]
         for row in everyone if self._shown else ():
             if id(row) in self._shown:
                 self._clear(row)
@@ -265,19 +272,19 @@ class Slab:
                 held = {place: slots.views(row, place, row.token_count) for place in self.places}
                 self._add(row, held, more=count)
                 slots.remove(row)
-        for slots in self._classes.values():
+        self._slots = [slots for slots in self._slots if slots.rows]
+        for slots in self._slots:
             if slots.run_count > _MOST_RUNS:
                 slots.close_gaps()
 
     def key_of(self, row: Row) -> tuple[int, int]:
-        """Return where a row lies: sorted by it, the rows of a class are in the order of their slots."""
+        """Return where a row lies: sorted by it, the rows of a buffer are in the order of their slots."""
         slots = self._seated.get(id(row))
-        return (slots.length, slots.slots[id(row)]) if slots is not None else (0, 0)
+        return (1 + self._slots.index(slots), slots.slots[id(row)]) if slots is not None else (0, 0)
 
     def count(self, length: int) -> int:
         """Return how many rows the class of this length has."""
-        slots = self._classes.get(length)
-        return len(slots.slots) if slots is not None else 0
+        return sum(len(slots.slots) for slots in self._slots if slots.length == length)
 
     def runs(self, rows: Sequence[Row]) -> list[tuple[int, int, SlotRun]]:
         """Return which of these singles, sorted by `key_of`, lie side by side: from which to which."""
@@ -296,14 +303,16 @@ class Slab:
 
     def arrays(self) -> list[mx.array]:
         """Return every buffer."""
-        return [
-            array for slots in self._classes.values() for pair in slots.buffers.values() for array in pair
-        ]
+        return [array for slots in self._slots for pair in slots.buffers.values() for array in pair]
 
     def _add(self, row: Row, held: Held, *, more: int, slot_count: int = 0) -> None:
         length = length_class(row.token_count + more)
-        slots = self._classes.setdefault(length, SlotClass(length))
-        slots.add(row, held, self._likes, slot_count=slot_count)
+        fitting = (slots for slots in self._slots if slots.length == length and slots.has_room)
+        slots = next(fitting, None)
+        if slots is None:
+            slots = SlotClass(length)
+            self._slots.append(slots)
+        slots.add(row, held, self._likes, slot_count=min(slot_count, _MOST_SLOTS))
         self._seated[id(row)] = slots
         caches = list(row.raw_caches)
         for place in self.places:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
-from icehouse_server.engine.runner.forward.slab import Like, SlotClass, SlotRun
+from icehouse_server.engine.runner.forward.slab import Like, Seat, SlotClass, SlotRun
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tests.fixtures.models import build
@@ -173,3 +173,22 @@ def test_long_rows_stay_by_themselves() -> None:
         mx.eval(forward.run(mx.array([3, 4]), [Share(row, 2)]).arrays)
     assert not forward.seat_together(dict.fromkeys(rows, 1), token_limit=2)
     assert forward.seat_together(dict.fromkeys(rows, 1), token_limit=1024)
+
+
+def test_more_rows_than_a_buffer_has_slots_get_another_one() -> None:
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    prompts = [prompt_of(5 + seed % 4, seed) for seed in range(19)]
+    rows = [Row(make_prompt_cache(model)) for _ in prompts]
+    for row, prompt in zip(rows, prompts, strict=True):
+        mx.eval(forward.run(mx.array(prompt[:-1]), [Share(row, len(prompt) - 1)]).arrays)
+    assert forward.seat_together(dict.fromkeys(rows, 1), token_limit=1024)
+    buffers = {id(seat.slots) for row in rows for seat in row.pass_caches if isinstance(seat, Seat)}
+    assert len(buffers) == 2
+    output = forward.run(
+        mx.array([prompt[-1] for prompt in prompts]), [Share(row, 1, logit_count=1) for row in rows]
+    )
+    assert output.logits is not None
+    places = mx.array([begin for begin, _ in output.logit_spans])
+    drawn = mx.argmax(output.logits[places], axis=-1).tolist()
+    assert drawn == [alone(model, prompt, 1)[0][0] for prompt in prompts]
