@@ -370,7 +370,7 @@ def test_tokens_are_published_when_the_next_pass_is_built_and_before_anything_el
     seen: list[int] = []
     run = served.runner.run
 
-    def waits(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None]) -> PassResult:
+    def waits(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         seen.append(len(served.recorder.tokens_of("a")))
         result = run(chunks, before_wait=before_wait)
         seen.append(len(served.recorder.tokens_of("a")))
@@ -425,7 +425,10 @@ def test_a_device_that_runs_ahead_is_asked_for_its_last_tokens() -> None:
     behind: list[PassResult] = [PassResult(is_behind=True)]
     run = served.runner.run
 
-    def run_ahead(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None]) -> PassResult:
+    def run_ahead(
+        chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None] | None = None
+    ) -> PassResult:
+        assert before_wait is not None
         before_wait()
         behind.append(dataclasses.replace(run(chunks), elapsed_s=0.1, is_behind=True))
         return behind[-2]
