@@ -12,7 +12,9 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 from icehouse_server.bootstrap.machine import give_back_large_arrays
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
@@ -30,6 +32,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _CLOSE_S = 10.0
 """How long the storage thread may take to close the manifest."""
+
+_EDGE_S = 5.0
+"""How long the edge may take to close, once its calls have had their grace."""
+
+_WORK_S = 2.0
+"""How long a text being tokenized, or a format being compiled, may go on when all else has ended."""
+
+_LOOK_S = 0.02
 
 _STUCK_S = 10.0
 """How long the inference thread may go on after everything was cancelled: one long prefill chunk."""
@@ -74,7 +84,9 @@ async def _serve(config: Config, clock: Clock) -> None:
         await _until(server, EngineState.STOPPED, stop_signal)
     finally:
         await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator)
-    if router.state is EngineState.FAILED:
+    has_failed = router.state is EngineState.FAILED
+    await _leave_stuck_work(1 if has_failed else 0)
+    if has_failed:
         raise server.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
 
 
@@ -144,12 +156,43 @@ async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
     with narrator.phase("server_drained"):
         server.engine.drain(grace_s=grace_s)
         # The engine ends what does not finish in time, so the edge need not cut in before it has told.
-        await server.rpc.stop(grace_s=grace_s + 1)
+        try:
+            async with asyncio.timeout(grace_s + 1 + _EDGE_S):
+                await server.rpc.stop(grace_s=grace_s + 1)
+        except TimeoutError:
+            _log.error("stuck_calls_abandoned", extra={"waited_s": grace_s + 1 + _EDGE_S})
         ended = await asyncio.to_thread(server.engine.join, timeout_s=_STUCK_S)
+        closed = True
         if server.storage is not None:
             server.storage.close(deadline_time=server.clock.monotonic() + _CLOSE_S)
-            await asyncio.to_thread(server.storage.join, timeout_s=_CLOSE_S)
+            closed = await asyncio.to_thread(server.storage.join, timeout_s=_CLOSE_S)
         await asyncio.to_thread(server.telemetry.stop)
     if not ended:
         _log.error("stuck_inference_abandoned", extra={"waited_s": _STUCK_S})
-        os._exit(1)
+    if not closed:
+        _log.error("stuck_storage_abandoned", extra={"waited_s": _CLOSE_S})
+    if not (ended and closed):
+        _leave(1)
+
+
+async def _leave_stuck_work(code: int) -> None:
+    """End the process when work goes on that nothing can stop: Python would wait for it without an end."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _WORK_S
+    while names := [thread.name for thread in threading.enumerate() if _is_waited_for(thread)]:
+        if loop.time() >= deadline:
+            _log.error("stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": _WORK_S})
+            _leave(code)
+        await asyncio.sleep(_LOOK_S)
+
+
+def _is_waited_for(thread: threading.Thread) -> bool:
+    # asyncio's own have ended what they were given; they are waited for when the loop closes.
+    is_own = thread is threading.main_thread() or thread.name.startswith("asyncio_")
+    return not thread.daemon and not is_own
+
+
+def _leave(code: int) -> NoReturn:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(code)

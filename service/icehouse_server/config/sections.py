@@ -30,6 +30,13 @@ class ServerConfig:
     max_message_bytes: int = setting(
         16 * MIB, Kind.BYTES, "Largest request message.", minimum=1024, maximum=1024 * MIB
     )
+    request_memory_bytes: int = setting(
+        512 * MIB,
+        Kind.BYTES,
+        "Memory of all requests that are read or served; more wait for their turn, and one tenant, or "
+        "connection without credentials, gets at most half.",
+        minimum=64 * 1024,
+    )
     max_concurrent_calls: int = setting(
         1024,
         Kind.COUNT,

@@ -6,6 +6,7 @@ fake runner and a fake clock the same loop runs in tests, one `step` at a time.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -65,6 +66,8 @@ class EngineLoop:
         self._runner = runner
         self._prefix = prefix
         self._cache, self._commands = prefix.cache, prefix.commands
+        self._waiting_commands: collections.deque[Command] = collections.deque()
+        """Bounded by the edge, which lets so many be in flight. A long prompt's takes as long as a pass."""
         self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
         self._mailbox = mailbox
         self._clock = clock
@@ -109,6 +112,8 @@ class EngineLoop:
     def step(self) -> None:
         """Run one forward pass over all that is ready, or wait a moment for a message when nothing is."""
         self._take_in(self._wait_s())
+        if self._waiting_commands:
+            self._commands.submit(self._waiting_commands.popleft())
         self._expire()
         self._requests.release_ended()
         has_begun = self._admit()
@@ -138,6 +143,9 @@ class EngineLoop:
                 message.reply(self.stats(), self._cache.stats(None))
             elif isinstance(message, Command):
                 message.reply(error)
+        for command in self._waiting_commands:
+            command.reply(error)
+        self._waiting_commands.clear()
         self._commands.fail_early(error)
         self._requests.abandon(error)
         self._output.publish()
@@ -150,7 +158,7 @@ class EngineLoop:
 
     def _wait_s(self) -> float:
         """Return how long the mailbox may be waited at: what a step found decides, not what there is."""
-        if not self._is_idle:
+        if not self._is_idle or self._waiting_commands:
             return 0.0
         deadlines = [d for d in (self._requests.nearest_deadline(), self._drain_deadline) if d is not None]
         left_s = min(deadlines, default=math.inf) - self._clock.monotonic()
@@ -172,7 +180,7 @@ class EngineLoop:
         elif isinstance(message, QueryStats):
             self._commands.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Command):
-            self._commands.submit(message)
+            self._waiting_commands.append(message)
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
@@ -19,13 +20,23 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from icehouse_server.errors import DeadlineExceeded, InvalidRequest, Reason
+from icehouse_server.errors import DeadlineExceeded, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
 from icehouse_server.rpc.calls.calls import Calls, Context
 from icehouse_server.rpc.calls.methods import METHODS, Access, Method, Pool
-from icehouse_server.rpc.calls.shares import Share
+from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """What requests may take before anybody looks at them."""
+
+    timeout_s: float
+    size_bytes: int
+    memory_bytes: int
+    """All of them together, while they are read and while they are served."""
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -38,13 +49,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         calls: Calls,
         health_is_open: bool,
         shares: Mapping[Pool, Share],
-        message_timeout_s: float,
+        limits: MessageLimits,
     ) -> None:
         self._authenticator = authenticator
         self._calls = calls
         self._health_is_open = health_is_open
         self._shares = shares
-        self._message_timeout_s = message_timeout_s
+        self._limits = limits
+        # One caller may hold half of the memory.
+        self._memory = FairQueue(capacity=limits.memory_bytes, factor=1.0)
 
     async def intercept_service(
         self,
@@ -71,7 +84,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 response = await behaviour(request, context)
                 # None: a stream that has written its own, or a status that was only set, as channelz does.
                 if response is not None:
-                    await context.write(response)
+                    await _write(context, response)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -103,15 +116,32 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Return the call's request, or end the call with a status; what it takes up is held."""
         await self._refusing(method, context, lambda: held.enter_context(self._let_in(method, context)))
         row = METHODS[method]
-        timeout_s = self._message_timeout_s
+        timeout_s = self._limits.timeout_s
         if row.message_timeout_s is not None:
             timeout_s = min(timeout_s, row.message_timeout_s)
+        memory: Hold | None = None
         try:
             async with asyncio.timeout(timeout_s):
+                if row.message_byte_limit is None:
+                    # How long a message is nobody knows before it is there.
+                    memory = await self._memory.take(callers.origin.get(), self._limits.size_bytes)
+                    held.callback(memory.release)
                 data = await context.read()
         except TimeoutError:
-            return await self._refuse(method, context, _late(timeout_s))
+            waits = row.message_byte_limit is None and memory is None
+            return await self._refuse(method, context, self._full() if waits else _late(timeout_s))
+        if memory is not None and data is not grpc.aio.EOF:
+            memory.shrink(len(data))
         return await self._refusing(method, context, lambda: _parsed(handler, data, row))
+
+    def _full(self) -> Overloaded:
+        return Overloaded(
+            Reason.QUEUE_FULL,
+            f"the requests in flight fill the {self._limits.memory_bytes} bytes kept for them, or your share "
+            "of that; try again later",
+            retry_after_s=RETRY_S,
+            metadata={"request_memory_bytes": self._limits.memory_bytes},
+        )
 
     async def _refusing(self, method: str, context: Context, step: Callable[[], Any]) -> Any:
         """Return what `step` does; what it raises becomes the call's status and log line."""
@@ -143,6 +173,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if self._health_is_open and row.access is Access.OPEN:
             return UNPROVED
         return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
+
+
+async def _write(context: Context, response: object) -> None:
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError:
+        # The connection ended before the reader took it; to gRPC that is an error of ours.
+        raise asyncio.CancelledError from None
 
 
 def _late(timeout_s: float) -> DeadlineExceeded:

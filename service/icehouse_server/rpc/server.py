@@ -23,7 +23,7 @@ from icehouse_server.config import Config
 from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.address import bind, remove_uds, server_options
-from icehouse_server.rpc.auth_interceptor import AuthInterceptor
+from icehouse_server.rpc.auth_interceptor import AuthInterceptor, MessageLimits
 from icehouse_server.rpc.calls.calls import Calls
 from icehouse_server.rpc.calls.methods import shares_of
 from icehouse_server.rpc.calls.watchers import Telemetry
@@ -110,7 +110,11 @@ class RpcServer:
                 concurrent_call_limit=config.server.max_concurrent_calls,
                 connection_limit=config.connection.connection_limit,
             ),
-            message_timeout_s=config.connection.message_timeout_s,
+            limits=MessageLimits(
+                timeout_s=config.connection.message_timeout_s,
+                size_bytes=config.server.max_message_bytes,
+                memory_bytes=config.server.request_memory_bytes,
+            ),
         )
         # The first is the outermost: what watches sees refusals too, and whoever calls is authenticated
         # before anything else is looked at.

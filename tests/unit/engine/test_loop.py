@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as ReadSequence
 
+from icehouse_server.domain.cache_commands import Explain
 from icehouse_server.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
-from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.ids import CacheScope, RequestId, Tenant
 from icehouse_server.domain.request import LogprobsWanted
-from icehouse_server.engine.core.mailbox import Cancel, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.ports import Chunk, PassResult
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
@@ -441,3 +442,40 @@ def test_a_device_that_runs_ahead_is_asked_for_its_last_tokens() -> None:
     alone.run()
     assert served.recorder.tokens_of("a") == alone.recorder.tokens_of("a")
     assert served.loop.counters.stats.prefill_tokens_per_s == 40 + 0.2 * (10 - 40), "four tokens, then one"
+
+
+def test_one_command_is_carried_out_in_a_step_and_decoding_goes_on_between() -> None:
+    stepped = SteppedLoop()
+    stepped.mailbox.offer(Submit(request("one", max_output_tokens=50)))
+    stepped.loop.step()
+    answers: list[object] = []
+    for _ in range(3):
+        stepped.mailbox.post(Command(Explain((1, 2, 3), CacheScope(Tenant(""))), answers.append))
+    tokens = []
+    for count in (1, 2, 3):
+        stepped.loop.step()
+        assert len(answers) == count
+        tokens.append(sum(isinstance(event, Delta) for event in stepped.recorder.events["one"]))
+    assert tokens[0] < tokens[1] < tokens[2]
+
+
+def test_an_idle_loop_does_not_wait_while_a_command_does() -> None:
+    stepped = SteppedLoop()
+    answers: list[object] = []
+    for _ in range(3):
+        stepped.mailbox.post(Command(Explain((1,), CacheScope(Tenant(""))), answers.append))
+    stepped.loop.step()
+    stepped.mailbox.waits_s.clear()
+    stepped.loop.step()
+    stepped.loop.step()
+    assert len(answers) == 3 and set(stepped.mailbox.waits_s) == {0.0}
+
+
+def test_commands_that_wait_are_answered_when_the_loop_ends() -> None:
+    stepped = SteppedLoop()
+    answers: list[object] = []
+    for _ in range(3):
+        stepped.mailbox.post(Command(Explain((1,), CacheScope(Tenant(""))), answers.append))
+    stepped.loop.step()
+    stepped.loop.fail_all(EngineFailed(Reason.ENGINE_FAILED, "it failed"))
+    assert len(answers) == 3

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2
+from icehouse_server.config import ConnectionConfig
 from icehouse_server.rpc.calls.methods import METHODS, Access, Pool
 
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
@@ -19,6 +20,10 @@ from tests.unit.rpc.conftest import RunningServer, channel_options
 
 GENERATE = inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1)
 WATCH = framed(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}).SerializeToString())
+FEW = {"max_concurrent_calls": 96}
+CALL_COUNT = 60
+"""On each of three connections: more than a caller's part of any of the places."""
+CHANNELZ = {"channelz_enabled": True}
 BOUND_S = 30.0
 FRAME_BYTES = 1 << 14
 """The longest frame that a server takes unasked."""
@@ -72,9 +77,9 @@ def refused_count(peer: Peer) -> int:
 async def test_calls_that_never_send_their_message_lock_nobody_out(
     tmp_path: Path, path: str, token: str
 ) -> None:
-    async with guarded_server(tmp_path) as served, peers(served, 3) as hostile:
+    async with guarded_server(tmp_path, server=FEW) as served, peers(served, 3) as hostile:
         for peer in hostile:
-            for _ in range(400):
+            for _ in range(CALL_COUNT):
                 await peer.open_call(path, token=token)
         # When the last of them is refused, all before it have been looked at.
         last = hostile[-1]
@@ -83,12 +88,13 @@ async def test_calls_that_never_send_their_message_lock_nobody_out(
 
 
 async def test_watches_that_never_end_lock_nobody_out(tmp_path: Path) -> None:
-    async with guarded_server(tmp_path) as served, peers(served, 3) as hostile:
+    async with guarded_server(tmp_path, server=FEW) as served, peers(served, 3) as hostile:
         for peer in hostile:
-            for _ in range(400):
+            for _ in range(CALL_COUNT):
                 stream = await peer.open_call("/icehouse.v1.CacheService/WatchStats", token=SEARCH)
                 await peer.send(stream, WATCH, end=True)
-            await peer.until(lambda peer=peer: refused_count(peer) > 290, timeout_s=BOUND_S)
+        last = hostile[-1]
+        await last.until(lambda: refused_count(last) == CALL_COUNT, timeout_s=BOUND_S)
         assert await is_served(served)
         # Not even the tenant's own requests: what takes no time has places of its own.
         await served.inference.Generate(GENERATE, metadata=bearer(SEARCH), timeout=BOUND_S)
@@ -96,14 +102,45 @@ async def test_watches_that_never_end_lock_nobody_out(tmp_path: Path) -> None:
 
 async def test_answers_that_nobody_reads_count_against_who_asked(tmp_path: Path) -> None:
     message = framed(model_service_pb2.ListModelsRequest().SerializeToString())
-    async with guarded_server(tmp_path) as served, peers(served, 3, window_bytes=0) as hostile:
+    async with guarded_server(tmp_path, server=FEW) as served, peers(served, 3, window_bytes=0) as hostile:
         for peer in hostile:
-            for _ in range(400):
+            for _ in range(CALL_COUNT):
                 stream = await peer.open_call("/icehouse.v1.ModelService/ListModels", token=SEARCH)
                 await peer.send(stream, message, end=True)
         last = hostile[-1]
-        await last.until(lambda: refused_count(last) > 300, timeout_s=BOUND_S)
+        await last.until(lambda: refused_count(last) == CALL_COUNT, timeout_s=BOUND_S)
         assert await is_served(served)
+
+
+async def test_requests_that_do_not_fit_into_their_memory_wait_for_their_turn(tmp_path: Path) -> None:
+    path = "/icehouse.v1.InferenceService/Generate"
+    message = framed(GENERATE.SerializeToString())
+    limits = {"request_memory_bytes": 64 << 10, "max_message_bytes": 20 << 10}
+    async with guarded_server(tmp_path, server=limits) as served, peers(served, 2) as [slow, quick]:
+        first, second = [await slow.open_call(path, token=SEARCH) for _ in range(2)]
+        await slow.send(second, message, end=True)
+        # What the first may still send is kept for it, and half of all is the most that one tenant gets.
+        stream = await quick.open_call(path, token=ADS)
+        await quick.send(stream, message, end=True)
+        assert await quick.status(stream) == (0, "")
+        assert "grpc-status" not in slow.headers.get(second, {})
+        await slow.send(first, message, end=True)
+        assert await slow.status(first) == (0, "")
+        assert await slow.status(second) == (0, "")
+
+
+async def test_a_request_whose_turn_does_not_come_is_told_why(tmp_path: Path) -> None:
+    path = "/icehouse.v1.InferenceService/Generate"
+    limits = {"request_memory_bytes": 64 << 10, "max_message_bytes": 64 << 10}
+    connection = ConnectionConfig(message_timeout_s=0.3)
+    async with (
+        guarded_server(tmp_path, server=limits, connection=connection) as served,
+        peers(served, 1) as [peer],
+    ):
+        first, second = [await peer.open_call(path, token=SEARCH) for _ in range(2)]
+        assert (await peer.status(first))[0] == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        code, text = await peer.status(second)
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and "65536 bytes" in text
 
 
 async def test_a_health_checker_that_sends_nothing_is_given_up_soon(tmp_path: Path) -> None:
@@ -118,7 +155,10 @@ async def test_a_health_checker_that_sends_nothing_is_given_up_soon(tmp_path: Pa
 async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path, name: str) -> None:
     limit = METHODS[name].message_byte_limit
     assert limit is not None
-    async with guarded_server(tmp_path, channelz=True) as served, peers(served, 1) as [peer]:
+    async with (
+        guarded_server(tmp_path, server=CHANNELZ) as served,
+        peers(served, 1) as [peer],
+    ):
         stream = await peer.open_call(f"/{name}", token=BOSS)
         message = framed(b"a" * (limit + 1))
         for at in range(0, len(message), FRAME_BYTES):
@@ -131,13 +171,19 @@ async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path,
 async def test_what_is_for_operators_is_refused_to_tenants_before_it_is_read(
     tmp_path: Path, name: str
 ) -> None:
-    async with guarded_server(tmp_path, channelz=True) as served, peers(served, 1) as [peer]:
+    async with (
+        guarded_server(tmp_path, server=CHANNELZ) as served,
+        peers(served, 1) as [peer],
+    ):
         code, message = await peer.status(await peer.open_call(f"/{name}", token=SEARCH))
         assert code == grpc.StatusCode.PERMISSION_DENIED.value[0] and name.rpartition("/")[2] in message
 
 
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.pool is not Pool.HEALTH])
 async def test_nothing_but_health_is_served_to_who_proves_nothing(tmp_path: Path, name: str) -> None:
-    async with guarded_server(tmp_path, channelz=True) as served, peers(served, 1) as [peer]:
+    async with (
+        guarded_server(tmp_path, server=CHANNELZ) as served,
+        peers(served, 1) as [peer],
+    ):
         code, _ = await peer.status(await peer.open_call(f"/{name}"))
         assert code == grpc.StatusCode.UNAUTHENTICATED.value[0]

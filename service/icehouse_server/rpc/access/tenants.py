@@ -115,6 +115,22 @@ class Tenants:
             for stay in stays:
                 stay.end()
 
+    def charge(self, tenant: Tenant, token_count: int) -> None:
+        """Count tokens that no request runs for; raises Overloaded when the tenant has had its share.
+
+        With 0 only that is looked at, before work whose tokens are known when it is done.
+        """
+        if not self.limits.tokens_per_minute:
+            return
+        account = self._account(tenant)
+        assert account.budget is not None, "there is a rate"
+        try:
+            self._check_budget(account, max(1, token_count))
+        except Overloaded:
+            account.use.refused_total += 1
+            raise
+        account.budget.reserve(token_count)
+
     def _account(self, tenant: Tenant) -> Account:
         account = self._accounts.get(tenant)
         if account is None:
@@ -151,9 +167,13 @@ class Tenants:
                     "waiting_limit": limit,
                 },
             )
+        wanted = sum(len(request.prompt_token_ids) + request.max_output_tokens for request in requests)
+        self._check_budget(account, wanted)
+
+    def _check_budget(self, account: Account, wanted: int) -> None:
         if account.budget is None:
             return
-        wanted = sum(len(request.prompt_token_ids) + request.max_output_tokens for request in requests)
+        tenant = account.use.tenant
         wait_s = account.budget.wait_s(wanted)
         if wait_s > 0.0:
             raise Overloaded(

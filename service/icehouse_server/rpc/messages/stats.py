@@ -5,14 +5,14 @@ Each tenant's numbers, from the edge's accounts and the cache's, to one message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, tenant_stats_pb2
 
 from icehouse_server.domain.cache_commands import BlockMatch, EvictReport, Explanation, Tier, VerifyReport
 from icehouse_server.domain.cache_stats import CacheStats, TenantShare
 from icehouse_server.domain.stats import ServerStats
-from icehouse_server.rpc.access.tenants import Tenants
+from icehouse_server.rpc.access.tenants import Account, Tenants
 from icehouse_server.rpc.messages.proto_map import duration_proto, fill, to_proto
 from icehouse_server.rpc.messages.responses import cache_report_proto
 
@@ -67,10 +67,12 @@ def verify_progress(report: VerifyReport, *, block_count: int) -> cache_service_
     )
 
 
-def tenant_stats_protos(tenants: Tenants, cache: CacheStats | None) -> Iterator[tenant_stats_pb2.TenantStats]:
+def tenant_stats_protos(
+    tenants: Tenants, accounts: Iterable[Account], cache: CacheStats | None
+) -> Iterator[tenant_stats_pb2.TenantStats]:
     """Yield one message for each account."""
     shares = {} if cache is None else {share.tenant: share for share in cache.tenants}
-    for account in tenants:
+    for account in accounts:
         tenant = account.use.tenant
         message = tenant_stats_pb2.TenantStats(
             waiting_limit=tenants.limits.waiting_limit,

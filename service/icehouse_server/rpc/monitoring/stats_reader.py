@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 
@@ -19,6 +20,11 @@ from icehouse_server.rpc.messages.stats import stats_response, tenant_stats_prot
 
 Counters = tuple[EngineStats, CacheStats | None]
 
+_RATE_PER_S = 20.0
+_BURST_COUNT = 64
+_PATIENCE_S = 1.0
+"""How long an answer may keep the next question waiting: one that is lost keeps nobody for ever."""
+
 
 class StatsReader:
     """Asks the engine between two of its steps. Owned by the event loop."""
@@ -31,6 +37,9 @@ class StatsReader:
         self._router = router
         self._tenants = tenants
         self._clock = clock
+        self._asking: asyncio.Future[Counters] | None = None
+        self._next: asyncio.Future[Counters] | None = None
+        self._due_time = 0.0
 
     async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
         """Return the counters; raises Unavailable or EngineFailed when the engine does not run.
@@ -46,8 +55,8 @@ class StatsReader:
             slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
         )
         response = stats_response(stats)
-        tenants = tenant_stats_protos(self._tenants, cache)
-        response.tenants.extend(each for each in tenants if is_operator or each.tenant == caller.tenant)
+        accounts = [each for each in self._tenants if is_operator or each.use.tenant == caller.tenant]
+        response.tenants.extend(tenant_stats_protos(self._tenants, accounts, cache))
         return response
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
@@ -55,9 +64,36 @@ class StatsReader:
         return tuple(dataclasses.replace(account.use) for account in self._tenants)
 
     async def ask(self) -> Counters:
-        """Return the counters as the engine tells them; raises as `read` does."""
+        """Return the counters as the engine tells them from now on; raises as `read` does.
+
+        All who come while the engine is being asked get its next answer together, and it is asked so often
+        only: counting takes longer the more blocks there are, on the threads that everybody waits for.
+        """
         self._router.require_model()
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._ask_after(self._asking))
+            self._next.add_done_callback(_noted)
+        return await asyncio.shield(self._next)
+
+    async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
+        if before is not None:
+            await asyncio.wait((before,), timeout=_PATIENCE_S)
+        await self._pause()
+        self._asking, self._next = self._next, None
         return await self._router.ask(self._send)
+
+    async def _pause(self) -> None:
+        """Wait until the engine may be asked again: a few times at once, then so often in a second."""
+        now = asyncio.get_running_loop().time()
+        self._due_time = max(self._due_time, now - _BURST_COUNT / _RATE_PER_S) + 1 / _RATE_PER_S
+        if self._due_time > now:
+            await asyncio.sleep(self._due_time - now)
 
     def _send(self, reply: Callable[[Counters], None]) -> None:
         self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
+
+
+def _noted(asked: asyncio.Future[Counters]) -> None:
+    """Look at how it ended, even if everybody who asked has left."""
+    if not asked.cancelled():
+        asked.exception()

@@ -99,7 +99,14 @@ class Generation:
         check_adapter(message.adapter, model.info)
         call.model_id = model.info.model_id
         prompt = unchecked(message, lambda: prompt_of(message, kind, model.info))
-        return (await self._read(prompt, model, call)).token_ids
+        self.charge(0, call=call)
+        token_ids = (await self._read(prompt, model, call)).token_ids
+        self.charge(len(token_ids), call=call)
+        return token_ids
+
+    def charge(self, token_count: int, *, call: Call) -> None:
+        """Count tokens of a call that the engine runs nothing for; raises Overloaded as a request would."""
+        self._tenants.charge(call.caller.tenant or Tenant(""), token_count)
 
     async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: Call) -> ReadPrompt:
         began = self._clock.monotonic()

@@ -89,7 +89,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
 
+            self._generation.charge(0, call=call)
             response = await self._prompts.run(answer, size_bytes=request.ByteSize())
+            self._generation.charge(response.token_count, call=call)
             call.prompt_token_count = response.token_count
             return response
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.config import TenantConfig
@@ -17,8 +18,10 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import TenantUse
 from icehouse_server.rpc.access import tenants as tenants_module
+from icehouse_server.rpc.calls.methods import METHODS, Cost
+from icehouse_server.rpc.reflection import pool_with_v1
 
-from tests.fixtures.rpc.details import refused
+from tests.fixtures.rpc.details import refusal_of, refused
 from tests.fixtures.rpc.fake_engine import counting, hanging
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, running
@@ -195,3 +198,25 @@ async def test_names_that_callers_make_up_are_bounded(monkeypatch: pytest.Monkey
         assert [stats.tenant for stats in response.tenants] == ["busy", "t8", "t9"]
         stream.cancel()
         await served.cancelled()
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.cost is Cost.PROMPT])
+async def test_prompts_that_the_engine_does_not_run_count_too(tmp_path: Path, name: str) -> None:
+    """One minute's tokens are used up by one call; then that tenant has to wait, and no other."""
+    pool: Any = pool_with_v1()
+    service, _, method = name.partition("/")
+    message = GetMessageClass(pool.FindServiceByName(service).methods_by_name[method].input_type)
+    data = message(text="a" * 10).SerializeToString()
+    async with guarded_server(tmp_path, tenants=TenantConfig(tokens_per_minute=10)) as served:
+        call: Any = served.channel.unary_unary(f"/{name}")
+
+        async def reason(token: str) -> str:
+            try:
+                await call(data, metadata=bearer(token))
+            except grpc.aio.AioRpcError as error:
+                return refusal_of(error).reason
+            return ""
+
+        assert await reason(SEARCH) != "TOKEN_RATE_EXCEEDED"
+        assert await reason(SEARCH) == "TOKEN_RATE_EXCEEDED"
+        assert await reason(ADS) != "TOKEN_RATE_EXCEEDED"

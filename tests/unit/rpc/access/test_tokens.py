@@ -6,15 +6,16 @@ import contextlib
 import datetime
 import hmac
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2, inference_service_pb2, model_service_pb2
-from icehouse_server.config import SecurityConfig, TenantConfig
+from icehouse_server.config import ConnectionConfig, SecurityConfig, TenantConfig
 from icehouse_server.domain.cache_commands import EvictReport, VerifyReport
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
@@ -44,14 +45,18 @@ def line(token: str, tenant: str, role: Role = Role.TENANT, *, last_day: str | N
 
 @contextlib.asynccontextmanager
 async def guarded_server(
-    tmp_path: Path, *, tenants: TenantConfig | None = None, channelz: bool = False, **settings: Any
+    tmp_path: Path,
+    *,
+    tenants: TenantConfig | None = None,
+    connection: ConnectionConfig | None = None,
+    server: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> AsyncIterator[RunningServer]:
-    """Start a server with three tokens: two tenants and an operator."""
+    """Start a server with three tokens: two tenants and an operator. `settings` are SecurityConfig's."""
     file = tmp_path / "tokens"
     write(file, "# ours", line(SEARCH, "search"), "", line(ADS, "ads"), line(BOSS, "boss", Role.OPERATOR))
     security = SecurityConfig(token_file=str(file), **settings)
-    limits = tenants or TenantConfig()
-    async with running(security=security, tenants=limits, channelz_enabled=channelz) as served:
+    async with running(security=security, tenants=tenants, connection=connection, **server) as served:
         yield served
 
 
