@@ -33,6 +33,8 @@ from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
+_COMMAND_S = 0.005
+"""A step carries commands out until they have taken this long, and one at least."""
 _PASS_LIMIT = 16
 """So many others may be let in before one that is first in rank and has no memory yet."""
 _BLOCKED_LIMIT = 8
@@ -67,7 +69,8 @@ class EngineLoop:
         self._prefix = prefix
         self._cache, self._commands = prefix.cache, prefix.commands
         self._waiting_commands: collections.deque[Command] = collections.deque()
-        """Bounded by the edge, which lets so many be in flight. A long prompt's takes as long as a pass."""
+        """Bounded by the edge, which lets so many be in flight."""
+        self._command_s = 0.0
         self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
         self._mailbox = mailbox
         self._clock = clock
@@ -106,14 +109,15 @@ class EngineLoop:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing runs and nothing new is let in."""
-        return self.is_draining and not len(self._requests)
+        """Whether nothing runs, nothing waits and nothing new is let in."""
+        return self.is_draining and not len(self._requests) and not self._waiting_commands
 
     def step(self) -> None:
         """Run one forward pass over all that is ready, or wait a moment for a message when nothing is."""
+        self._command_s = 0.0
+        while self._waiting_commands and self._command_s < _COMMAND_S:
+            self._carry_out(self._waiting_commands.popleft())
         self._take_in(self._wait_s())
-        if self._waiting_commands:
-            self._commands.submit(self._waiting_commands.popleft())
         self._expire()
         self._requests.release_ended()
         has_begun = self._admit()
@@ -180,13 +184,26 @@ class EngineLoop:
         elif isinstance(message, QueryStats):
             self._commands.query(lambda cache: message.reply(self.stats(), cache))
         elif isinstance(message, Command):
-            self._waiting_commands.append(message)
+            self._command(message)
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:
             for sequence in self._prefix.receive(message):
                 if sequence.phase is Phase.LOADING:
                     self._scheduler.start_restoring(sequence)
+
+    def _command(self, message: Command) -> None:
+        """Carry out a command, or have it wait for the next step: a long prompt's takes as long as a pass."""
+        is_due = self._command_s < _COMMAND_S and not self._waiting_commands
+        if is_due or self.is_done:
+            self._carry_out(message)
+        else:
+            self._waiting_commands.append(message)
+
+    def _carry_out(self, message: Command) -> None:
+        began = self._clock.monotonic()
+        self._commands.submit(message)
+        self._command_s += self._clock.monotonic() - began
 
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""

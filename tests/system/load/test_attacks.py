@@ -128,8 +128,9 @@ async def test_greetings_that_trickle_in_are_cut(server: ServerProcess) -> None:
 async def test_messages_that_trickle_in_get_their_status(server: ServerProcess) -> None:
     async with under_attack(server):
         codes = await attacks.trickle_messages(server.address, connection_count=3, stream_count=30)
-        # Those that wait for the memory of others are told so.
-        assert len(codes) == 90 and set(codes) == {_DEADLINE_EXCEEDED, _RESOURCE_EXHAUSTED}
+        # Those whose turn at the memory for requests did not come in time are told so.
+        assert len(codes) == 90 and _DEADLINE_EXCEEDED in codes
+        assert set(codes) <= {_DEADLINE_EXCEEDED, _RESOURCE_EXHAUSTED}
 
 
 async def test_calls_taken_back_at_once_cost_little(server: ServerProcess) -> None:

@@ -444,13 +444,23 @@ def test_a_device_that_runs_ahead_is_asked_for_its_last_tokens() -> None:
     assert served.loop.counters.stats.prefill_tokens_per_s == 40 + 0.2 * (10 - 40), "four tokens, then one"
 
 
-def test_one_command_is_carried_out_in_a_step_and_decoding_goes_on_between() -> None:
-    stepped = SteppedLoop()
-    stepped.mailbox.offer(Submit(request("one", max_output_tokens=50)))
-    stepped.loop.step()
-    answers: list[object] = []
+def costly_commands(stepped: SteppedLoop, answers: list[float], *, cost_s: float) -> None:
+    """Post three commands that take so long each; note when each one is answered."""
+
+    def reply(_: object) -> None:
+        stepped.clock.now += cost_s
+        answers.append(stepped.clock.now)
+
     for _ in range(3):
-        stepped.mailbox.post(Command(Explain((1, 2, 3), CacheScope(Tenant(""))), answers.append))
+        stepped.mailbox.post(Command(Explain((1, 2, 3), CacheScope(Tenant(""))), reply))
+
+
+def test_one_costly_command_is_carried_out_in_a_step_and_decoding_goes_on_between() -> None:
+    stepped = SteppedLoop()
+    stepped.submit("one", range(1, 4), max_output_tokens=50)
+    stepped.loop.step()
+    answers: list[float] = []
+    costly_commands(stepped, answers, cost_s=0.27)
     tokens = []
     for count in (1, 2, 3):
         stepped.loop.step()
@@ -459,23 +469,40 @@ def test_one_command_is_carried_out_in_a_step_and_decoding_goes_on_between() -> 
     assert tokens[0] < tokens[1] < tokens[2]
 
 
+def test_commands_that_cost_little_are_carried_out_together() -> None:
+    stepped = SteppedLoop()
+    answers: list[float] = []
+    costly_commands(stepped, answers, cost_s=0.001)
+    stepped.loop.step()
+    assert len(answers) == 3
+
+
 def test_an_idle_loop_does_not_wait_while_a_command_does() -> None:
     stepped = SteppedLoop()
-    answers: list[object] = []
-    for _ in range(3):
-        stepped.mailbox.post(Command(Explain((1,), CacheScope(Tenant(""))), answers.append))
+    answers: list[float] = []
+    costly_commands(stepped, answers, cost_s=0.27)
     stepped.loop.step()
     stepped.mailbox.waits_s.clear()
     stepped.loop.step()
     stepped.loop.step()
-    assert len(answers) == 3 and set(stepped.mailbox.waits_s) == {0.0}
+    # With the last one done there is nothing left to hurry for.
+    assert len(answers) == 3 and stepped.mailbox.waits_s == [0.0, 0.5]
 
 
-def test_commands_that_wait_are_answered_when_the_loop_ends() -> None:
+def test_commands_that_wait_are_carried_out_before_an_orderly_end() -> None:
     stepped = SteppedLoop()
-    answers: list[object] = []
-    for _ in range(3):
-        stepped.mailbox.post(Command(Explain((1,), CacheScope(Tenant(""))), answers.append))
+    answers: list[float] = []
+    costly_commands(stepped, answers, cost_s=0.27)
+    stepped.mailbox.post(Drain(stepped.clock.now + 10))
+    while not stepped.loop.is_done:
+        stepped.loop.step()
+    assert len(answers) == 3
+
+
+def test_commands_that_wait_are_answered_when_the_loop_fails() -> None:
+    stepped = SteppedLoop()
+    answers: list[float] = []
+    costly_commands(stepped, answers, cost_s=0.27)
     stepped.loop.step()
     stepped.loop.fail_all(EngineFailed(Reason.ENGINE_FAILED, "it failed"))
     assert len(answers) == 3
