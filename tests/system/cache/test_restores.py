@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.cache_commands import Evict, EvictReport, Explain, Explanation, Verify
 from icehouse_server.domain.events import Failed, ReuseLimit
 from icehouse_server.domain.request import CacheUse
+from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.messages import StorageFailed
@@ -331,3 +333,31 @@ def test_a_reader_that_is_cancelled_at_any_step_leaves_others_running(tmp_path: 
         served.step_until_idle()
         assert served.answer("other").cache.cached_token_count == len(TOKENS) - 1
         served.check()
+
+
+class EmptyTarget:
+    """Arrays that the readers are not shown: they find memory themselves."""
+
+    def views(self) -> tuple[HostTensor, ...]:
+        return ()
+
+
+def test_the_room_of_arrays_that_are_made_for_a_load_is_known_until_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        monkeypatch.setattr(served.runner, "begin_target", lambda **how: EmptyTarget())
+        monkeypatch.setattr(served.runner, "continue_target", lambda target, **how: True)
+        served.holds_storage = True
+        served.submit("a", TOKENS, max_output_tokens=20)
+        rooms = []
+        for _ in range(4):
+            served.loop.step()
+            rooms += [(s.phase, s.loading_room_token_count) for s in served.scheduler.running]
+        assert rooms[-1] == (Phase.LOADING, len(TOKENS) + 20)
+        (sequence,) = served.scheduler.running
+        served.holds_storage = False
+        served.step_until_idle()
+        assert sequence.loading_room_token_count == 0
+        assert served.answer("a").cache.ssd_token_count == 4 * BLOCK
