@@ -1,6 +1,7 @@
 # The door. `make help` lists what can be done; everything else lives in Python.
 # VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed,
-# WORKERS how many processes run the tests. A file's tests stay in one process, with its fixtures.
+# WORKERS how many processes run the tests. A file's tests stay in one process, with its fixtures; of the
+# long ones each goes where there is time, or the simulation's would be half of all in one process.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -46,7 +47,7 @@ test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" na
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on two cores.
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow --timeout 3600 $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)
 
 test-clients: $(STAMP) ## Test the clients in other languages whose tool chains are here (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
