@@ -91,6 +91,7 @@ def build_cache_parts(
         is_enabled=config.enabled,
         ram_limit_bytes=0,
         checkpoint_interval_tokens=config.checkpoint_interval_tokens,
+        ssd_limit_bytes=config.ssd_bytes if has_storage else 0,
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.cache_commands import Pin
+from icehouse_server.domain.cache_commands import Pin, PinReport, Unpin
 from icehouse_server.domain.cache_stats import SpillDropCause, TenantShare
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, CacheScope, Tenant
 from icehouse_server.engine.prefix_cache.tiers.settings import QuotaLimits
+from icehouse_server.errors import Overloaded
 
 from tests.system.cache.stepped_server import (
     BLOCK,
@@ -149,3 +150,27 @@ def test_an_owner_that_could_not_be_told_shows_when_the_block_is_used(tmp_path: 
         served.ask("a", prompt(6 * BLOCK + 1), tenant=A)
         assert share_of(served, A).ssd_bytes > 0
         served.check()
+
+
+def test_a_tenant_cannot_pin_all_of_a_tier() -> None:
+    """Pins that fill it would leave no room for anybody, and nothing that can be evicted for them."""
+    with SteppedServer(ram_blocks=8) as served:
+        answers = []
+        for salt in range(1, 41):
+            tokens = prompt(BLOCK + 1, salt=salt)
+            served.ask("a", tokens, tenant=A)
+            answers.append(served.order(Pin(tuple(tokens), CacheScope(A))))
+            served.check()
+        refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+        assert isinstance(answers[0], PinReport) and refused
+        assert "may be pinned" in str(refused[0])
+        pinned = [entry for entry in served.cache._index if entry.is_pinned]
+        assert sum(entry.ram_bytes for entry in pinned) <= 0.75 * served.cache._ram.limit_bytes
+        # Another tenant is served from both tiers beside it, and what is unpinned makes room.
+        served.ask("b", prompt(BLOCK + 1, salt=99), tenant=B)
+        assert served.ask("b", prompt(BLOCK + 1, salt=99), tenant=B).cache.cached_token_count > 0
+        for salt in range(1, 41):
+            served.order(Unpin(tuple(prompt(BLOCK + 1, salt=salt)), CacheScope(A)))
+        last = prompt(BLOCK + 1, salt=40)
+        served.ask("a", last, tenant=A)
+        assert isinstance(served.order(Pin(tuple(last), CacheScope(A))), PinReport)

@@ -31,7 +31,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRun
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
-from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import PinExcess, TenantQuotas
 from icehouse_server.storage.loads import HeadRequest, LoadId, LoadRequest
 from icehouse_server.storage.messages import TaskId
 from icehouse_server.storage.record import BlockRecord
@@ -382,6 +382,10 @@ class PrefixCache:
         """Return every known block that is wholly part of this prompt, in order."""
         return list(self._index.known_chain(root=self.root(scope), token_ids=token_ids))
 
+    def pin_excess(self, entries: ReadSequence[Entry]) -> PinExcess | None:
+        """Say what pinning these blocks would take too much of; None when it may be done."""
+        return self._quotas.pin_excess(entries)
+
     def pin(self, entries: ReadSequence[Entry], *, pinned: bool) -> bool:
         """Pin or unpin blocks in both tiers; False, and nothing changed, when too much waits for the SSD."""
         stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
@@ -391,7 +395,9 @@ class PrefixCache:
                 return False
         for entry in entries:
             entry.is_pinned = pinned
-            if not pinned:
+            if pinned:
+                self._quotas.note_pinned(entry)
+            else:
                 self._quotas.note_unpinned(entry)
         return True
 
@@ -412,6 +418,7 @@ class PrefixCache:
         """Remove blocks from RAM, pinned ones too; from the index as well where the SSD removes them."""
         for entry in entries:
             entry.is_pinned = False
+            self._quotas.note_unpinned(entry)
             self._purge(entry)
             if with_ssd:
                 # Gone for whoever asks from now on: what pins or plans next must not count on it.
@@ -430,6 +437,8 @@ class PrefixCache:
         known = self._index.get(record.hash)
         before_bytes = 0 if known is None else known.ssd_bytes
         entry = self._index.add_stored(record)
+        if entry.is_pinned:
+            self._quotas.note_pinned(entry)
         self._quotas.note_stored(entry, change_bytes=entry.ssd_bytes - before_bytes)
         return entry
 

@@ -41,6 +41,8 @@ from icehouse_server.storage.messages import (
 
 _Reply = Callable[[CacheAnswer | IcehouseError], None]
 _BUSY_RETRY_S = 1.0
+_PINNED_RETRY_S = 60.0
+"""Pins stay until somebody takes them away."""
 _EARLY_LIMIT = 256
 """Commands that wait for the first inventory."""
 
@@ -209,6 +211,14 @@ class CacheCommands:
                 "no block of this prompt is cached; send it through Warm or Generate first",
             )
         changed = [entry for entry in entries if pinned or entry.is_pinned]
+        excess = self._cache.pin_excess(changed) if pinned else None
+        if excess is not None:
+            raise Overloaded(
+                Reason.MEMORY_SHORT,
+                f"pinned blocks would take {excess.wanted_bytes} bytes of this tenant's {excess.tier}, "
+                f"of which {excess.limit_bytes} may be pinned; unpin others first",
+                retry_after_s=_PINNED_RETRY_S,
+            )
         if not self._cache.pin(changed, pinned=pinned):
             raise _storage_busy()
         return PinReport(

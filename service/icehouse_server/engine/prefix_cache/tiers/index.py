@@ -21,6 +21,9 @@ from icehouse_server.storage.record import BlockRecord
 _CANDIDATE_LIMIT = 512
 """Children of one block that are compared token by token for a match that ends inside one."""
 
+_SIZES_LIMIT = 4096
+"""Different sizes of regions on SSD that are shared by the blocks that have them."""
+
 _UNREAD_LIMIT = 8
 """Blocks of unknown tokens that are looked into for one prompt."""
 
@@ -112,6 +115,7 @@ class BlockIndex:
         self.rules = rules
         self._entries: dict[BlockHash, Entry] = {}
         self._children = Children()
+        self._sizes: dict[tuple[int, int, int], dict[RegionKind, int]] = {}
         self._spilling: dict[BlockHash, Entry] = {}
 
     def __len__(self) -> int:
@@ -165,12 +169,14 @@ class BlockIndex:
             entry.hit_count = record.hit_count
             entry.is_pinned = record.pinned
             self._insert(entry)
-        sizes = {
-            RegionKind.KV: record.kv_bytes,
-            RegionKind.WINDOW: record.window_bytes,
-            RegionKind.CHECKPOINT: record.checkpoint_bytes,
-        }
-        entry.ssd = {kind: size for kind, size in sizes.items() if size}
+        sizes = (record.kv_bytes, record.window_bytes, record.checkpoint_bytes)
+        if sizes not in self._sizes:
+            found = zip((RegionKind.KV, RegionKind.WINDOW, RegionKind.CHECKPOINT), sizes, strict=True)
+            if len(self._sizes) >= _SIZES_LIMIT:
+                self._sizes.clear()
+            self._sizes[sizes] = {kind: size for kind, size in found if size}
+        # One for all blocks of the same sizes, and so not to be changed: a third of what each would take.
+        entry.ssd = self._sizes[sizes]
         entry.ssd_bytes = record.file_bytes
         return entry
 

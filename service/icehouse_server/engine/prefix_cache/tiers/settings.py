@@ -25,6 +25,8 @@ class PrefixSettings:
     is_enabled: bool
     ram_limit_bytes: int
     checkpoint_interval_tokens: int
+    ssd_limit_bytes: int = 0
+    """0 without an SSD tier."""
     spill_policy: str = "off"
     """"on_evict", "write_behind" or "off"."""
     min_prefix_token_count: int = 0

@@ -8,6 +8,7 @@ of its own, never of another.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 
@@ -33,6 +34,18 @@ ROOT_LIMIT = 1024
 _SLACK = 0.05
 """Part of the SSD quota that is freed beyond what is needed, so that not every spill looks for victims."""
 
+_PINNED_SHARE = 0.75
+"""Of each tier, and of a tenant's quota of it: what its pinned blocks may take, so that something can go."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PinExcess:
+    """What a tenant's pins would take of a tier, and what they may."""
+
+    tier: str
+    wanted_bytes: int
+    limit_bytes: int
+
 
 class TenantQuotas:
     """Roots of tenants, and the bytes below each."""
@@ -46,6 +59,7 @@ class TenantQuotas:
         self._roots: OrderedDict[Tenant, dict[AdapterName, BlockHash]] = OrderedDict()
         self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
         self._stored_bytes: Counter[BlockHash | None] = Counter()
+        self._pinned: dict[BlockHash, Entry] = {}
         self._stored_order = StoredOrder()
         """Kept where there are limits on SSD."""
 
@@ -118,8 +132,32 @@ class TenantQuotas:
         chosen = self._stored_order.victims(kin, needed_bytes=excess + limit * _SLACK, kept=kept)
         return chosen if sum(other.ssd_bytes for other in chosen) >= excess else None
 
+    def pin_excess(self, entries: Iterable[Entry]) -> PinExcess | None:
+        """Say which tier the tenant's pinned blocks would take too much of with these; None for neither."""
+        added = {entry.hash: entry for entry in entries}
+        kin = frozenset[BlockHash | None]().union(*(self._kin_of(entry.owner) for entry in added.values()))
+        own = {name: entry for name, entry in self._pinned.items() if entry.owner in kin} | added
+        tiers = (
+            ("RAM", sum(e.ram_bytes for e in own.values()), self._limits.ram_bytes or self._ram.limit_bytes),
+            (
+                "SSD",
+                sum(e.ssd_bytes for e in own.values()),
+                self._limits.ssd_bytes or self._settings.ssd_limit_bytes,
+            ),
+        )
+        for name, wanted_bytes, tier_bytes in tiers:
+            limit_bytes = int(tier_bytes * _PINNED_SHARE)
+            if tier_bytes and wanted_bytes > limit_bytes:
+                return PinExcess(name, wanted_bytes, limit_bytes)
+        return None
+
+    def note_pinned(self, entry: Entry) -> None:
+        """A block counts among its owner's pinned ones."""
+        self._pinned[entry.hash] = entry
+
     def note_unpinned(self, entry: Entry) -> None:
         """A block may go again where its owner's quota asks for it."""
+        self._pinned.pop(entry.hash, None)
         if self._limits.ssd_bytes and entry.ssd:
             self._stored_order.add(entry)
 
