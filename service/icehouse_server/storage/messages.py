@@ -18,12 +18,15 @@ TaskId = NewType("TaskId", int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inventory:
-    """All usable blocks of the served fingerprint, oldest use first. Replaces everything known before.
+    """All usable blocks of the served fingerprint. Replaces everything known before, with its last part.
 
-    Posted once at start, and again after the directory had to be opened anew.
+    Posted once at start, and again after the directory had to be opened anew. A large one comes in
+    parts, chains from their beginnings, with pauses for whoever takes them in between decode steps.
     """
 
     records: tuple[BlockRecord, ...]
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
-from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, Tier
+from icehouse_server.domain.cache_commands import Explain, Explanation
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, CacheScope, RequestId
@@ -24,7 +24,7 @@ from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rat
 from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats
 from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry, block_match
 from icehouse_server.engine.prefix_cache.tiers.eviction import RamEviction
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, IndexRules
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
@@ -75,6 +75,8 @@ class PrefixCache:
             facts, settings.block_token_count, settings.checkpoint_interval_tokens
         )
         self._is_inventory_due = storage is not None
+        self._unseen: set[BlockHash] = set()
+        """Blocks that were on SSD and that the inventory under way has not named yet."""
 
     # What may be reused, and by whom.
 
@@ -203,7 +205,7 @@ class PrefixCache:
         cold_s = self._rates.prefill_s(len(prompt))
         return Explanation(
             cache=dataclasses.replace(plan.report, restore_s=restore_s),
-            blocks=tuple(_block_match(entry) for entry in plan.entries),
+            blocks=tuple(block_match(entry) for entry in plan.entries),
             predicted_ttft_s=restore_s + rest_s if cold_s else None,
             predicted_cold_ttft_s=cold_s or None,
         )
@@ -332,15 +334,20 @@ class PrefixCache:
 
     # What the SSD tier reports.
 
-    def take_inventory(self, records: ReadSequence[BlockRecord]) -> None:
-        """Replace what is known of the SSD tier."""
-        self._is_inventory_due = False
-        for entry in list(self._index):
-            if entry.ssd:
-                self.forget_stored(entry.hash)
+    def take_inventory(
+        self, records: ReadSequence[BlockRecord], *, is_first: bool = True, is_last: bool = True
+    ) -> None:
+        """Take in a part of what the SSD tier holds; after the last one it holds nothing else."""
+        if is_first:
+            self._unseen = {entry.hash for entry in self._index if entry.ssd}
         # A chain from its beginning, so that each block finds its owner in the one before it.
         for record in sorted(records, key=lambda record: record.start_token_index):
             self._add_stored(record)
+        if is_last:
+            self._is_inventory_due = False
+            unseen, self._unseen = self._unseen, set()
+            for name in unseen:
+                self.forget_stored(name)
 
     def forget_stored(self, block: BlockHash) -> None:
         """Note that a block is gone from SSD."""
@@ -434,6 +441,7 @@ class PrefixCache:
         self._index.discard_if_empty(entry)
 
     def _add_stored(self, record: BlockRecord) -> Entry:
+        self._unseen.discard(record.hash)
         known = self._index.get(record.hash)
         before_bytes = 0 if known is None else known.ssd_bytes
         entry = self._index.add_stored(record)
@@ -485,15 +493,3 @@ class PrefixCache:
     def _has_kv_in_ram(self, names: ReadSequence[BlockHash | None]) -> bool:
         found = (self._index.get(name) for name in names if name is not None)
         return any(entry is not None and RegionKind.KV in entry.ram for entry in found)
-
-
-def _block_match(entry: Entry) -> BlockMatch:
-    return BlockMatch(
-        hash=entry.hash,
-        start_token_index=entry.start_token_index,
-        token_count=entry.token_count,
-        size_bytes=entry.ram_bytes or sum(entry.ssd.values()),
-        tier=Tier.RAM if entry.ram else Tier.SSD,
-        has_checkpoint=entry.has(RegionKind.CHECKPOINT, with_ssd=True),
-        pinned=entry.is_pinned,
-    )

@@ -108,7 +108,9 @@ class CacheController:
             cache.forget_stored(outcome.failure.hash)
             return self._give_up(restore)
         if isinstance(outcome, Inventory):
-            cache.take_inventory(outcome.records)
+            cache.take_inventory(outcome.records, is_first=outcome.is_first, is_last=outcome.is_last)
+            if not outcome.is_last:
+                return []
             ready = self._header_fetches.take_early()
             self.commands.carry_out_early()
             return ready

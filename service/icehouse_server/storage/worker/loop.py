@@ -59,6 +59,8 @@ _log = logging.getLogger(__name__)
 
 _KEEP_UP_S = 5.0
 """Recency is written at most this often; a crash forgets no more of it."""
+_INVENTORY_PART_COUNT = 2048
+"""Blocks told to the engine at a time: some milliseconds of the inference thread."""
 _DEFERRED_SLICE_COUNT = 64
 """Files looked at per idle step after a clean start."""
 
@@ -100,13 +102,21 @@ class StorageLoop:
         self._orders: collections.deque[_Ticket] = collections.deque()
         self._verifications: collections.deque[_Ticket] = collections.deque()
         self._turns = collections.deque(
-            (self._step_spill, self._step_order, self._step_verification, self._step_upkeep)
+            (
+                self._step_inventory,
+                self._step_spill,
+                self._step_order,
+                self._step_verification,
+                self._step_upkeep,
+            )
         )
         """What may do the next piece, the one that did the last at the end."""
         self._asked: list[TaskId] = []
         """Who wants the counters: counted once for all of them."""
         self._close: CloseRequest | None = None
         self._deferred: Iterator[BlockHash] = iter(())
+        self._inventory: Iterator[tuple[list[BlockHash], bool, bool]] = iter(())
+        """Parts that are yet to be posted: their blocks, and whether they are the first and the last."""
         self._announced_detail = ""
         self._has_inventory = False
         self._kept_up_time = clock.monotonic()
@@ -145,8 +155,38 @@ class StorageLoop:
         self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
         self._state.open()
         self._has_inventory = True
-        self._post(Inventory(tuple(self._store.index.by_recency(self._store.settings.fingerprint))))
+        self._begin_inventory()
         self._announce()
+
+    def _begin_inventory(self) -> None:
+        """Post what is stored; of a large tier the first part, and the others each in its turn."""
+        records = self._store.index.by_recency(self._store.settings.fingerprint)
+        if len(records) > _INVENTORY_PART_COUNT:
+            # A block finds its owner in the one before it.
+            records.sort(key=lambda record: record.start_token_index)
+        starts = range(0, max(len(records), 1), _INVENTORY_PART_COUNT)
+        self._inventory = iter(
+            [
+                (
+                    [record.hash for record in records[start : start + _INVENTORY_PART_COUNT]],
+                    start == 0,
+                    start == starts[-1],
+                )
+                for start in starts
+            ]
+        )
+        self._step_inventory()
+
+    def _step_inventory(self) -> bool:
+        part = next(self._inventory, None)
+        if part is None:
+            return False
+        hashes, is_first, is_last = part
+        # As they are by now: what went meanwhile was told already.
+        found = (self._store.index.get(block_hash) for block_hash in hashes)
+        records = tuple(record for record in found if record is not None)
+        self._post(Inventory(records, is_first=is_first, is_last=is_last))
+        return True
 
     def wait(self, timeout_s: float) -> None:
         """Handle the next message, or return when none comes in time."""
@@ -351,6 +391,7 @@ class StorageLoop:
         self._state.break_down(f"{detail} the cache directory works again", now=now)
         self._spiller.undo_writings()
         self._store.abandon()
+        self._inventory = iter(())
 
     def _announce(self) -> None:
         """Tell the engine what left the disk and whether writing works, when that has changed."""

@@ -117,3 +117,30 @@ def test_whoever_asks_for_the_counters_at_once_gets_one_count(tmp_path):
         answers = [o for o in served.take() if isinstance(o, StatsAnswer)]
         assert [o.task_id for o in answers] == ids
         assert len({id(o.stats) for o in answers}) == 1
+
+
+def test_a_large_inventory_comes_in_parts_between_other_work(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("icehouse_server.storage.worker.loop._INVENTORY_PART_COUNT", 4)
+    chain = make_chain(18)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+    with StorageThread(tmp_path) as served:
+        assert [type(o) for o in served.outcomes] == [Inventory], "the start waits for one part only"
+        served.storage.evict([chain[-1].header.hash])
+        credit = served.storage.try_reserve(1 << 20)
+        assert credit is not None
+        served.storage.spill(make_block(seed=99), credit)
+        outcomes = served.take()
+        parts = [o for o in outcomes if isinstance(o, Inventory)]
+        assert [(part.is_first, part.is_last) for part in parts] == [
+            (True, False),
+            *[(False, False)] * 3,
+            (False, True),
+        ]
+        # In the order of the chain, and what was evicted meanwhile is in none of them.
+        named = [record.start_token_index for part in parts for record in part.records]
+        assert named == sorted(named) and len(named) == 17
+        places = [number for number, o in enumerate(outcomes) if isinstance(o, Inventory)]
+        assert any(isinstance(o, Persisted) for o in outcomes[: places[-1]]), (
+            "spills waited for the inventory"
+        )

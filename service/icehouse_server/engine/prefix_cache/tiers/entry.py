@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
+from icehouse_server.domain.cache_commands import BlockMatch, Tier
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 
 
@@ -72,3 +73,16 @@ class Entry:
             token_ids=self.token_ids,
             block_token_limit=block_token_limit,
         )
+
+
+def block_match(entry: Entry) -> BlockMatch:
+    """Return what a caller is told of a block of its prompt."""
+    return BlockMatch(
+        hash=entry.hash,
+        start_token_index=entry.start_token_index,
+        token_count=entry.token_count,
+        size_bytes=entry.ram_bytes or sum(entry.ssd.values()),
+        tier=Tier.RAM if entry.ram else Tier.SSD,
+        has_checkpoint=entry.has(RegionKind.CHECKPOINT, with_ssd=True),
+        pinned=entry.is_pinned,
+    )

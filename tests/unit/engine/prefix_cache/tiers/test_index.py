@@ -353,3 +353,23 @@ def test_a_long_prompt_of_small_blocks_is_matched_in_one_pass_over_its_chain(has
     hashed.clear()
     assert shelf.matched([*prompt, 1]) == 0
     assert len(asked) <= 2 * 2_000 and len(hashed) <= 2_001
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1_000, 1_000_000])
+def test_a_million_blocks_cost_a_lookup_what_a_thousand_do(count: int, hashed: list[int]) -> None:
+    """Half of them below one popular block, the others in chains of eight; known by their names only."""
+    shelf = crowd(count // 2, is_known=False)
+    pattern = record_of(next(iter(shelf.index)), RegionKind.KV)
+    parent = BlockHash(bytes(32))
+    for number in range(count // 2):
+        name = BlockHash((number + 1).to_bytes(32, "big"))
+        shelf.index.add_stored(
+            pattern._replace(hash=name, parent=parent, start_token_index=number % 8 * SIZE)
+        )
+        parent = name if number % 8 < 7 else BlockHash((number + count).to_bytes(32, "little"))
+    assert len(shelf.index) > 0.9 * count
+    hashed.clear()
+    assert shelf.matched([*LONG[:SIZE], 2, 0, 1, 9]) == SIZE + 3
+    assert len(shelf.index.known_chain(root=ROOT, token_ids=[*LONG[:SIZE], 2, 0, 1])) >= 2
+    assert len(hashed) <= 3 * (1 + SIZE)
