@@ -164,14 +164,6 @@ def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(commands.CacheCommands, "_pin", pin)
 
 
-def pin_only_what_is_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(spiller.Spiller, "set_pinned", lambda self, hashes, *, pinned: None)
-
-
-def answer_evictions_ahead_of_removals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cache.PrefixCache, "is_removing", False)
-
-
 def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
     def victims(self, needed_bytes, *, spared=()):
         excess = self.used_bytes + needed_bytes - self.limit_bytes
@@ -270,8 +262,6 @@ BREAKS: list[Break] = [
     never_sync_the_file,
     never_sync_the_folder,
     leak_a_pin,
-    pin_only_what_is_stored,
-    answer_evictions_ahead_of_removals,
     evict_what_is_pinned,
     evict_nothing_from_ram,
     ignore_the_size_limit,
