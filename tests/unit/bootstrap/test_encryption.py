@@ -120,7 +120,7 @@ def test_without_the_package_nothing_starts_in_the_clear(
     monkeypatch.setitem(sys.modules, "icehouse_server.storage.directory.data_keys", None)
     monkeypatch.delattr("icehouse_server.storage.directory.data_keys", raising=False)
     config = CacheConfig(directory=str(tmp_path), key_file=str(key_file(tmp_path, KEY.hex().encode())))
-    with pytest.raises(StartError, match=r"icehouse\[encryption\]") as caught:
+    with pytest.raises(StartError, match=r"\.\[encryption\]") as caught:
         open_cipher(config, SystemFiles())
     assert caught.value.reason is Reason.ENCRYPTION_MISSING
 
