@@ -1,7 +1,9 @@
 """A disk that can be full, fail, lose power and rot; everything else is the system's.
 
-Power loss is played on a copy of the directory: what no fsync made durable is undone first, the
-copy takes the manifest's write-ahead log along as a killed process leaves it, and a power cut
+Power loss is played on a copy of the directory: what no fsync made durable is undone first, a
+rename included. Rename is atomic (POSIX; journaling file systems keep that over a power cut), so
+one that is undone brings back the file it replaced: the name is never without either. The copy
+takes the manifest's write-ahead log along as a killed process leaves it, and a power cut
 may take the last transactions with it.
 """
 
@@ -29,6 +31,32 @@ _CHECKPOINT_FRAMES = 256
 _SCHEMA_TRANSACTIONS = 12
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Replaced:
+    """A file as it was before another took its name, less what a power cut takes of it."""
+
+    data: bytes
+    mtime_ns: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rename:
+    """A rename that no sync of a folder has made durable."""
+
+    source: str
+    target: str
+    replaced: _Replaced | None
+
+    def undo(self) -> None:
+        """Put both files back; one that was removed since stays so."""
+        if not os.path.exists(self.target):
+            return
+        os.rename(self.target, self.source)
+        if self.replaced is not None:
+            Path(self.target).write_bytes(self.replaced.data)
+            os.utime(self.target, ns=(self.replaced.mtime_ns, self.replaced.mtime_ns))
+
+
 class SimDisk:
     """The `Files` of one process. Modification times count up, folders are listed by name."""
 
@@ -47,7 +75,7 @@ class SimDisk:
         self._system = SystemFiles()
         self._paths: dict[int, str] = {}
         self._unsynced: set[str] = set()
-        self._renames: list[tuple[str, str]] = []
+        self._renames: list[_Rename] = []
 
     def __getattr__(self, verb: str) -> Any:
         action = getattr(self._system, verb)
@@ -58,7 +86,10 @@ class SimDisk:
                 raise Crash
             self._count_to_crash(before=True)
             self._maybe_fail(verb, args)
+            replaced = self._replaced(args[1]) if verb == "rename" else None
             result = self._note(verb, args, action(*args, **kwargs))
+            if verb == "rename":
+                self._note_rename(_Rename(args[0], args[1], replaced))
             self._count_to_crash(before=False)
             return result
 
@@ -80,9 +111,8 @@ class SimDisk:
         for path in self._unsynced:
             if os.path.exists(path) and path.startswith(blocks):
                 os.truncate(path, os.path.getsize(path) // 2)
-        for source, target in reversed(self._renames):
-            if os.path.exists(target):
-                os.rename(target, source)
+        for rename in reversed(self._renames):
+            rename.undo()
         shutil.copytree(self.root, copy, ignore=shutil.ignore_patterns("*-shm"))
 
     def release(self) -> None:
@@ -128,11 +158,13 @@ class SimDisk:
             self._paths.pop(args[0], None)
         elif verb == "fsync":
             self._unsynced.discard(self._paths[args[0]])
-        elif verb == "rename":
-            self._note_rename(*args)
         elif verb == "fsync_dir":
             # One sync of either folder writes the rename out: the system orders them in one journal.
-            self._renames = [pair for pair in self._renames if args[0] not in map(os.path.dirname, pair)]
+            self._renames = [
+                rename
+                for rename in self._renames
+                if args[0] not in map(os.path.dirname, (rename.source, rename.target))
+            ]
         elif verb == "unlink" and self.room_bytes is not None:
             self.room_bytes += 900
         elif verb == "list":
@@ -141,11 +173,20 @@ class SimDisk:
             return _FREE_BYTES if self.room_bytes is None else self.room_bytes
         return result
 
-    def _note_rename(self, source: str, target: str) -> None:
-        self._renames.append((source, target))
-        if source in self._unsynced:
-            self._unsynced.remove(source)
-            self._unsynced.add(target)
+    def _replaced(self, path: str) -> _Replaced | None:
+        """Return the file that is about to lose its name to another, None when there is none."""
+        if not os.path.isfile(path):
+            return None
+        data = Path(path).read_bytes()
+        kept_bytes = len(data) // 2 if path in self._unsynced else len(data)
+        return _Replaced(data[:kept_bytes], os.stat(path).st_mtime_ns)
+
+    def _note_rename(self, rename: _Rename) -> None:
+        self._renames.append(rename)
+        self._unsynced.discard(rename.target)
+        if rename.source in self._unsynced:
+            self._unsynced.remove(rename.source)
+            self._unsynced.add(rename.target)
 
 
 def _name_of(info: FileInfo) -> str:
