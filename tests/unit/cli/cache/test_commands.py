@@ -67,7 +67,7 @@ def test_check_tells_and_changes_nothing(directory):
     for _ in range(2):
         code, text = run("check", "--cache-directory", directory, "--json")
         found = sorted(item["finding"] for item in json.loads(text)["discrepancies"])
-        assert (code, found) == (1, ["file is not what its row says", "row without file"])
+        assert (code, found) == (1, ["file of a row, not valid", "row without file"])
 
 
 def test_check_does_not_complain_about_what_is_harmless(directory):
