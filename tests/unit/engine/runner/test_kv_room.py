@@ -51,5 +51,5 @@ def test_arrays_of_a_device_that_wants_multiples_are_multiples(
 ) -> None:
     monkeypatch.setattr("icehouse_server.engine.runner.model_loader._device_kind", lambda: "cuda")
     runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False)
-    assert rooms(runner, KvLength(80, 300), output_count=3) == [256] * 5
-    assert runner.blocks.facts.growth.room(80, KvLength(80, 300)) == 256
+    assert rooms(runner, KvLength(80, 200), output_count=3) == [256] * 5
+    assert runner.blocks.facts.growth.room(80, KvLength(80, 200)) == 256

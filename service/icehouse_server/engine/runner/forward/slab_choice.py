@@ -18,11 +18,11 @@ _SAMPLE_COUNT = 5
 """Passes of each way whose median decides."""
 _WORTH_SHARE = 0.95
 """A slab must take at most this share of the time: it moves KV, and has slots that are not full."""
-_LIFE = 512
+_LIFE = 4096
 """Passes after which the other way is measured again."""
-LEAST_ROW_COUNT = 8
-"""Fewer rows of a length than these do not share a buffer: at four a run costs what it saves, and moving them
-costs more (2-core x86, mlx 0.32.4)."""
+LEAST_ROW_COUNT = 9
+"""Fewer rows of a length than these do not share a buffer: a run costs as much as four rows save, and moving
+eight of 150 tokens held all of them up for 0.25 s (128 KiB a token, 2-core x86, mlx 0.32.4)."""
 
 
 @dataclasses.dataclass(slots=True)

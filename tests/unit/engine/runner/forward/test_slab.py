@@ -144,12 +144,12 @@ def test_prompts_that_were_never_anywhere_else_draw_what_they_draw_alone() -> No
     first = Row(make_prompt_cache(model))
     mx.eval(forward.run(mx.array([3, 4]), [Share(first, 2)]).arrays)
     forward.seat(first)
-    prompts = [prompt_of(length, seed) for seed, length in enumerate((9, 30, 14, 8, 21, 17, 12, 25, 130))]
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((9, 30, 14, 8, 21, 17, 12, 25, 6, 130))]
     rows = [Row(make_prompt_cache(model)) for _ in prompts]
     counts = {row: len(prompt) for row, prompt in zip(rows, prompts, strict=True)}
     assert forward.seat_together(counts, token_limit=1024)
     # The long one is by itself in its length class, and stays so.
-    assert [row.seated_caches is not None for row in rows] == [True] * 8 + [False]
+    assert [row.seated_caches is not None for row in rows] == [True] * 9 + [False]
     want = [alone(model, prompt, 4)[0] for prompt in prompts]
     shares = [Share(row, len(prompt), logit_count=1) for row, prompt in zip(rows, prompts, strict=True)]
     token_ids = mx.array([token for prompt in prompts for token in prompt])
@@ -168,7 +168,7 @@ def test_prompts_that_were_never_anywhere_else_draw_what_they_draw_alone() -> No
 def test_long_rows_stay_by_themselves() -> None:
     model = build("llama")
     forward = ForwardPass(model, examine(model))
-    rows = [Row(make_prompt_cache(model)) for _ in range(8)]
+    rows = [Row(make_prompt_cache(model)) for _ in range(9)]
     for row in rows:
         mx.eval(forward.run(mx.array([3, 4]), [Share(row, 2)]).arrays)
     assert not forward.seat_together(dict.fromkeys(rows, 1), token_limit=2)
