@@ -23,7 +23,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-startup soak smoke audit packages clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup soak smoke audit packages clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -99,6 +99,9 @@ bench-telemetry: $(STAMP) ## Access log, metrics, traces and load reports: all o
 
 bench-tenants: $(STAMP) ## Can one tenant tell from the time that another one has a prompt cached?
 	@$(BIN)/python -m bench.tenants $(ARGS)
+
+bench-attacks: $(STAMP) ## What one hostile tenant does to another one's short request, attack by attack.
+	@$(BIN)/python -m bench.attacks $(ARGS)
 
 bench-startup: $(STAMP) ## Process start to SERVING with a tiny model (ARGS='--baseline "/old/.venv/bin/icehouse"' compares).
 	@$(BIN)/python -m bench.startup $(ARGS)

@@ -1,4 +1,4 @@
-"""`python -m bench.attacks`: what one hostile tenant does to another one's short request.
+"""`make bench-attacks`: what one hostile tenant does to another one's short request.
 
 A server with default settings and two tokens. One attack at a time runs in a process of its own for some
 seconds, while the other tenant streams a short answer and checks health, over and over. Then the server is

@@ -1,7 +1,7 @@
 """KV growth: for how many tokens a sequence's KV arrays have room, at each length. Pure arithmetic.
 
 An array that grows is copied whole, and room that nobody uses is memory that nobody else has. So room is
-made in classes: for 256 tokens, or an eighth of the length where that is more (rows that came together grow
+made in classes: for 128 tokens, or an eighth of the length where that is more (rows that came together grow
 together, and eight of 200 tokens held one pass up for 0.15 s every 64 tokens), and where the length is known
 (an input that is being read, an output that may not be longer) just that.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 
-_FIRST_OUTPUT_TOKEN_COUNT = 256
+_FIRST_OUTPUT_TOKEN_COUNT = 128
 """Output tokens that an input's arrays have room for."""
 _LEAST_INPUT_CLASS = 1024
 """Room that is made at once for an input, and twice as much each time it does not do."""
-_LEAST_CLASS_STEP = 256
+_LEAST_CLASS_STEP = 128
 _CLASS_SHARE = 8
 
 

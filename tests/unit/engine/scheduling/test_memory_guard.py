@@ -239,12 +239,15 @@ def llama_8b(**changes) -> MemoryGuard:
 
 def test_rows_that_decode_are_charged_for_nothing_but_the_kv_they_were_let_in_for() -> None:
     guard = llama_8b()
-    rows = [a_sequence(number, 500, output_token_limit=400) for number in range(127)]
+    rows = [a_sequence(number, 500, output_token_limit=200) for number in range(127)]
     for row in rows:
         row.phase, row.processed_token_count, row.fed_ahead_count = Phase.DECODING, 499, 1
-    assert guard.growth_bytes(rows) == 0, "they have room for the 256 tokens that they were let in for"
+    assert guard.growth_bytes(rows) == 127 * (700 - 628) * 131072, "to the 700 tokens that they may have"
+    for row in rows:
+        row.output_token_ids += [1] * 190
+    assert guard.growth_bytes(rows) == 0, "what they hold reaches to their end"
     assert guard.pass_bytes([], decoding=rows) == 0
-    rows[0].output_token_ids = [1] * 256
+    rows[0].output_token_ids = [1] * 128
     assert guard.pass_bytes([], decoding=rows) == 12 * 131072, "one outgrows what its input had room for"
     newcomer = a_sequence(200, 500)
     assert guard.start_bytes(newcomer, beside=rows) == guard.start_bytes(newcomer)
