@@ -19,7 +19,7 @@ from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.ports import Chunk, Decoder, Drawn, Listener, PassResult, Runner
-from icehouse_server.engine.core.refusals import shutting_down, stopped_before_done
+from icehouse_server.engine.core.refusals import commands_waiting, shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -35,6 +35,8 @@ _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
 _COMMAND_S = 0.005
 """A step carries commands out until they have taken this long, and one at least."""
+_COMMAND_LIMIT = 256
+"""Commands that wait for their step; a caller that leaves does not take its own back."""
 _PASS_LIMIT = 16
 """So many others may be let in before one that is first in rank and has no memory yet."""
 _BLOCKED_LIMIT = 8
@@ -197,8 +199,10 @@ class EngineLoop:
         is_due = self._command_s < _COMMAND_S and not self._waiting_commands
         if is_due or self.is_done:
             self._carry_out(message)
-        else:
+        elif len(self._waiting_commands) < _COMMAND_LIMIT:
             self._waiting_commands.append(message)
+        else:
+            message.reply(commands_waiting(len(self._waiting_commands)))
 
     def _carry_out(self, message: Command) -> None:
         began = self._clock.monotonic()

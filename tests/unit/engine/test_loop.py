@@ -18,7 +18,7 @@ from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
-from icehouse_server.errors import EngineFailed, Reason
+from icehouse_server.errors import EngineFailed, Overloaded, Reason
 
 from tests.fixtures.engine import (
     EOS,
@@ -506,3 +506,20 @@ def test_commands_that_wait_are_answered_when_the_loop_fails() -> None:
     stepped.loop.step()
     stepped.loop.fail_all(EngineFailed(Reason.ENGINE_FAILED, "it failed"))
     assert len(answers) == 3
+
+
+def test_callers_that_leave_cannot_make_commands_pile_up() -> None:
+    stepped = SteppedLoop()
+    refused: list[Overloaded] = []
+
+    def reply(answer: object) -> None:
+        if isinstance(answer, Overloaded):
+            refused.append(answer)
+        stepped.clock.now += 0.27
+
+    for _ in range(10):
+        for _ in range(100):
+            stepped.mailbox.post(Command(Explain((1, 2, 3), CacheScope(Tenant(""))), reply))
+        stepped.loop.step()
+    assert len(stepped.loop._waiting_commands) == 256
+    assert len(refused) == 1000 - 256 - 10 and refused[0].retry_after_s, "one was carried out in each step"

@@ -9,9 +9,22 @@ from icehouse_server.errors import (
     EngineFailed,
     InvalidRequest,
     ModelOutputInvalid,
+    Overloaded,
     Reason,
     Unavailable,
 )
+
+_COMMANDS_RETRY_S = 1.0
+
+
+def commands_waiting(count: int) -> Overloaded:
+    """So many commands of the prefix cache wait for the inference thread that no more may."""
+    return Overloaded(
+        Reason.QUEUE_FULL,
+        f"{count} commands of the prefix cache wait for their turn; try again later",
+        retry_after_s=_COMMANDS_RETRY_S,
+        metadata={"waiting": count},
+    )
 
 
 def past_deadline(sequence: Sequence, now: float) -> DeadlineExceeded:
