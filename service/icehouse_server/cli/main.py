@@ -14,6 +14,7 @@ from icehouse_server.cli import flags, key, token
 from icehouse_server.cli.cache import commands
 from icehouse_server.cli.flags import with_settings
 from icehouse_server.cli.generate import generate
+from icehouse_server.cli.health import health
 from icehouse_server.cli.terminal.console import complain, out
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.cli.top.top import top
@@ -77,6 +78,7 @@ def demo(
 
 app.command("generate")(generate)
 app.command("top")(top)
+app.command("health")(health)
 app.command("doctor")(with_settings(_doctor))
 app.command("config")(with_settings(_config))
 app.add_typer(commands.app, name="cache")
