@@ -28,6 +28,7 @@ class Reason(enum.StrEnum):
     RESPONSE_FORMAT_INVALID = "RESPONSE_FORMAT_INVALID"
     GRAMMAR_TOO_COMPLEX = "GRAMMAR_TOO_COMPLEX"
     UNSUPPORTED = "UNSUPPORTED"
+    METHOD_UNSUPPORTED = "METHOD_UNSUPPORTED"
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
     ADAPTER_NOT_FOUND = "ADAPTER_NOT_FOUND"
     REQUEST_ID_IN_USE = "REQUEST_ID_IN_USE"
@@ -93,6 +94,10 @@ class IcehouseError(Exception):
 
 class InvalidRequest(IcehouseError):
     """The request can never succeed as written (INVALID_ARGUMENT)."""
+
+
+class Unimplemented(IcehouseError):
+    """This server does not do that, whatever is asked (UNIMPLEMENTED)."""
 
 
 class NotFound(IcehouseError):

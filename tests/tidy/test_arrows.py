@@ -41,6 +41,7 @@ ROOMS = (
     "rpc.client",  # above the messages: it reads them back through their map
     "rpc.monitoring",
     "rpc.services",
+    "rpc.worker",
     "rpc",
     "bootstrap",
     "cli.terminal",
@@ -78,6 +79,7 @@ OWNERS = {
     "cryptography": ("storage.encryption.aes_gcm",),
     "prometheus_client": ("telemetry.prometheus",),
     "opentelemetry": ("telemetry.spans",),
+    "smg_grpc_proto": ("rpc.worker.",),
     "huggingface_hub": ("bootstrap.model_source",),
     "safetensors": ("demo.weights",),
     "tokenizers": ("demo.tokenizer",),

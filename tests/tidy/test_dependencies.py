@@ -42,6 +42,7 @@ def test_the_server_declares_what_it_imports() -> None:
     extras = table["optional-dependencies"]
     declared = names(table["dependencies"])
     declared |= names(extras["demo"]) | names(extras["encryption"]) | names(extras["otel"])
+    declared |= names(extras["fleet"])
     # The SDK brings the API of the same version.
     declared |= {"opentelemetry-api"}
     assert undeclared(SERVER, declared) == []

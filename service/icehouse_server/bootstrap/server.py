@@ -12,6 +12,7 @@ from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import LocalModel
 from icehouse_server.bootstrap.preload import openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.telemetry import TelemetryParts
+from icehouse_server.bootstrap.worker import worker_parts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.named_paths import NamedPath
@@ -130,6 +131,7 @@ def build_server(
         clock=clock,
         grammars=grammar_compiler(config, source, tokenizer),
         telemetry=telemetry.watchers,
+        worker=worker_parts(config, source, running_limit=limits.running_limit),
     )
     return Server(
         engine=engine, rpc=rpc, router=router, clock=clock, storage=cache.storage, telemetry=telemetry

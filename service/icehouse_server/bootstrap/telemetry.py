@@ -38,7 +38,9 @@ class TelemetryParts:
             self._endpoint = PrometheusEndpoint(meter, host=settings.metrics_host, port=settings.metrics_port)
             metrics = (CallMetrics(meter),)
         self._spans = _open_spans(settings)
-        wants_samples = self._endpoint is not None or settings.load_report_enabled
+        wants_samples = (
+            self._endpoint is not None or settings.load_report_enabled or config.fleet.worker_enabled
+        )
         self.watchers = Telemetry(
             wire=metrics,
             calls=metrics,

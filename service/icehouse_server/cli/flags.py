@@ -25,6 +25,7 @@ _PANELS = {
     "model": "Model",
     "engine": "Engine",
     "cache": "Prefix cache",
+    "fleet": "Fleet",
     "telemetry": "Telemetry",
     "log": "Log",
 }

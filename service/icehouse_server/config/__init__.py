@@ -2,6 +2,7 @@
 
 from icehouse_server.config.cache import CacheConfig
 from icehouse_server.config.connection import ConnectionConfig
+from icehouse_server.config.fleet import FleetConfig
 from icehouse_server.config.load import LoadedConfig, load_config
 from icehouse_server.config.model import ModelConfig
 from icehouse_server.config.sections import SETTINGS, Config, EngineConfig, LogConfig, ServerConfig
@@ -15,6 +16,7 @@ __all__ = [
     "Config",
     "ConnectionConfig",
     "EngineConfig",
+    "FleetConfig",
     "LoadedConfig",
     "LogConfig",
     "ModelConfig",

@@ -7,6 +7,7 @@ from typing import Any
 
 from icehouse_server.config.cache import CacheConfig
 from icehouse_server.config.connection import ConnectionConfig
+from icehouse_server.config.fleet import FleetConfig
 from icehouse_server.config.model import ModelConfig
 from icehouse_server.config.security import SecurityConfig
 from icehouse_server.config.setting import MIB, Kind, Setting, setting, settings_of
@@ -216,6 +217,7 @@ class Config:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
@@ -228,6 +230,7 @@ SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "engine": EngineConfig,
     "cache": CacheConfig,
+    "fleet": FleetConfig,
     "telemetry": TelemetryConfig,
     "log": LogConfig,
 }

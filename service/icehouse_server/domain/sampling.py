@@ -47,5 +47,7 @@ class SamplingParams:
     """Output tokens before an end token may be drawn or a stop string counts."""
     ignores_end_tokens: bool = False
     """An end token is a token like any other."""
+    stop_token_ids: tuple[int, ...] = ()
+    """More tokens that end the output, whether end tokens do or not. Inside the vocabulary."""
     seed: int = 0
     """Any 64-bit value; the same seed gives the same text in any batch position."""

@@ -51,6 +51,7 @@ class Rates:
 
     finished_per_s: float = 0.0
     failed_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

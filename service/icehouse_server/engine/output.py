@@ -35,7 +35,9 @@ class Output:
         if drawn.logprobs is not None:
             offset = sequence.text.next_offset
             sequence.undelivered_logprobs.append(dataclasses.replace(drawn.logprobs, text_offset=offset))
-        if token_id in self._eos and not sequence.request.sampling.ignores_end_tokens:
+        sampling = sequence.request.sampling
+        is_end = token_id in self._eos and not sampling.ignores_end_tokens
+        if is_end or token_id in sampling.stop_token_ids:
             return self.finish(sequence, FinishReason.STOP_TOKEN, now)
         step = sequence.text.push(token_id)
         self._deliver(sequence, step.text)

@@ -6,7 +6,7 @@ cannot do it: their own message keeps one. What does arrive twice is found in th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -23,13 +23,13 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 class OneofInterceptor(grpc.aio.ServerInterceptor):
-    """Looks at the bytes of every request whose message has a oneof."""
+    """Looks at the bytes of every request whose message has a oneof; `services` are served beside the API."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, services: Sequence[ServiceDescriptor] = ()) -> None:
         self._calls = calls
         self._inputs = {
             f"/{service.full_name}/{method.name}": method.input_type
-            for service in _services()
+            for service in (*_services(), *services)
             for method in service.methods
             if _oneofs(method.input_type)
         }

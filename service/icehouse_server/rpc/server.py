@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_channelz.v1 import channelz, channelz_pb2
@@ -44,6 +45,9 @@ from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank import RerankService
 
+if TYPE_CHECKING:
+    from icehouse_server.rpc.worker.parts import WorkerParts
+
 SERVICE_NAMES = (
     "icehouse.v1.InferenceService",
     "icehouse.v1.ModelService",
@@ -75,6 +79,7 @@ class RpcServer:
         clock: Clock,
         grammars: GrammarPort | None = None,
         telemetry: Telemetry | None = None,
+        worker: WorkerParts | None = None,
         draw_seed: Callable[[], int] = draw_seed,
     ) -> None:
         self._config = config.server
@@ -116,16 +121,17 @@ class RpcServer:
                 memory_bytes=config.server.request_memory_bytes,
             ),
         )
+        oneof_interceptor = OneofInterceptor(self._calls, worker.services if worker is not None else ())
         # The first is the outermost: what watches sees refusals too, and whoever calls is authenticated
         # before anything else is looked at.
         self._server = grpc.aio.server(
             options=server_options(config.server, config.connection),
-            interceptors=(self._observation.interceptor, auth_interceptor, OneofInterceptor(self._calls)),
+            interceptors=(self._observation.interceptor, auth_interceptor, oneof_interceptor),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
         """What clients connect to, once started: "host:port" or "unix:path"."""
-        self._add_services(engine, router, clock, draw_seed)
+        self._add_services(engine, router, clock, draw_seed, worker)
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
@@ -171,7 +177,12 @@ class RpcServer:
         await self._server.wait_for_termination()
 
     def _add_services(
-        self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
+        self,
+        engine: EnginePort,
+        router: Router,
+        clock: Clock,
+        draw_seed: Callable[[], int],
+        worker: WorkerParts | None,
     ) -> None:
         parts = ServiceParts(
             config=self._config,
@@ -190,20 +201,35 @@ class RpcServer:
             draw_seed=draw_seed,
         )
         server, stats = self._server, self._observation.stats
-        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(parts, stats=stats), server
-        )
+        inference, embedding = InferenceService(parts, stats=stats), EmbeddingService(parts)
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
             CacheService(parts, engine=engine, stats=stats), server
         )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelService(calls=self._calls, router=router), server
         )
-        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingService(parts), server)
+        embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, server)
         rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(RerankService(parts), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
+        names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
+        if worker is not None:
+            # Of an optional extra: only who is a gateway's worker has it.
+            from icehouse_server.rpc.worker.service import SERVICE_NAME, VllmEngineService
+
+            VllmEngineService(
+                parts,
+                engine=engine,
+                is_serving=lambda: self.health.is_serving,
+                observation=self._observation,
+                inference=inference,
+                embedding=embedding,
+                worker=worker,
+                clock=clock,
+            ).add_to(server)
+            names = (*names, SERVICE_NAME)
         if self._config.reflection_enabled:
             channelz_names = (CHANNELZ_NAME,) if self._config.channelz_enabled else ()
-            add_reflection(self._server, (*SERVICE_NAMES, health.SERVICE_NAME, *channelz_names))
+            add_reflection(self._server, (*names, *channelz_names))
         if self._config.channelz_enabled:
             channelz.add_channelz_servicer(self._server)

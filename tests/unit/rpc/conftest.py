@@ -86,11 +86,13 @@ async def running(
     tenants: TenantConfig | None = None,
     grammars: FakeGrammars | None = _ITS_OWN,
     telemetry: Telemetry | None = None,
+    worker: Any = None,
     **settings: Any,
 ) -> AsyncIterator[RunningServer]:
     """Start a server with these settings of ServerConfig on a free loopback port.
 
-    With TLS the house's own channel is of no use; see `secured` for channels that are.
+    With TLS the house's own channel is of no use; see `secured` for channels that are. `worker` is what
+    `worker_parts` returns, for a gateway's worker.
     """
     clock = FakeClock()
     router = Router(asyncio.get_running_loop())
@@ -111,6 +113,7 @@ async def running(
         clock=clock,
         grammars=grammars,
         telemetry=telemetry,
+        worker=worker,
         draw_seed=lambda: SEED,
     )
     try:

@@ -25,23 +25,23 @@ from icehouse.v1 import inference_service_pb2
 from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogprobs
 from icehouse_server.errors import Reason
-from icehouse_server.rpc.calls.methods import METHODS as TABLE_OF_METHODS
 from icehouse_server.rpc.calls.reason_table import TABLE
 from icehouse_server.rpc.reflection import pool_with_v1
 
 from tests.fixtures.rpc.fake_engine import finished, started
+from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.conftest import RunningServer, running
 from tests.unit.rpc.services.test_embedding import EMBEDDING
 
 _POOL: Any = pool_with_v1()
 METHODS = {
     f"/{name}": _POOL.FindServiceByName(service).methods_by_name[method]
-    for name in TABLE_OF_METHODS
+    for name in METHODS_HERE
     for service, _, method in [name.partition("/")]
 }
 """Every RPC that the server offers: `test_methods` proves that the table has them all."""
 
-_OURS = "/icehouse."
+_OURS = ("/icehouse.", "/vllm.")
 
 DEPTH_LIMIT = 4
 ITEM_LIMIT = 3
@@ -124,7 +124,7 @@ def target() -> Iterator[Target]:
     held: list[RunningServer] = []
 
     async def serve() -> None:
-        async with running(info=EMBEDDING, channelz_enabled=True) as served:
+        async with running(info=EMBEDDING, channelz_enabled=True, worker=worker_parts()) as served:
             served.engine.script = brief
             held.append(served)
             ready.set()

@@ -88,7 +88,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """Load the tokenizer of a model folder; touches no mx.array, so any thread may call it."""
     config = read_config(source.path)
-    eos_token_ids = _generation_config(source.path).get("eos_token_id") or config.get("eos_token_id")
+    eos_token_ids = read_generation_config(source.path).get("eos_token_id") or config.get("eos_token_id")
     try:
         wrapper = mlx_lm.read_tokenizer(
             source.path, eos_token_ids=eos_token_ids, trust_remote_code=source.trust_remote_code
@@ -173,7 +173,8 @@ def convert(model: Any, dtype_name: str) -> None:
     model.update(tree_map(cast_one, model.parameters()))
 
 
-def _generation_config(path: Path) -> dict[str, Any]:
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """Return generation_config.json of a model folder, empty without one; raises ModelError."""
     file = path / "generation_config.json"
     try:
         parsed = json.loads(file.read_text(encoding="utf-8"))

@@ -36,7 +36,7 @@ class SamplingRow:
         self.params: SamplingParams = params
         self.drawn_count = len(row.output_token_ids)
         """Advanced by each draw, which on a pipelined device is before the token is known."""
-        self.end_token_ids = tuple(end_token_ids)
+        self.end_token_ids = tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
         self.logprobs = row.logprobs
         self.constraint: Constraint | None = row.constraint
         if row.constraint is not None:
@@ -46,7 +46,7 @@ class SamplingRow:
         self.edits = LogitEdits.of(params, **tokens)
         self.bans: Bans | None = None
         if params.banned or params.min_output_token_count:
-            self.bans = Bans(params, end_token_ids=end_token_ids, **tokens)
+            self.bans = Bans(params, end_token_ids=self.end_token_ids, **tokens)
         self.is_else_plain = self.edits is None and self.bans is None
         """The model's logits are taken as they are, but for a constraint."""
         self.is_plain = self.is_else_plain and self.constraint is None

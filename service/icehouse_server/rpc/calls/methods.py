@@ -1,7 +1,8 @@
 """Method table: for each RPC who may call it, what it may cost and whose share it counts against.
 
 The one place where this is decided; the interceptor at the edge goes by it. A method without a row is not
-served, and a test asks the server's own reflection for methods that have none.
+served, and a test asks the server's own reflection for methods that have none. Those of the worker protocol
+are served where it is switched on.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ _LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
 _CHANNELZ = Method(
     Pool.WATCHES, Place.EVENT_LOOP, access=Access.OPERATOR, message_byte_limit=KIB, message_timeout_s=2.0
 )
+_WORKER_COMMAND = Method(
+    Pool.COMMANDS, Place.INFERENCE, access=Access.OPERATOR, message_byte_limit=4 * KIB, message_timeout_s=10.0
+)
 _REFLECTION = Method(Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
 _HEALTH = Method(
     Pool.HEALTH, Place.EVENT_LOOP, access=Access.OPEN, message_byte_limit=KIB, message_timeout_s=2.0
@@ -101,6 +105,31 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
     "icehouse.v1.EmbeddingService/Embed": _GENERATION,
     "icehouse.v1.RerankService/Rerank": _GENERATION,
+    "vllm.grpc.engine.VllmEngine/Generate": _GENERATION,
+    "vllm.grpc.engine.VllmEngine/Embed": _GENERATION,
+    "vllm.grpc.engine.VllmEngine/HealthCheck": _HEALTH,
+    "vllm.grpc.engine.VllmEngine/FlushCache": _WORKER_COMMAND,
+    "vllm.grpc.engine.VllmEngine/StartProfile": _WORKER_COMMAND,
+    "vllm.grpc.engine.VllmEngine/StopProfile": _WORKER_COMMAND,
+    "vllm.grpc.engine.VllmEngine/Abort": Method(
+        Pool.COMMANDS, Place.EVENT_LOOP, message_byte_limit=64 * KIB, message_timeout_s=10.0
+    ),
+    "vllm.grpc.engine.VllmEngine/GetModelInfo": _LOOKUP,
+    "vllm.grpc.engine.VllmEngine/GetServerInfo": _LOOKUP,
+    # How busy all tenants keep the server.
+    "vllm.grpc.engine.VllmEngine/GetLoads": Method(
+        Pool.COMMANDS,
+        Place.EVENT_LOOP,
+        access=Access.OPERATOR,
+        message_byte_limit=4 * KIB,
+        message_timeout_s=10.0,
+    ),
+    "vllm.grpc.engine.VllmEngine/GetTokenizer": Method(
+        Pool.WORK, Place.TOKENIZER, message_byte_limit=4 * KIB, message_timeout_s=10.0
+    ),
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Method(
+        Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=4 * KIB, message_timeout_s=10.0
+    ),
     "grpc.health.v1.Health/Check": _HEALTH,
     "grpc.health.v1.Health/List": _HEALTH,
     "grpc.health.v1.Health/Watch": _HEALTH,

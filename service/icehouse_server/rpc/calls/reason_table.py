@@ -59,6 +59,11 @@ TABLE: Mapping[Reason, Row] = {
     Reason.UNSUPPORTED: Row(
         _INVALID, "This server, or its model, does not offer it.", "Leave the field out."
     ),
+    Reason.METHOD_UNSUPPORTED: Row(
+        grpc.StatusCode.UNIMPLEMENTED,
+        "A method of the worker protocol that this server does not have.",
+        "Do without it; nothing will change here.",
+    ),
     Reason.MODEL_NOT_FOUND: Row(
         grpc.StatusCode.NOT_FOUND,
         "Another model is served.",

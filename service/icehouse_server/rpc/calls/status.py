@@ -28,6 +28,7 @@ VALUE_LENGTH_LIMIT = 200
 
 _CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.Unimplemented, grpc.StatusCode.UNIMPLEMENTED),
     (errors.NotFound, grpc.StatusCode.NOT_FOUND),
     (errors.AlreadyExists, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),

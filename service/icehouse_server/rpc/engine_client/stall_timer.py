@@ -41,13 +41,17 @@ class StallTimer:
         finally:
             self._scope = None
 
-    async def write(self, context: Writable, message: object) -> None:
-        """Hand a message to the connection, which may wait for the reader; only within `guard`."""
+    async def begin(self, context: Writable) -> None:
+        """Send the headers, for a reader who waits for them while there is no message yet."""
         if not self._has_begun:
-            # Apart from the message: headers that wait with it for the reader would keep the call from being
-            # ended with a status (grpc 1.85).
             self._has_begun = True
             await context.send_initial_metadata(())
+
+    async def write(self, context: Writable, message: object) -> None:
+        """Hand a message to the connection, which may wait for the reader; only within `guard`."""
+        # Apart from the message: headers that wait with it for the reader would keep the call from being
+        # ended with a status (grpc 1.85).
+        await self.begin(context)
         self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
         await context.write(message)
         self._reschedule(None)

@@ -72,4 +72,5 @@ def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> Rates:
     return Rates(
         finished_per_s=(engine.finished_total - last.engine.finished_total) / elapsed_s,
         failed_per_s=(engine.failed_total - last.engine.failed_total) / elapsed_s,
+        output_tokens_per_s=(engine.output_token_total - last.engine.output_token_total) / elapsed_s,
     )

@@ -45,37 +45,41 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         """Answer with a vector for each input."""
         async with self._calls.call("Embed", context, Operation.EMBEDDINGS) as call:
-            model = self._router.require_model()
-            whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
-            dimension_count = self._check(request, model.info)
-            whole = dataclasses.replace(whole, pooling=_POOLINGS[request.pooling])
-            inputs = await self._read(request, model, call)
-            order, requests = requests_together(whole, inputs)
-            vectors: dict[int, Vector] = {}
-            total_s = 0.0
-            async with self._generation.run(requests, call=call) as events:
-                async for rank, event in events:
-                    if isinstance(event, Finished):
-                        assert event.embedding is not None, "an input ended without its vector"
-                        vectors[order[rank]] = event.embedding
-                        total_s = max(total_s, event.usage.total_s)
-            return messages.EmbedResponse(
-                request_id=whole.request_id,
-                model=model.info.model_id,
-                embeddings=[
-                    messages.Embedding(
-                        values=finished(
-                            vectors[index],
-                            dimension_count=dimension_count,
-                            is_normalized=request.normalize or not request.HasField("normalize"),
-                        ).tolist(),
-                        prompt_tokens=len(inputs[index]),
-                    )
-                    for index in range(len(inputs))
-                ],
-                prompt_tokens=sum(map(len, inputs)),
-                total_duration=duration_proto(total_s),
-            )
+            return await self.embed(request, call)
+
+    async def embed(self, request: messages.EmbedRequest, call: Call) -> messages.EmbedResponse:
+        """Return a vector for each input; raises what refuses them."""
+        model = self._router.require_model()
+        whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
+        dimension_count = self._check(request, model.info)
+        whole = dataclasses.replace(whole, pooling=_POOLINGS[request.pooling])
+        inputs = await self._read(request, model, call)
+        order, requests = requests_together(whole, inputs)
+        vectors: dict[int, Vector] = {}
+        total_s = 0.0
+        async with self._generation.run(requests, call=call) as events:
+            async for rank, event in events:
+                if isinstance(event, Finished):
+                    assert event.embedding is not None, "an input ended without its vector"
+                    vectors[order[rank]] = event.embedding
+                    total_s = max(total_s, event.usage.total_s)
+        return messages.EmbedResponse(
+            request_id=whole.request_id,
+            model=model.info.model_id,
+            embeddings=[
+                messages.Embedding(
+                    values=finished(
+                        vectors[index],
+                        dimension_count=dimension_count,
+                        is_normalized=request.normalize or not request.HasField("normalize"),
+                    ).tolist(),
+                    prompt_tokens=len(inputs[index]),
+                )
+                for index in range(len(inputs))
+            ],
+            prompt_tokens=sum(map(len, inputs)),
+            total_duration=duration_proto(total_s),
+        )
 
     def _check(self, request: messages.EmbedRequest, info: ModelInfo) -> int:
         """Refuse what needs no tokenizer to be refused; return the dimensions to keep."""

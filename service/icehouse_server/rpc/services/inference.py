@@ -46,7 +46,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> messages.GenerateResponse:
         """Answer once, with the complete output."""
         async with self._calls.call("Generate", context, _operation_of(request)) as call:
-            prepared = await self._prepare(request, call)
+            prepared = await self.prepare(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
             caches = [CacheReport()] * prepared.completion_count
             async with self._generation.run(prepared.requests, call=call) as events:
@@ -67,7 +67,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         """Answer event by event."""
         timer = StallTimer(timeout_s=self._config.stall_timeout_s)
         async with self._calls.call("Stream", context, _operation_of(request)) as call:
-            prepared = await self._prepare(request, call)
+            prepared = await self.prepare(request, call)
             replies = prepared.new_replies()
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
             async with running as events, timer.guard():
@@ -102,8 +102,8 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._calls.call("CacheStats", context) as call:
             return await self._stats.read(call.caller)
 
-    async def _prepare(self, request: messages.GenerateRequest, call: Call) -> Prepared:
-        """Read the request: what needs no tokenizer is refused first, since it costs nothing."""
+    async def prepare(self, request: messages.GenerateRequest, call: Call) -> Prepared:
+        """Return what the engine is asked; what needs no tokenizer is refused first: that costs nothing."""
         model = self._router.require_model()
         whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)

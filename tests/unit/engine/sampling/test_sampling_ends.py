@@ -61,6 +61,16 @@ def test_an_ignored_end_token_is_a_token_like_any_other(running: Running) -> Non
     assert (tokens, end.reason) == ([EOS_ID] * 9, FinishReason.LENGTH)
 
 
+def test_a_stop_token_ends_the_output_and_waits_as_an_end_token_does(running: Running) -> None:
+    plain, _ = ask(running, "open", SamplingParams())
+    stop = plain[2]
+    assert stop not in plain[:2] and EOS_ID not in plain
+    tokens, end = ask(running, "stop token", SamplingParams(stop_token_ids=(stop,), ignores_end_tokens=True))
+    assert (tokens, end.reason) == (plain[:3], FinishReason.STOP_TOKEN)
+    tokens, _ = ask(running, "later", SamplingParams(stop_token_ids=(stop,), min_output_token_count=5))
+    assert stop not in tokens[:5] and len(tokens) >= 5
+
+
 def test_a_stop_string_waits_for_the_fewest_tokens_wanted(running: Running) -> None:
     plain, _ = ask(running, "unstopped", SamplingParams())
     text = running.recorder.text_of("unstopped")

@@ -1,0 +1,107 @@
+"""Worker info: model, server and load as gateways read them. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as worker
+
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.stats import Snapshot
+from icehouse_server.rpc.worker.parts import ServedFolder
+
+SERVER_TYPE = "vllm-grpc"
+"""What a gateway takes a worker of this protocol for; it knows no other name for it."""
+CONSTRAINT_START = "first_token"
+"""Where a constraint begins on a prompt that lets the model think first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Queues:
+    """Requests now, as the edge counts them."""
+
+    running_count: int
+    waiting_count: int
+    waiting_token_count: int
+    """Prompt tokens of those that wait."""
+
+
+def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelInfoResponse:
+    """Return what is served."""
+    defaults = dict(folder.default_sampling)
+    return worker.GetModelInfoResponse(
+        model_path=folder.path,
+        is_generation=True,
+        max_context_length=info.context_token_limit,
+        vocab_size=info.vocabulary_size,
+        supports_vision=False,
+        served_model_name=info.model_id,
+        tokenizer_path=folder.path,
+        model_type=info.architecture,
+        architectures=folder.architectures,
+        eos_token_ids=info.eos_token_ids,
+        pad_token_id=folder.pad_token_id,
+        bos_token_id=folder.bos_token_id,
+        # One token of the context is left to the output.
+        max_req_input_len=info.context_token_limit - 1,
+        default_sampling_params_json=json.dumps(defaults, separators=(",", ":")) if defaults else "",
+    )
+
+
+def server_info_proto(
+    info: ModelInfo, folder: ServedFolder, *, active_count: int, uptime_s: float, request_time: float
+) -> worker.GetServerInfoResponse:
+    """Return how it is served; `request_time` is `Clock.wall` at the latest request, 0 before the first."""
+    return worker.GetServerInfoResponse(
+        active_requests=active_count,
+        is_paused=False,
+        last_receive_timestamp=request_time,
+        uptime_seconds=uptime_s,
+        server_type=SERVER_TYPE,
+        data_parallel_size=1,
+        kv_cache_dtype="auto",
+        block_size=folder.block_token_count,
+        model_dtype=info.dtype,
+        max_num_seqs=folder.running_limit,
+        constrained_decoding_start=CONSTRAINT_START,
+    )
+
+
+def load_proto(snapshot: Snapshot, folder: ServedFolder, queues: Queues) -> worker.SchedulerLoad:
+    """Return how busy the server is: what the edge counts is of now, the rest of the last sample."""
+    engine = snapshot.engine
+    hit_ratio = 0.0
+    if engine is not None and engine.prompt_token_total:
+        hit_ratio = engine.cached_token_total / engine.prompt_token_total
+    load = worker.SchedulerLoad(
+        num_running_reqs=queues.running_count,
+        num_waiting_reqs=queues.waiting_count,
+        num_total_reqs=queues.running_count + queues.waiting_count,
+        # What of them is cached is known when they start; likely as much as of the others.
+        num_waiting_uncached_tokens=round(queues.waiting_token_count * (1 - hit_ratio)),
+        max_running_requests=folder.running_limit,
+        gen_throughput=snapshot.rates.output_tokens_per_s,
+        cache_hit_rate=hit_ratio,
+    )
+    capacity_bytes, used_bytes = kv_bytes(snapshot)
+    if capacity_bytes:
+        load.token_usage = load.utilization = used_bytes / capacity_bytes
+        if snapshot.model is not None and (token_bytes := snapshot.model.kv_bytes_per_token):
+            load.max_total_num_tokens = capacity_bytes // token_bytes
+            load.num_used_tokens = used_bytes // token_bytes
+    return load
+
+
+def kv_bytes(snapshot: Snapshot) -> tuple[int, int]:
+    """Return how much memory there is for KV and how much of it requests take; zeros where unknown.
+
+    Cached blocks give way to requests, so they do not count as taken.
+    """
+    engine, model = snapshot.engine, snapshot.model
+    if engine is None or model is None:
+        return 0, 0
+    capacity = max(0, engine.memory_limit_bytes - model.resident_bytes)
+    cached = snapshot.cache.ram.size_bytes if snapshot.cache is not None else 0
+    used = max(0, engine.active_memory_bytes - model.resident_bytes - cached)
+    return capacity, min(used, capacity)

@@ -1,0 +1,208 @@
+"""Worker request: a gateway's GenerateRequest as the API's own, so that one set of checks sees both.
+
+Every field of the protocol is mapped, has no effect here, or is refused by name; a test walks the
+descriptors. Pure functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+from icehouse.v1 import inference_service_pb2, response_format_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as worker
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.sampling import SEED_RANGE
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.validation import refuse_value
+from icehouse_server.rpc.services.prompts import check_length
+
+NO_EFFECT = frozenset(
+    {
+        "stream",
+        "tokenized.original_text",
+        # The gateway makes the text.
+        "sampling_params.spaces_between_special_tokens",
+        "sampling_params.include_stop_str_in_output",
+        # A constraint begins with the first token always.
+        "sampling_params.grammar_from_first_token",
+    }
+)
+"""Fields that change nothing here, whatever they say."""
+
+REFUSED = {
+    "kv_transfer_params": "KV comes from no other worker",
+    "kv_transfer_params_json": "KV comes from no other worker",
+    "mm_inputs": "models here read text only",
+    "extra_mm_inputs": "models here read text only",
+    "media_refs": "models here read text only",
+    "sampling_params.structural_tag": "constrain the output with json_schema, regex, grammar or choice",
+    "sampling_params.truncate_prompt_tokens": "shorten the prompt at the gateway",
+}
+"""Fields that cannot be done, and why; set, they end the request."""
+
+STOP_TOKEN_LIMIT = 128
+_UNSET_TEMPERATURE = 1.0
+_ANY_SEED = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogprobsShown:
+    """What of the log probabilities a gateway asked for; the engine tells both parts the larger count."""
+
+    output_top_count: int | None = None
+    """None tells none."""
+    prompt_top_count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerRequest:
+    """A gateway's request, as far as the API has words for it, and the rest."""
+
+    native: inference_service_pb2.GenerateRequest
+    logprobs: LogprobsShown
+    stop_token_ids: tuple[int, ...]
+    shows_markers: bool
+    """Whether stop strings may match special tokens."""
+
+
+def worker_request_of(
+    request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig
+) -> WorkerRequest:
+    """Return the request in the API's words; raises InvalidRequest for what only this protocol has."""
+    params = request.sampling_params
+    _refuse(request, "")
+    _refuse(params, "sampling_params.")
+    if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
+        refuse_value("data_parallel_rank", request.data_parallel_rank, "0: this worker has one rank")
+    native = inference_service_pb2.GenerateRequest(
+        request_id=request.request_id,
+        max_output_tokens=_max_output_tokens(params, info, config),
+        stop=params.stop,
+        completions=_as_int32(params.n, "sampling_params.n"),
+    )
+    match request.WhichOneof("input"):
+        case "tokenized":
+            native.tokens.ids.extend(input_ids_of(request.tokenized, info))
+        case "text":
+            native.text = request.text
+    _fill_sampling(native, params)
+    _fill_format(native, params)
+    return WorkerRequest(
+        native,
+        logprobs=_fill_logprobs(native, params),
+        stop_token_ids=_stop_token_ids(params, info),
+        shows_markers=not params.skip_special_tokens,
+    )
+
+
+def input_ids_of(tokenized: worker.TokenizedInput, info: ModelInfo) -> Sequence[int]:
+    """Return a prompt's tokens, fit for the API's message; raises InvalidRequest."""
+    # Before the ids are looked at, so that the longest message costs the loop little.
+    check_length(len(tokenized.input_ids), info, field="tokenized.input_ids")
+    return _ids(tokenized.input_ids, "tokenized.input_ids", info)
+
+
+def _refuse(message: Message, prefix: str) -> None:
+    for descriptor, _ in message.ListFields():
+        name = f"{prefix}{descriptor.name}"
+        if name in REFUSED:
+            raise InvalidRequest(
+                Reason.UNSUPPORTED,
+                f"{name} is set, which this worker does not do: {REFUSED[name]}",
+                field=name,
+                metadata={"field": name},
+            )
+
+
+def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: ServerConfig) -> int:
+    """Return the most tokens to generate; absent, as many as the context and the limit leave."""
+    if not params.HasField("max_tokens"):
+        return min(config.max_output_tokens_limit, info.context_token_limit)
+    count: int = params.max_tokens
+    if not 1 <= count <= config.max_output_tokens_limit:
+        wanted = f"1 to {config.max_output_tokens_limit}, or absent"
+        refuse_value("sampling_params.max_tokens", count, wanted)
+    return count
+
+
+def _stop_token_ids(params: worker.SamplingParams, info: ModelInfo) -> tuple[int, ...]:
+    field, count = "sampling_params.stop_token_ids", len(params.stop_token_ids)
+    if count > STOP_TOKEN_LIMIT:
+        refuse_value(field, f"{count} tokens", f"at most {STOP_TOKEN_LIMIT} tokens")
+    return tuple(dict.fromkeys(_ids(params.stop_token_ids, field, info)))
+
+
+def _fill_sampling(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:
+    sampling = native.sampling
+    sampling.temperature = params.temperature if params.HasField("temperature") else _UNSET_TEMPERATURE
+    # Unset and 0 look alike in these, and 0 would let nothing through.
+    sampling.top_p = params.top_p or 1.0
+    sampling.repetition_penalty = params.repetition_penalty or 1.0
+    sampling.top_k = _as_int32(params.top_k, "sampling_params.top_k")
+    sampling.min_p = params.min_p
+    sampling.frequency_penalty = params.frequency_penalty
+    sampling.presence_penalty = params.presence_penalty
+    sampling.min_output_tokens = _as_int32(params.min_tokens, "sampling_params.min_tokens")
+    sampling.ignore_end_tokens = params.ignore_eos
+    sampling.logit_bias.update(params.logit_bias)
+    if params.HasField("seed") and params.seed != _ANY_SEED:
+        sampling.seed = params.seed % SEED_RANGE
+
+
+def _fill_format(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:
+    match params.WhichOneof("constraint"):
+        case "json_schema":
+            native.response_format.json_schema = params.json_schema
+        case "regex":
+            native.response_format.regex = params.regex
+        case "grammar":
+            native.response_format.lark = params.grammar
+        case "json_object":
+            if not params.json_object:
+                refuse_value("sampling_params.json_object", False, "true, or absent")
+            native.response_format.json_object.SetInParent()
+        case "choice":
+            choice = response_format_pb2.ChoiceFormat(texts=params.choice.choices)
+            native.response_format.choice.CopyFrom(choice)
+
+
+def _fill_logprobs(
+    native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams
+) -> LogprobsShown:
+    of_output = params.logprobs if params.HasField("logprobs") else None
+    of_prompt = params.prompt_logprobs if params.HasField("prompt_logprobs") else None
+    counts = [count for count in (of_output, of_prompt) if count is not None]
+    if counts:
+        # The one out of range, if any, is what the API's check has to see.
+        native.logprobs.top_count = min(counts) if min(counts) < 0 else max(counts)
+        native.logprobs.prompt = of_prompt is not None
+    return LogprobsShown(of_output, of_prompt)
+
+
+def _as_int32(value: int, field: str) -> int:
+    """Return a count of 32 bits as one of 31, which is what the API's messages hold."""
+    if value >= 1 << 31:
+        refuse_value(field, value, f"at most {(1 << 31) - 1}")
+    return value
+
+
+def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]:
+    """Return ids that the API's messages can hold; raises InvalidRequest for one beyond the vocabulary."""
+    if token_ids and max(token_ids) >= info.vocabulary_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocabulary_size)
+        place = f"{field}[{index}]"
+        raise InvalidRequest(
+            Reason.TOKEN_OUT_OF_RANGE,
+            f"{place} is {token_ids[index]}; token ids of this model are 0 to {info.vocabulary_size - 1}",
+            field=place,
+            metadata={
+                "index": index,
+                "token_id": token_ids[index],
+                "vocabulary_size": info.vocabulary_size,
+            },
+        )
+    return token_ids

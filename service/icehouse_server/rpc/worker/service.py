@@ -1,0 +1,295 @@
+"""VllmEngine service: the worker protocol that gateways speak (SMG, llm-d), over the API's own services.
+
+It reads a request into the API's words and lets the API's services check and run it; what only this protocol
+has is written here. The protocol is https://github.com/smg-project/smg's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Callable
+from typing import NoReturn
+
+import grpc
+from icehouse.v1 import embedding_service_pb2
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as messages
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_commands import CacheAnswer, Evict
+from icehouse_server.domain.call import Operation
+from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
+from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.stall_timer import StallTimer
+from icehouse_server.rpc.monitoring.observation import Observation
+from icehouse_server.rpc.services.embedding import EmbeddingService
+from icehouse_server.rpc.services.inference import InferenceService
+from icehouse_server.rpc.services.parts import ServiceParts
+from icehouse_server.rpc.services.prepared import Prepared
+from icehouse_server.rpc.worker.fields import named_as_sent
+from icehouse_server.rpc.worker.info import Queues, load_proto, model_info_proto, server_info_proto
+from icehouse_server.rpc.worker.parts import WorkerParts
+from icehouse_server.rpc.worker.reply import WorkerReply
+from icehouse_server.rpc.worker.request import WorkerRequest, input_ids_of, worker_request_of
+from icehouse_server.rpc.worker.running import RunningRequest, RunningRequests
+from icehouse_server.text.tokenizer_archive import TokenizerArchive
+
+SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+ARCHIVE_CHUNK_BYTES = 512 << 10
+TENANT_KEY = "icehouse-tenant"
+"""Metadata that names a tenant, where nobody has to prove which they are, or by an operator."""
+
+
+class VllmEngineService:
+    """Thin: each method reads the request, asks below, and writes the answer. Owned by the event loop."""
+
+    def __init__(
+        self,
+        parts: ServiceParts,
+        *,
+        engine: EnginePort,
+        is_serving: Callable[[], bool],
+        observation: Observation,
+        inference: InferenceService,
+        embedding: EmbeddingService,
+        worker: WorkerParts,
+        clock: Clock,
+    ) -> None:
+        self._parts = parts
+        self._calls = parts.calls
+        self._router = parts.router
+        self._engine = engine
+        self._is_serving = is_serving
+        self._observation = observation
+        self._inference = inference
+        self._embedding = embedding
+        self._worker = worker
+        self._clock = clock
+        self._start_time = clock.monotonic()
+        self._request_time = 0.0
+        self._running = RunningRequests(engine.cancel)
+        self._archive: asyncio.Future[TokenizerArchive] | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve the protocol."""
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+
+    # Written with context.write, not as a generator: only so can a write that blocks be timed.
+    async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
+        """Answer with chunks where they are asked for, and with each output's whole at its end."""
+        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        self._request_time = self._clock.wall()
+        async with self._calls.call("Generate", context, Operation.TEXT_COMPLETION) as call:
+            with named_as_sent(), self._running.running(request.request_id, call.caller) as running:
+                prepared, read = await self._prepare(request, call, context)
+                running.submit(prepared.requests)
+                replies = self._replies(request, prepared, read)
+                async with timer.guard():
+                    try:
+                        await self._stream(
+                            prepared, replies, running, call=call, timer=timer, context=context
+                        )
+                    except Cancelled:
+                        if not running.is_aborted:
+                            raise
+                        for reply in replies:
+                            if not reply.is_complete:
+                                await timer.write(context, reply.aborted())
+
+    async def _stream(
+        self,
+        prepared: Prepared,
+        replies: list[WorkerReply],
+        running: RunningRequest,
+        call: Call,
+        *,
+        timer: StallTimer,
+        context: Context,
+    ) -> None:
+        """Run the requests and write what they tell; raises Cancelled when one was cancelled."""
+        if running.is_aborted:
+            raise Cancelled(Reason.CANCELLED, "the request was aborted before it ran")
+        submitted = self._parts.generation.run(prepared.requests, call=call, on_stall=timer.expire)
+        async with submitted as events:
+            async for index, event in events:
+                running.note(event)
+                for response in replies[index].responses(event):
+                    await timer.write(context, response)
+
+    async def _prepare(
+        self, request: messages.GenerateRequest, call: Call, context: Context
+    ) -> tuple[Prepared, WorkerRequest]:
+        model = self._router.require_model()
+        read = worker_request_of(request, info=model.info, config=self._parts.config)
+        read.native.cache.tenant = _named_tenant(context)
+        prepared = await self._inference.prepare(read.native, call)
+        sampling = dataclasses.replace(prepared.request.sampling, stop_token_ids=read.stop_token_ids)
+        whole = dataclasses.replace(prepared.request, sampling=sampling, shows_markers=read.shows_markers)
+        return dataclasses.replace(prepared, request=whole), read
+
+    def _replies(
+        self, request: messages.GenerateRequest, prepared: Prepared, read: WorkerRequest
+    ) -> list[WorkerReply]:
+        return [
+            WorkerReply(
+                each,
+                index=index,
+                is_streamed=request.stream,
+                shown=read.logprobs,
+                eos_token_ids=prepared.model.info.eos_token_ids,
+            )
+            for index, each in enumerate(prepared.requests)
+        ]
+
+    async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
+        """Answer with the input's vector, of length 1."""
+        self._request_time = self._clock.wall()
+        async with self._calls.call("Embed", context, Operation.EMBEDDINGS) as call:
+            with named_as_sent():
+                if not request.HasField("tokenized"):
+                    raise InvalidRequest(
+                        Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
+                    )
+                native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
+                ids = input_ids_of(request.tokenized, self._router.require_model().info)
+                native.inputs.add().tokens.ids.extend(ids)
+                response = await self._embedding.embed(native, call)
+            values = response.embeddings[0].values
+            return messages.EmbedResponse(
+                embedding=values, prompt_tokens=response.prompt_tokens, embedding_dim=len(values)
+            )
+        raise AssertionError("a call that answered nothing ended well")
+
+    async def HealthCheck(
+        self, request: messages.HealthCheckRequest, context: Context
+    ) -> messages.HealthCheckResponse:
+        """Answer as the standard health service would."""
+        is_healthy = self._is_serving()
+        return messages.HealthCheckResponse(
+            healthy=is_healthy, message="SERVING" if is_healthy else "NOT_SERVING"
+        )
+
+    async def Abort(self, request: messages.AbortRequest, context: Context) -> messages.AbortResponse:
+        """End the caller's requests of these names."""
+        async with self._calls.call("Abort", context) as call:
+            self._running.abort(request.request_ids, call.caller)
+            return messages.AbortResponse()
+
+    async def GetModelInfo(
+        self, request: messages.GetModelInfoRequest, context: Context
+    ) -> messages.GetModelInfoResponse:
+        """Answer with the model's facts."""
+        async with self._calls.call("GetModelInfo", context):
+            return model_info_proto(self._router.require_model().info, self._worker.folder)
+
+    async def GetServerInfo(
+        self, request: messages.GetServerInfoRequest, context: Context
+    ) -> messages.GetServerInfoResponse:
+        """Answer with the server's facts."""
+        async with self._calls.call("GetServerInfo", context) as call:
+            return server_info_proto(
+                self._router.require_model().info,
+                self._worker.folder,
+                active_count=self._running.count(call.caller),
+                uptime_s=self._clock.monotonic() - self._start_time,
+                request_time=self._request_time,
+            )
+
+    async def GetLoads(
+        self, request: messages.GetLoadsRequest, context: Context
+    ) -> messages.GetLoadsResponse:
+        """Answer with how busy the server is."""
+        async with self._calls.call("GetLoads", context):
+            snapshot = self._observation.poller.latest
+            uses = self._observation.stats.tenant_uses()
+            load = load_proto(
+                snapshot,
+                self._worker.folder,
+                Queues(
+                    running_count=sum(use.running_count for use in uses),
+                    waiting_count=sum(use.waiting_count for use in uses),
+                    waiting_token_count=self._running.waiting_token_count,
+                ),
+            )
+            now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
+            return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
+        """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
+        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        async with self._calls.call("GetTokenizer", context), timer.guard():
+            archive = await self._read_archive()
+            size_bytes = len(archive.data)
+            for start in range(0, size_bytes, ARCHIVE_CHUNK_BYTES):
+                stop = start + ARCHIVE_CHUNK_BYTES
+                await timer.write(
+                    context,
+                    common.GetTokenizerChunk(
+                        data=archive.data[start:stop], sha256=archive.sha256_hex if stop >= size_bytes else ""
+                    ),
+                )
+
+    async def _read_archive(self) -> TokenizerArchive:
+        """Return the archive, made at the first call; all who come meanwhile wait for the same one."""
+        if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
+            self._archive = asyncio.ensure_future(self._parts.prompts.run(self._worker.folder.read_archive))
+        return await asyncio.shield(self._archive)
+
+    async def FlushCache(
+        self, request: common.FlushCacheRequest, context: Context
+    ) -> common.FlushCacheResponse:
+        """Remove every block of the model from both tiers; requests in flight go on."""
+        async with self._calls.call("FlushCache", context):
+            self._router.require_model()
+
+            def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+                self._engine.submit_command(Evict(None), reply)
+
+            answer = await self._router.ask(send)
+            if isinstance(answer, IcehouseError):
+                return common.FlushCacheResponse(success=False, message=answer.message)
+            return common.FlushCacheResponse(success=True, message="")
+
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
+        """Tell what the block store holds, and how that changes."""
+        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        async with self._calls.call("SubscribeKvEvents", context) as call, timer.guard():
+            source = self._worker.kv_events
+            if source is None:
+                _unsupported("KV events")
+            # A gateway waits for the headers, which may be long before the first event.
+            await timer.begin(context)
+            async with contextlib.aclosing(source.subscribe(request, call.caller)) as batches:
+                async for batch in batches:
+                    await timer.write(context, batch)
+
+    async def StartProfile(
+        self, request: common.StartProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """Refuse: traces are the way to look inside."""
+        async with self._calls.call("StartProfile", context):
+            _unsupported("a profiler")
+
+    async def StopProfile(
+        self, request: common.StopProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """Refuse, as StartProfile does."""
+        async with self._calls.call("StopProfile", context):
+            _unsupported("a profiler")
+
+
+def _unsupported(what: str) -> NoReturn:
+    raise Unimplemented(Reason.METHOD_UNSUPPORTED, f"this worker has no {what}")
+
+
+def _named_tenant(context: Context) -> str:
+    """Return the tenant that the call's metadata names; whether it may is checked like `cache.tenant`."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TENANT_KEY and isinstance(value, str):
+            return value
+    return ""

@@ -1,0 +1,57 @@
+"""Tokenizer archive: the files a gateway needs to tokenize and render as this server does, in one zip.
+
+The same folder gives the same bytes, so that a gateway sees by the digest that two workers agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+from icehouse_server.errors import ModelError, Reason
+
+_NAMES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.json",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+)
+_ENDINGS = frozenset({".jinja", ".model", ".tiktoken"})
+_DATE = (1980, 1, 1, 0, 0, 0)
+"""The earliest that a zip knows; the files' own would make every copy of a folder another archive."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenizerArchive:
+    """A zip and the SHA-256 of its bytes in hex."""
+
+    data: bytes
+    sha256_hex: str
+
+
+def read_tokenizer_archive(folder: Path) -> TokenizerArchive:
+    """Return the archive of a model's folder; raises ModelError when it cannot be read. May take a second."""
+    buffer = io.BytesIO()
+    try:
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in sorted(folder.iterdir()):
+                if (file.name in _NAMES or file.suffix in _ENDINGS) and file.is_file():
+                    entry = zipfile.ZipInfo(file.name, _DATE)
+                    entry.compress_type = zipfile.ZIP_DEFLATED
+                    archive.writestr(entry, file.read_bytes())
+    except OSError as error:
+        raise ModelError(
+            Reason.MODEL_INVALID, f"the tokenizer's files in {folder} cannot be read: {error.strerror}"
+        ) from error
+    data = buffer.getvalue()
+    return TokenizerArchive(data, hashlib.sha256(data).hexdigest())

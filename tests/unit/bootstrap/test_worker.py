@@ -1,0 +1,52 @@
+"""The worker protocol as the configuration wants it, with its extra and without."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from icehouse_server.bootstrap.worker import worker_parts
+from icehouse_server.config import Config, FleetConfig
+from icehouse_server.engine.runner.model_loader import ModelSource
+from icehouse_server.errors import ConfigError
+
+from tests.fixtures.rpc.worker import needs_protocol
+
+ON = Config(fleet=FleetConfig(worker_enabled=True))
+
+
+def source(path: Path, **config: object) -> ModelSource:
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", **config}), encoding="utf-8")
+    return ModelSource(path=path, model_id="tiny", dtype="")
+
+
+def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
+    assert worker_parts(Config(), source(tmp_path), running_limit=4) is None
+
+
+@needs_protocol
+def test_the_folder_s_facts_are_told(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "bos_token_id": [3, 4], "pad_token_id": None}
+    defaults = {"temperature": 0.5, "top_k": 20, "do_sample": True, "top_p": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults), encoding="utf-8")
+    parts = worker_parts(ON, source(tmp_path, **config), running_limit=4)
+    assert parts is not None
+    folder = parts.folder
+    assert (folder.path, folder.architectures) == (str(tmp_path), ("LlamaForCausalLM",))
+    assert (folder.bos_token_id, folder.pad_token_id, folder.running_limit) == (3, 0, 4)
+    assert folder.default_sampling == {"temperature": 0.5, "top_k": 20.0}
+    assert folder.block_token_count == ON.cache.block_token_count
+    assert len(folder.read_archive().data) > 0
+
+
+def test_without_the_extra_the_start_says_which_one_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("icehouse_server.rpc.worker", "smg_grpc"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[fleet\]'") as caught:
+        worker_parts(ON, source(tmp_path), running_limit=4)
+    assert caught.value.field == "fleet.worker_enabled"
