@@ -15,7 +15,7 @@ from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host, to_host
 from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource, Restoring
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.engine.prefix_cache.tiers.ports import KvCutting as KvCuttingPort
@@ -41,13 +41,24 @@ class Sequences(Protocol):
 
 
 class RunnerBlocks:
-    """Implements the prefix cache's CacheRunner. Refuses every thread but the runner's."""
+    """Implements the prefix cache's CacheRunner. Refuses every thread but the runner's.
+
+    Where the device `is_pipelined`, nobody waits for a block to be copied out of the caches: a pass is in
+    flight, and the copy would be waited for behind it.
+    """
 
     def __init__(
-        self, sequences: Sequences, *, block_token_count: int, clock: Clock, thread: OneThread
+        self,
+        sequences: Sequences,
+        *,
+        block_token_count: int,
+        is_pipelined: bool,
+        clock: Clock,
+        thread: OneThread,
     ) -> None:
         self._sequences = sequences
         self._block_token_count = block_token_count
+        self._is_pipelined = is_pipelined
         self._clock = clock
         self._thread = thread
         self._layout: CacheLayout | None = None
@@ -93,7 +104,10 @@ class RunnerBlocks:
             RegionKind.CHECKPOINT: lambda layout: layout.cut_checkpoint(caches),
         }
         regions = {kind: cuts[kind](self._layout) for kind in kinds}
-        evaluate(regions.values())
+        if self._is_pipelined:
+            dispatch(regions.values())
+        else:
+            evaluate(regions.values())
         return dict(regions)
 
     def begin_cut(self, *, start: int, stop: int) -> KvCutting:

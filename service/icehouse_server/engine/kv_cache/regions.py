@@ -121,6 +121,14 @@ def evaluate(regions: Iterable[ArrayRegion]) -> None:
     mx.eval([buffer for region in regions for buffer in region.buffers])
 
 
+def dispatch(regions: Iterable[ArrayRegion]) -> None:
+    """Have every array of these regions computed behind what the device is at, and wait for nothing.
+
+    From then on what they were cut out of may be written to: a device does its work in the order it came in.
+    """
+    mx.async_eval([buffer for region in regions for buffer in region.buffers])  # type: ignore[no-untyped-call]
+
+
 def to_host(region: ArrayRegion) -> HostRegion:
     """Evaluate the region and return views of its bytes, bit for bit, without a copy.
 

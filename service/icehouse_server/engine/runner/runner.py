@@ -104,7 +104,11 @@ class ModelRunner:
             is_pipelined=settings.is_pipelined, attention=settings.attention, clock=clock
         )
         self.blocks = RunnerBlocks(
-            self, block_token_count=settings.block_token_count, clock=clock, thread=self._thread
+            self,
+            block_token_count=settings.block_token_count,
+            is_pipelined=settings.is_pipelined,
+            clock=clock,
+            thread=self._thread,
         )
 
     def load(self) -> ModelInfo:

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from icehouse_server.engine.sampling.logits_processors import shape_logits
 from icehouse_server.engine.sampling.row import SamplingRow
-from icehouse_server.engine.sampling.top_p import CANDIDATE_COUNT, lowest_kept, rank
+from icehouse_server.engine.sampling.top_p import reach
 
 _MASK64 = (1 << 64) - 1
 _XTC_SEED = 0x5851F42D4C957F2D
@@ -113,11 +113,11 @@ def filter_logits(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bo
     The order is mlx-lm's: top_p, min_p, XTC, top_k. Without XTC the three others commute, each keeping
     the beginning of the same ranking, and share it.
     """
-    logits = _on_rows(
-        logits, rows, lambda row: row.is_filtered, functools.partial(_keep_likely, may_wait=may_wait)
-    )
+    keep_likely = functools.partial(_keep_likely, may_wait=may_wait)
+    keep_top_k = functools.partial(_keep_top_k, may_wait=may_wait)
+    logits = _on_rows(logits, rows, lambda row: row.is_filtered, keep_likely)
     logits = _on_rows(logits, rows, lambda row: row.params.xtc_probability > 0.0, _exclude_top)
-    return _on_rows(logits, rows, lambda row: row.has_late_top_k, _keep_top_k)
+    return _on_rows(logits, rows, lambda row: row.has_late_top_k, keep_top_k)
 
 
 def _draw(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
@@ -178,13 +178,19 @@ def _keep_likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: boo
     params = [row.params for row in rows]
     top_ps = [p.top_p for p in params]
     top_ks = [0 if row.has_late_top_k else min(row.params.top_k, logits.shape[-1]) for row in rows]
-    lowest = mx.full((len(params), 1), -math.inf)
+    distances = _distances(logits)
+    farthest = mx.full((len(params), 1), math.inf)
     if any(top_p < 1.0 for top_p in top_ps) or any(top_ks):
-        lowest = lowest_kept(logits, top_ps=top_ps, top_ks=top_ks, may_wait=may_wait)
+        farthest = reach(distances, top_ps=top_ps, top_ks=top_ks, may_wait=may_wait)
     if any(p.min_p > 0.0 for p in params):
-        floor = mx.array([[math.log(p.min_p) if p.min_p > 0 else -math.inf] for p in params])
-        lowest = mx.maximum(lowest, mx.max(logits, axis=-1, keepdims=True) + floor)
-    return mx.where(logits < lowest, -math.inf, logits)
+        least = mx.array([[-math.log(p.min_p) if p.min_p > 0 else math.inf] for p in params])
+        farthest = mx.minimum(farthest, least)
+    return mx.where(distances > farthest, -math.inf, logits)
+
+
+def _distances(logits: mx.array) -> mx.array:
+    """Return how much each logit lies below the highest of its row."""
+    return mx.max(logits, axis=-1, keepdims=True) - logits
 
 
 def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -203,10 +209,9 @@ def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     return mx.where(dropped & is_now[:, None], -math.inf, logits)
 
 
-def _keep_top_k(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def _keep_top_k(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
     """Apply top_k to what XTC left."""
     top_ks = [min(row.params.top_k, logits.shape[-1]) for row in rows]
-    most = max(top_ks)
-    falling = rank(logits, most if most <= CANDIDATE_COUNT else logits.shape[-1])
-    last = mx.array([[top_k - 1] for top_k in top_ks])
-    return mx.where(logits < mx.take_along_axis(falling, last, axis=-1), -math.inf, logits)
+    distances = _distances(logits)
+    farthest = reach(distances, top_ps=[1.0] * len(rows), top_ks=top_ks, may_wait=may_wait)
+    return mx.where(distances > farthest, -math.inf, logits)

@@ -1,0 +1,78 @@
+"""Blocks cut out of live caches while passes run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from icehouse_server.domain.blocks import HostRegion, RegionKind
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.runner.forward import Attention
+
+from tests.fixtures.models import tiny_model_dir
+from tests.unit.engine.runner.test_mixed_rows import runner_of
+
+PROMPT = tuple(3 + j * 7 % 290 for j in range(20))
+CUTS_WHILE_IT_DECODES = 8
+KINDS = {
+    "llama": [RegionKind.KV],
+    "gemma3_text": [RegionKind.KV, RegionKind.WINDOW],
+    "lfm2": [RegionKind.KV, RegionKind.CHECKPOINT],
+}
+
+
+class Waits:
+    """Counts the calls that wait for the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        really = mx.eval
+
+        def evaluate(*arrays: object) -> None:
+            self.count += 1
+            really(*arrays)
+
+        monkeypatch.setattr(mx, "eval", evaluate)
+
+
+def cut_beside_passes(
+    folder: Path, kinds: list[RegionKind], waits: Waits, *, is_pipelined: bool, attention: Attention
+) -> tuple[list[HostRegion], int]:
+    """Cut the prompt's blocks behind the pass that ends it, go on decoding, and read them last of all."""
+    runner = runner_of(folder, is_pipelined=is_pipelined, attention=attention)
+    row = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
+    sequence_id = SequenceId(1)
+    runner.open(sequence_id)
+    runner.run([Chunk(sequence_id, PROMPT[:16])])
+    before = waits.count
+    found = runner.blocks.cut(sequence_id, start=0, stop=16, kinds=kinds)
+    wait_count = waits.count - before
+    runner.run([Chunk(sequence_id, PROMPT[16:], row=row)])
+    for _ in range(CUTS_WHILE_IT_DECODES):
+        runner.run([])
+        before = waits.count
+        runner.blocks.cut(sequence_id, start=0, stop=16, kinds=[RegionKind.KV])
+        wait_count += waits.count - before
+    return list(runner.blocks.to_host([found[kind] for kind in kinds])), wait_count
+
+
+@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.SLAB])
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_cut_waits_for_no_pass_in_flight_and_holds_what_a_waited_one_holds(
+    tmp_path: Path, architecture: str, attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kinds = tiny_model_dir(tmp_path, architecture), KINDS[architecture]
+    waits = Waits(monkeypatch)
+    ahead, wait_count = cut_beside_passes(folder, kinds, waits, is_pipelined=True, attention=attention)
+    assert wait_count == 0
+    waited, wait_count = cut_beside_passes(folder, kinds, waits, is_pipelined=False, attention=attention)
+    assert wait_count == 1 + CUTS_WHILE_IT_DECODES, "the counter sees nothing"
+    assert [region.kind for region in ahead] == kinds
+    for ours, theirs in zip(ahead, waited, strict=True):
+        for one, other in zip(ours.tensors, theirs.tensors, strict=True):
+            assert (one.name, one.dtype, one.shape) == (other.name, other.dtype, other.shape)
+            assert bytes(one.data) == bytes(other.data)
