@@ -65,7 +65,7 @@ def expected(row: np.ndarray, share: float, top_k: int) -> tuple[np.ndarray, np.
     return found, unsure
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     shape=st.sampled_from(sorted(SHAPES)),
     seed=st.integers(0, 2**32 - 1),
