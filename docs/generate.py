@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from icehouse_server.rpc.calls.reason_table import markdown
+from icehouse_server.rpc.calls import methods, reason_table
 
 from docs import capacity
 
@@ -29,7 +29,11 @@ def pages() -> dict[Path, str]:
     """Return every page that is made here, wholly or in part, as it should be."""
     capacity_page = DOCS / "capacity.md"
     tables = {"kv": capacity.kv_table, "wear": capacity.wear_table}
-    return {DOCS / "errors.md": markdown(), capacity_page: _with_tables(capacity_page, tables)}
+    return {
+        DOCS / "errors.md": reason_table.markdown(),
+        DOCS / "methods.md": methods.markdown(),
+        capacity_page: _with_tables(capacity_page, tables),
+    }
 
 
 def main() -> int:

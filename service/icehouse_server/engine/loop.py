@@ -93,6 +93,7 @@ class EngineLoop:
             guard=scheduling.guard,
             runner=runner,
             scheduler=scheduling.scheduler,
+            queue=scheduling.queue,
             prefix=prefix,
             park=self._park,
         )
@@ -226,6 +227,8 @@ class EngineLoop:
         for sequence in self._scheduler.candidates(self._clock.monotonic()):
             if len(blocked) >= _BLOCKED_LIMIT or any(s.passed_count >= _PASS_LIMIT for s in blocked):
                 break
+            if not self._scheduler.free_slot_count and not self._preemption.make_slot(sequence):
+                break
             if self._preemption.may_start(sequence):
                 for passed in blocked:
                     passed.passed_count += 1
@@ -233,6 +236,8 @@ class EngineLoop:
             elif (error := self._preemption.hopeless(sequence)) is not None:
                 self._requests.fail(sequence, error)
             else:
+                if self._preemption.make_slot(sequence):
+                    break  # what is given up for it is there in a later step, and nobody else's
                 blocked.append(sequence)
                 continue
             has_begun = True

@@ -24,9 +24,10 @@ from icehouse_server.errors import DeadlineExceeded, InvalidRequest, Overloaded,
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
-from icehouse_server.rpc.calls.calls import Calls, Context
+from icehouse_server.rpc.calls.calls import Calls, Context, end
 from icehouse_server.rpc.calls.methods import METHODS, Access, Method, Pool
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
+from icehouse_server.rpc.calls.status import status_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,15 +77,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(_: object, context: Context) -> None:
             with contextlib.ExitStack() as held:
-                request = await self._admit(handler, method, context, held)
-                if inspect.isasyncgenfunction(behaviour):
-                    async for response in behaviour(request, context):
-                        await context.write(response)
-                    return
-                response = await behaviour(request, context)
-                # None: a stream that has written its own, or a status that was only set, as channelz does.
-                if response is not None:
-                    await _write(context, response)
+                async with _limited(method, context):
+                    request = await self._admit(handler, method, context, held)
+                    await _answer(behaviour, request, context)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -103,8 +98,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     method, context, lambda: held.enter_context(self._let_in(method, context))
                 )
                 try:
-                    async for response in handler.stream_stream(parsed(requests), context):
-                        await context.write(response)
+                    async with _limited(method, context):
+                        async for response in handler.stream_stream(parsed(requests), context):
+                            await context.write(response)
                 except InvalidRequest as error:
                     await self._refuse(method, context, error)
 
@@ -173,6 +169,43 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if self._health_is_open and row.access is Access.OPEN:
             return UNPROVED
         return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
+
+
+async def _answer(behaviour: Any, request: Any, context: Context) -> None:
+    if inspect.isasyncgenfunction(behaviour):
+        async for response in behaviour(request, context):
+            await context.write(response)
+        return
+    response = await behaviour(request, context)
+    # None: a stream that has written its own, or a status that was only set, as channelz does.
+    if response is not None:
+        await _write(context, response)
+
+
+@contextlib.asynccontextmanager
+async def _limited(method: str, context: Context) -> AsyncIterator[None]:
+    """End a call that brings no deadline when its method's has passed."""
+    deadline_s = METHODS[method].deadline_s
+    timer = asyncio.timeout(deadline_s if context.time_remaining() is None else None)
+    try:
+        async with timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        if context.code():
+            # Its status waits for a reader already.
+            raise asyncio.CancelledError from None
+        await end(context, status_of(_endless(deadline_s)))
+
+
+def _endless(deadline_s: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        Reason.DEADLINE_EXCEEDED,
+        f"the call brought no deadline and took longer than the {deadline_s:g} s of its method; send one, or "
+        "ask for less",
+        metadata={"deadline_s": f"{deadline_s:g}"},
+    )
 
 
 async def _write(context: Context, response: object) -> None:

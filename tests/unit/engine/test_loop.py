@@ -523,3 +523,34 @@ def test_callers_that_leave_cannot_make_commands_pile_up() -> None:
         stepped.loop.step()
     assert len(stepped.loop._waiting_commands) == 256
     assert len(refused) == 1000 - 256 - 10 and refused[0].retry_after_s, "one was carried out in each step"
+
+
+def of_tenant(tenant: str, request_id: str, *args, **kwargs) -> Submit:
+    return Submit(dataclasses.replace(request(request_id, *args, **kwargs), tenant=Tenant(tenant)))
+
+
+def test_a_tenant_that_runs_nothing_is_given_a_slot_of_the_one_that_runs_most() -> None:
+    served = SteppedLoop(running_limit=3, waiting_limit=4)
+    for number in range(6):
+        served.mailbox.offer(of_tenant("loud", f"loud-{number}", (1, 2), max_output_tokens=30, priority=9))
+    for _ in range(4):
+        served.loop.step()
+    assert served.scheduler.decoding_count == 3
+    served.mailbox.offer(of_tenant("quiet", "quiet", (3, 4), max_output_tokens=2))
+    for _ in range(4):
+        served.loop.step()
+    assert isinstance(served.recorder.end_of("quiet"), Finished)
+    assert served.loop.counters.stats.parked_total == 1
+    served.run()
+    for number in range(4):
+        end = served.recorder.end_of(f"loud-{number}")
+        assert isinstance(end, Finished) and end.usage.output_token_count == 30, "the parked one goes on"
+
+
+def test_nobody_is_parked_for_one_who_runs_something_already() -> None:
+    served = SteppedLoop(running_limit=2)
+    served.mailbox.offer(of_tenant("a", "a-0", (1, 2), max_output_tokens=9))
+    for number in range(3):
+        served.mailbox.offer(of_tenant("b", f"b-{number}", (1, 2), max_output_tokens=9))
+    served.run()
+    assert served.loop.counters.stats.parked_total == 0

@@ -94,7 +94,7 @@ type EmbedRequest struct {
 	// Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
 	// these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
 	Dimensions int32 `protobuf:"varint,6,opt,name=dimensions,proto3" json:"dimensions,omitempty"`
-	// Higher runs first among waiting requests, -100 to 100. Absent: 0.
+	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
 	// The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
 	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`

@@ -63,7 +63,7 @@ type GenerateRequest struct {
 	Logprobs *LogprobsOptions `protobuf:"bytes,11,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// What may be done with the prefix cache. Absent: read and write, default tenant.
 	Cache *CachePolicy `protobuf:"bytes,12,opt,name=cache,proto3" json:"cache,omitempty"`
-	// Higher runs first among waiting requests, -100 to 100. Absent: 0.
+	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
 	Priority int32 `protobuf:"varint,13,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Whether, and which tool, the model calls. Absent: it decides.
 	ToolChoice *ToolChoice `protobuf:"bytes,14,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
@@ -903,7 +903,8 @@ type TokenizeRequest struct {
 	// Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// What to tokenize; required (PROMPT_MISSING). Unlike for Generate it may be empty text, and
-	// longer than the model's context.
+	// longer than the model's context: at most 8 characters for each of its tokens, or 1,048,576
+	// characters where that is more, else PROMPT_TOO_LONG.
 	//
 	// Types that are valid to be assigned to Prompt:
 	//

@@ -38,6 +38,8 @@ const (
 // RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
 // UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
 // UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+// A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+// Tokenize, a minute for CacheStats (docs/methods.md).
 type InferenceServiceClient interface {
 	// Generates and answers once, when the output is complete.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (*GenerateResponse, error)
@@ -121,6 +123,8 @@ func (c *inferenceServiceClient) CacheStats(ctx context.Context, in *CacheStatsR
 // RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
 // UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
 // UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+// A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+// Tokenize, a minute for CacheStats (docs/methods.md).
 type InferenceServiceServer interface {
 	// Generates and answers once, when the output is complete.
 	Generate(context.Context, *GenerateRequest) (*GenerateResponse, error)

@@ -58,7 +58,7 @@ type RerankRequest struct {
 	// How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
 	// what is asked for again. Absent: read and write.
 	Cache *CachePolicy `protobuf:"bytes,11,opt,name=cache,proto3" json:"cache,omitempty"`
-	// Higher runs first among waiting requests, -100 to 100. Absent: 0.
+	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
 	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
 	// The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
 	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`

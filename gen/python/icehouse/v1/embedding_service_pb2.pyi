@@ -74,7 +74,7 @@ class EmbedRequest(_message.Message):
     these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
     """
     priority: _builtins.int
-    """Higher runs first among waiting requests, -100 to 100. Absent: 0."""
+    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0."""
     adapter: _builtins.str
     """The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself."""
     @_builtins.property

@@ -69,7 +69,7 @@ class GenerateRequest(_message.Message):
     PARAMETER_OUT_OF_RANGE). Absent or 0: the server's default (256 by default).
     """
     priority: _builtins.int
-    """Higher runs first among waiting requests, -100 to 100. Absent: 0."""
+    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0."""
     completions: _builtins.int
     """Outputs of the one prompt, from 1 to the server's limit (16 by default). Each is what a request of
     its own would give with the seed `seed` + its index; more than one therefore needs a `temperature`

@@ -33,6 +33,8 @@ class InferenceServiceStub:
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+    Tokenize, a minute for CacheStats (docs/methods.md).
     """
 
     def __init__(self, channel):
@@ -71,6 +73,8 @@ class InferenceServiceServicer:
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+    Tokenize, a minute for CacheStats (docs/methods.md).
     """
 
     def Generate(self, request, context):
@@ -144,6 +148,8 @@ class InferenceService:
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+    Tokenize, a minute for CacheStats (docs/methods.md).
     """
 
     @staticmethod

@@ -34,6 +34,8 @@ class InferenceServiceStub:
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+    Tokenize, a minute for CacheStats (docs/methods.md).
     """
 
     @_typing.overload
@@ -63,6 +65,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+    Tokenize, a minute for CacheStats (docs/methods.md).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -88,6 +92,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+    Tokenize, a minute for CacheStats (docs/methods.md).
     """
 
     @_abc_1.abstractmethod

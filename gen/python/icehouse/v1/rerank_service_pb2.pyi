@@ -60,7 +60,7 @@ class RerankRequest(_message.Message):
     negative_answer: _builtins.str
     """The first token of the answer that speaks against it, another one token. Absent: "no"."""
     priority: _builtins.int
-    """Higher runs first among waiting requests, -100 to 100. Absent: 0."""
+    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0."""
     adapter: _builtins.str
     """The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself."""
     @_builtins.property

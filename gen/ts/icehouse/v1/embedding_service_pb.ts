@@ -69,7 +69,7 @@ export type EmbedRequest = Message<"icehouse.v1.EmbedRequest"> & {
   dimensions: number;
 
   /**
-   * Higher runs first among waiting requests, -100 to 100. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
    *
    * @generated from field: int32 priority = 7;
    */

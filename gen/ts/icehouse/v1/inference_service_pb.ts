@@ -152,7 +152,7 @@ export type GenerateRequest = Message<"icehouse.v1.GenerateRequest"> & {
   cache?: CachePolicy | undefined;
 
   /**
-   * Higher runs first among waiting requests, -100 to 100. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
    *
    * @generated from field: int32 priority = 13;
    */
@@ -589,7 +589,8 @@ export type TokenizeRequest = Message<"icehouse.v1.TokenizeRequest"> & {
 
   /**
    * What to tokenize; required (PROMPT_MISSING). Unlike for Generate it may be empty text, and
-   * longer than the model's context.
+   * longer than the model's context: at most 8 characters for each of its tokens, or 1,048,576
+   * characters where that is more, else PROMPT_TOO_LONG.
    *
    * @generated from oneof icehouse.v1.TokenizeRequest.prompt
    */
@@ -757,6 +758,8 @@ export const CacheStatsResponseSchema: GenMessage<CacheStatsResponse> = /*@__PUR
  * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
  * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
  * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
+ * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
+ * Tokenize, a minute for CacheStats (docs/methods.md).
  *
  * @generated from service icehouse.v1.InferenceService
  */

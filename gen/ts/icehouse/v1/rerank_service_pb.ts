@@ -118,7 +118,7 @@ export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
   cache?: CachePolicy | undefined;
 
   /**
-   * Higher runs first among waiting requests, -100 to 100. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
    *
    * @generated from field: int32 priority = 12;
    */

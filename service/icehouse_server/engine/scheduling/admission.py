@@ -50,7 +50,7 @@ class Admission:
         if request_count > self._queue.limits.request_limit:
             return too_many_completions(request_count, self._queue.limits.request_limit)
         prediction = self.predict(request)
-        if not self._queue.has_capacity_for(token_count, request_count=request_count):
+        if not self._queue.has_capacity_for(token_count, tenant=request.tenant, request_count=request_count):
             return self._full(prediction)
         if request.deadline_time is not None and prediction.ttft_s is not None:
             left_s = request.deadline_time - now
@@ -64,14 +64,15 @@ class Admission:
         What the cache may save is not counted in, so a deadline is missed rather than a hit refused:
         only prompts that would be late even without any queue are turned away by their own length.
         """
-        requests_ahead, tokens_ahead = self._queue.tokens_ahead_of(request.priority)
-        tokens_ahead += self._scheduler.prefill_backlog_tokens
+        requests_ahead, tokens_ahead = self._queue.tokens_ahead_of(request.priority, tenant=request.tenant)
+        tokens_ahead += self._scheduler.prefill_backlog_tokens(request)
         rate = self._counters.stats.prefill_tokens_per_s
         if rate <= 0.0:
             return Prediction(requests_ahead, tokens_ahead, None)
         share = 0.5 if self._scheduler.decoding_count else 1.0
         ttft_s = tokens_ahead / (rate * share)
-        free_slots = self._scheduler.free_slot_count
+        # A tenant that runs nothing is given a slot.
+        free_slots = max(self._scheduler.free_slot_count, int(not self._queue.running_count(request.tenant)))
         if requests_ahead >= free_slots and self._counters.service.value > 0.0:
             turns = (requests_ahead - free_slots + 1) / max(1, self._scheduler.limits.running_limit)
             ttft_s = max(ttft_s, turns * self._counters.service.value)

@@ -1,4 +1,5 @@
-"""Preemption: the RAM tier gives way first, then the pass holds less, then the last comer is parked.
+"""Preemption: the RAM tier gives way first, then the pass holds less, then the last comer is parked, of the
+tenant that has most; so it is when a tenant that runs nothing finds every slot taken.
 
 Inference thread only. Consulted before a sequence is let in and before every forward pass.
 """
@@ -6,14 +7,17 @@ Inference thread only. Consulted before a sequence is let in and before every fo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadSequence
 
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.ports import Runner
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler
+from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Overloaded
 
 
@@ -34,12 +38,14 @@ class Preemption:
         guard: MemoryGuard,
         runner: Runner,
         scheduler: Scheduler,
+        queue: WaitingQueue,
         prefix: CacheController,
         park: Callable[[Sequence], None],
     ) -> None:
         self.guard = guard
         self._runner = runner
         self._scheduler = scheduler
+        self._queue = queue
         self._prefix = prefix
         self._park = park
 
@@ -58,6 +64,20 @@ class Preemption:
         if self._prefix.yieldable_bytes(spared=spared) < excess:
             return False
         return self._prefix.yield_ram(excess, spared=spared, is_urgent=not running) >= excess
+
+    def make_slot(self, sequence: Sequence) -> bool:
+        """Make a slot, or its memory, for a sequence of a tenant that runs nothing: park the last comer of
+        the tenant that runs most, if that is more than one."""
+        tenant = self._queue.greediest
+        if tenant is None or self._queue.running_count(sequence.request.tenant):
+            return False
+        if self._queue.running_count(tenant) < 2:
+            return False
+        victim = _last_comer(s for s in self._holding if s.request.tenant == tenant)
+        if victim is None:
+            return False
+        self._park(victim)
+        return True
 
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
         """Return the refusal of a sequence that does not fit although nothing runs that could end, and
@@ -113,6 +133,15 @@ class Preemption:
         return [s for s in self._scheduler.running if s.phase in (Phase.PREFILLING, Phase.DECODING)]
 
     def _victim(self) -> Sequence | None:
-        """Return the last comer of the least priority."""
+        """Return the last comer of the least priority, of the tenant whose sequences are longest together."""
         holding = self._holding
-        return min(holding, key=lambda s: (s.request.priority, -s.sequence_id)) if holding else None
+        lengths: Counter[Tenant] = Counter()
+        for sequence in holding:
+            lengths[sequence.request.tenant] += sequence.kv_token_count
+        longest = max(lengths, key=lambda tenant: lengths[tenant], default=None)
+        return _last_comer(s for s in holding if s.request.tenant == longest)
+
+
+def _last_comer(sequences: Iterable[Sequence]) -> Sequence | None:
+    """Return the last comer of the least priority."""
+    return min(sequences, key=lambda s: (s.request.priority, -s.sequence_id), default=None)

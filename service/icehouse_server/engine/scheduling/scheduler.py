@@ -8,10 +8,12 @@ between tokens, waiting prompts keep moving, and the weights are read once for a
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as ReadSequence
 
-from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.ids import SequenceId, Tenant
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.prefill_budget import BudgetLimits, PassRoom, PrefillBudget
@@ -101,11 +103,16 @@ class Scheduler:
         """Sequences that could be let in now, as far as slots go."""
         return max(0, self.limits.running_limit - self._taken_slot_count)
 
-    @property
-    def prefill_backlog_tokens(self) -> int:
-        """Input tokens of running sequences that are still to be computed."""
+    def prefill_backlog_tokens(self, request: GenerationRequest) -> int:
+        """Input tokens of running sequences that are still to be computed before a newcomer's: its tenant's
+        own, and of each other tenant's as many as those and it have."""
         preparing = (*self._loading.values(), *self._restoring.values(), *self._prefilling.values())
-        return sum(max(0, s.remaining_token_count) for s in preparing)
+        backlogs: Counter[Tenant] = Counter()
+        for sequence in preparing:
+            backlogs[sequence.request.tenant] += max(0, sequence.remaining_token_count)
+        own = backlogs.pop(request.tenant, 0)
+        most = own + len(request.prompt_token_ids)
+        return own + sum(min(backlog, most) for backlog in backlogs.values())
 
     @property
     def loading_count(self) -> int:
@@ -136,10 +143,14 @@ class Scheduler:
     def candidates(self, now: float) -> Iterator[Sequence]:
         """Yield who may be let in next, the best first, while slots are free; each time the queue as it is.
 
-        `prefilling_limit` prompts are in preparation at once, or as many more as one pass could hold.
+        `prefilling_limit` prompts are in preparation at once, or as many more as one pass could hold. A
+        tenant that runs nothing comes up whatever the others have taken: a slot is to be made for it.
         """
+        if not len(self._queue):
+            return
         for sequence in self._queue.ranked(now):
-            if self._is_preparing_enough or not self.free_slot_count:
+            is_full = self._is_preparing_enough or not self.free_slot_count
+            if is_full and self._queue.running_count(sequence.request.tenant):
                 return
             yield sequence
 
@@ -203,9 +214,9 @@ class Scheduler:
         """Plan the prompt tokens of the next pass, in a step that spent some time on restores.
 
         By priority, then shortest remaining first; the oldest has a share whatever its length, and one that
-        was overtaken by as much as it is long is overtaken no more.
+        was overtaken by as much as it is long is overtaken no more. Tenants take turns.
         """
-        prompts = sorted(self._prefilling.values(), key=_turn)
+        prompts = _in_turns(sorted(self._prefilling.values(), key=_turn))
         if not prompts:
             return []
         room = self._budget.room(self._rows, crowd=self._crowd, spent_s=spent_s)
@@ -312,6 +323,20 @@ def _turn(sequence: Sequence) -> tuple[int, bool, int, int]:
     is_overdue = sequence.overtaken_token_count >= remaining
     length = 0 if is_overdue else remaining
     return (-sequence.request.priority, not is_overdue, length, sequence.sequence_id)
+
+
+def _in_turns(prompts: list[Sequence]) -> list[Sequence]:
+    """Return each tenant's first prompt, then each one's second, and so on: those of a turn the shortest
+    first, since priorities are between a tenant's own."""
+    turns: Counter[Tenant] = Counter()
+    placed = []
+    for sequence in prompts:
+        tenant = sequence.request.tenant
+        placed.append((turns[tenant], sequence.remaining_token_count, sequence.sequence_id, sequence))
+        turns[tenant] += 1
+    if len(turns) < 2:
+        return prompts
+    return [sequence for *_, sequence in sorted(placed, key=lambda place: place[:3])]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

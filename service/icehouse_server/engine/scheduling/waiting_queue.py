@@ -1,17 +1,23 @@
-"""Waiting queue: bounded in requests and tokens, ordered by priority and age (inference thread).
+"""Waiting queue: bounded in requests and tokens, tenants in turn, of each by priority and age (inference
+thread).
 
-A request's rank is its priority plus one for every `aging_s` it has waited, so that urgent work
-goes first and nothing starves. Requests of a tenant that has its share running are passed over.
+Whose tenant runs least comes first, so that none can keep the others waiting, by numbers or by priority.
+Among a tenant's own a request's rank is its priority plus one for every `aging_s` it has waited, so that
+urgent work goes first and nothing starves. Requests of a tenant that has its share running are passed over.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import heapq
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.sequence import Sequence
+
+_NOBODY = Tenant("")
+"""The tenant of callers who are not told apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +37,8 @@ class WaitingQueue:
         self.limits = limits
         self._sequences: dict[int, Sequence] = {}
         self._token_count = 0
+        self._waiting: Counter[Tenant] = Counter()
+        self._waiting_tokens: Counter[Tenant] = Counter()
         self._running: Counter[Tenant] = Counter()
 
     def __len__(self) -> int:
@@ -44,36 +52,89 @@ class WaitingQueue:
         """Tokens of all that wait."""
         return self._token_count
 
-    def has_capacity_for(self, token_count: int, *, request_count: int = 1) -> bool:
+    def has_capacity_for(self, token_count: int, *, tenant: Tenant = _NOBODY, request_count: int = 1) -> bool:
         """Whether so many more requests of this many tokens each may wait. Tokens do not matter to an empty
-        room."""
-        if len(self._sequences) + request_count > self.limits.request_limit:
+        room; and of a room that others have filled, a tenant has an equal part all the same."""
+        if self._fits(len(self._sequences), self._token_count, token_count, request_count, part=1):
+            return True
+        own_count, own_tokens = self._waiting[tenant], self._waiting_tokens[tenant]
+        tenant_count = len(self._waiting) + (tenant not in self._waiting)
+        return tenant_count > 1 and self._fits(
+            own_count, own_tokens, token_count, request_count, part=tenant_count
+        )
+
+    def _fits(self, count: int, tokens: int, token_count: int, request_count: int, *, part: int) -> bool:
+        """Whether requests fit beside so many into the room divided by `part`."""
+        if count + request_count > self.limits.request_limit // part:
             return False
         limit = self.limits.token_limit
-        return not limit or not self._sequences or self._token_count + request_count * token_count <= limit
+        return not limit or not count or tokens + request_count * token_count <= limit // part
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence in; also one that was parked, which no bound applies to."""
         self._sequences[sequence.sequence_id] = sequence
-        self._token_count += len(sequence.input_token_ids)
+        self._count(sequence, 1)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out, if it waits."""
         if self._sequences.pop(sequence.sequence_id, None) is not None:
-            self._token_count -= len(sequence.input_token_ids)
+            self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        tenant, token_count = sequence.request.tenant, sign * len(sequence.input_token_ids)
+        self._token_count += token_count
+        self._waiting_tokens[tenant] += token_count
+        self._waiting[tenant] += sign
+        if not self._waiting[tenant]:
+            del self._waiting[tenant], self._waiting_tokens[tenant]
 
     def ranked(self, now: float) -> Iterator[Sequence]:
-        """Yield who may run, the first in rank first, taking nobody out; a tenant's share is looked at as
-        each one comes up."""
+        """Yield who may run, taking nobody out: of the tenant that runs least, those yielded before counted
+        in, the first in rank. A tenant's share is looked at as each one comes up."""
         limit = self.limits.tenant_running_limit
-        for sequence in sorted(self._sequences.values(), key=lambda s: (-self._rank(s, now), s.sequence_id)):
-            if not limit or self._running[sequence.request.tenant] < limit:
-                yield sequence
+        queues: dict[Tenant, deque[tuple[float, int]]] = {}
+        order = [(-self._rank(s, now), s.sequence_id) for s in self._sequences.values()]
+        for entry in sorted(order):
+            tenant = self._sequences[entry[1]].request.tenant
+            queues.setdefault(tenant, deque()).append(entry)
+        heads = [(self._running[tenant], *queue.popleft(), tenant) for tenant, queue in queues.items()]
+        heapq.heapify(heads)
+        while heads:
+            running_count, _, sequence_id, tenant = heads[0]
+            if limit and self._running[tenant] >= limit:
+                heapq.heappop(heads)
+                continue
+            yield self._sequences[sequence_id]
+            if queues[tenant]:
+                heapq.heapreplace(heads, (running_count + 1, *queues[tenant].popleft(), tenant))
+            else:
+                heapq.heappop(heads)
 
-    def tokens_ahead_of(self, priority: int) -> tuple[int, int]:
-        """Return how many requests and tokens a newcomer of this priority would have before it."""
-        ahead = [s for s in self._sequences.values() if s.request.priority >= priority]
-        return len(ahead), sum(len(s.input_token_ids) for s in ahead)
+    def running_count(self, tenant: Tenant) -> int:
+        """Sequences of a tenant that have a slot."""
+        return self._running[tenant]
+
+    @property
+    def greediest(self) -> Tenant | None:
+        """The tenant that runs most; None while nothing runs."""
+        return max(self._running, key=lambda tenant: self._running[tenant], default=None)
+
+    def tokens_ahead_of(self, priority: int, *, tenant: Tenant = _NOBODY) -> tuple[int, int]:
+        """Return how many requests and tokens a newcomer of this priority would have before it: its tenant's
+        own, and of others as many as come before it in turn."""
+        own = [
+            len(s.input_token_ids)
+            for s in self._sequences.values()
+            if s.request.tenant == tenant and s.request.priority >= priority
+        ]
+        request_count, token_count = len(own), sum(own)
+        turn = self._running[tenant] + len(own)
+        for other, waiting_count in self._waiting.items():
+            if other != tenant:
+                ahead = min(waiting_count, max(0, turn + 1 - self._running[other]))
+                request_count += ahead
+                token_count += self._waiting_tokens[other] * ahead // waiting_count
+        return request_count, token_count
 
     def note_running(self, sequence: Sequence) -> None:
         """Count a sequence against its tenant's share."""

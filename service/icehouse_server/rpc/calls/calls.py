@@ -18,6 +18,7 @@ from icehouse_server.domain.events import Event, Finished, Started, Usage
 from icehouse_server.errors import IcehouseError, Reason, Unavailable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
+from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import DEADLINE_TOLERANCE_S, current_method
@@ -113,7 +114,10 @@ class Calls:
             await end(context, with_trailers(status_of(broken), trailers))
 
     def _deadline_time(self, context: Context) -> float | None:
+        """Return when the call is to have ended: by its own deadline, or by its method's."""
         remaining_s = context.time_remaining()
+        if remaining_s is None and (row := METHODS.get(current_method())) is not None:
+            remaining_s = row.deadline_s
         return None if remaining_s is None else self._clock.monotonic() + remaining_s
 
     def _cancel_code(self, call: Call) -> grpc.StatusCode:

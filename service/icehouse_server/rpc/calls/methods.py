@@ -1,4 +1,5 @@
-"""Method table: for each RPC who may call it, what it may cost and whose share it counts against.
+"""Method table: for each RPC who may call it, what it may cost, whose share it counts against, how long it
+may take; makes docs/methods.md.
 
 The one place where this is decided; the interceptor at the edge goes by it. A method without a row is not
 served, and a test asks the server's own reflection for methods that have none. Those of the worker protocol
@@ -68,19 +69,56 @@ class Method:
     """Longest request; None is `server.max_message_bytes`."""
     message_timeout_s: float | None = None
     """How long the request may take to arrive; None is `connection.message_timeout_s`."""
+    own_deadline_s: float | None = None
+    """Where its class's does not fit."""
 
+    @property
+    def deadline_s(self) -> float | None:
+        """How long a call may take that brings no deadline; None is without an end."""
+        if self.own_deadline_s is not None:
+            return self.own_deadline_s
+        if self.pool in _ENDLESS:
+            return None
+        return _DEADLINES_S[self.cost]
+
+
+_ENDLESS = frozenset((Pool.WATCHES, Pool.HEALTH))
+_DEADLINES_S = {
+    Cost.NOTHING: 60.0,
+    Cost.PROMPT: 600.0,
+    # The longest output, at two tokens a second.
+    Cost.GENERATION: 4 * 3600.0,
+}
+_CHECK_S = 24 * 3600.0
+"""Reading terabytes."""
 
 _GENERATION = Method(Pool.WORK, Place.INFERENCE, Cost.GENERATION)
 _COMMAND = Method(Pool.COMMANDS, Place.INFERENCE, Cost.PROMPT)
-_CHECK = Method(Pool.COMMANDS, Place.STORAGE, access=Access.OPERATOR, message_byte_limit=4 * KIB)
+_CHECK = Method(
+    Pool.COMMANDS,
+    Place.STORAGE,
+    access=Access.OPERATOR,
+    message_byte_limit=4 * KIB,
+    own_deadline_s=_CHECK_S,
+)
 _LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
 _CHANNELZ = Method(
-    Pool.WATCHES, Place.EVENT_LOOP, access=Access.OPERATOR, message_byte_limit=KIB, message_timeout_s=2.0
+    Pool.WATCHES,
+    Place.EVENT_LOOP,
+    access=Access.OPERATOR,
+    message_byte_limit=KIB,
+    message_timeout_s=2.0,
+    own_deadline_s=60.0,
 )
 _WORKER_COMMAND = Method(
-    Pool.COMMANDS, Place.INFERENCE, access=Access.OPERATOR, message_byte_limit=4 * KIB, message_timeout_s=10.0
+    Pool.COMMANDS,
+    Place.INFERENCE,
+    access=Access.OPERATOR,
+    message_byte_limit=4 * KIB,
+    message_timeout_s=10.0,
+    own_deadline_s=600.0,
 )
-_REFLECTION = Method(Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
+_REFLECTION = Method(Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0)
 _HEALTH = Method(
     Pool.HEALTH, Place.EVENT_LOOP, access=Access.OPEN, message_byte_limit=KIB, message_timeout_s=2.0
 )
@@ -107,7 +145,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.RerankService/Rerank": _GENERATION,
     "vllm.grpc.engine.VllmEngine/Generate": _GENERATION,
     "vllm.grpc.engine.VllmEngine/Embed": _GENERATION,
-    "vllm.grpc.engine.VllmEngine/HealthCheck": _HEALTH,
+    "vllm.grpc.engine.VllmEngine/HealthCheck": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
     "vllm.grpc.engine.VllmEngine/FlushCache": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/StartProfile": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/StopProfile": _WORKER_COMMAND,
@@ -125,13 +163,17 @@ METHODS: Mapping[str, Method] = {
         message_timeout_s=10.0,
     ),
     "vllm.grpc.engine.VllmEngine/GetTokenizer": Method(
-        Pool.WORK, Place.TOKENIZER, message_byte_limit=4 * KIB, message_timeout_s=10.0
+        Pool.WORK,
+        Place.TOKENIZER,
+        message_byte_limit=4 * KIB,
+        message_timeout_s=10.0,
+        own_deadline_s=600.0,
     ),
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Method(
         Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=4 * KIB, message_timeout_s=10.0
     ),
-    "grpc.health.v1.Health/Check": _HEALTH,
-    "grpc.health.v1.Health/List": _HEALTH,
+    "grpc.health.v1.Health/Check": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
+    "grpc.health.v1.Health/List": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
     "grpc.health.v1.Health/Watch": _HEALTH,
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _REFLECTION,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _REFLECTION,
@@ -169,3 +211,43 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[P
             what="health checks",
         ),
     }
+
+
+def markdown() -> str:
+    """Return docs/methods.md."""
+    return _PAGE.format(rows="\n".join(_line(name, row) for name, row in METHODS.items()))
+
+
+_PAGE = """# Methods
+
+Written from `service/icehouse_server/rpc/calls/methods.py` by `make gen`; do not edit it here.
+
+What the server allows each method, whoever calls it. Places are counted for each tenant, or for each
+connection where nobody proves anything: one may have three quarters of those for `work`
+(`server.max_concurrent_calls`), half of those for `commands`, a fifth of those for `watches`, less the less
+is free; health checks have eight for each connection. What is charged counts against tokens per minute,
+where they are limited. A call that brings no deadline ends with `DEADLINE_EXCEEDED` after the one given here.
+
+| method | who | places | done on | charged | request | arrives within | ends after |
+|---|---|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def _line(name: str, row: Method) -> str:
+    size = "`server.max_message_bytes`"
+    if row.message_byte_limit is not None:
+        size = f"{row.message_byte_limit // KIB} KiB"
+    late = "`connection.message_timeout_s`"
+    if row.message_timeout_s is not None:
+        late = f"{row.message_timeout_s:g} s"
+    end = "never" if row.deadline_s is None else _duration(row.deadline_s)
+    cells = (f"`{name}`", row.access, row.pool, row.place, row.cost, size, late, end)
+    return f"| {' | '.join(cells)} |"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length_s in (("h", 3600), ("min", 60)):
+        if not seconds % length_s:
+            return f"{seconds / length_s:g} {unit}"
+    return f"{seconds:g} s"

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.ids import SequenceId, Tenant
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler, SchedulerLimits
@@ -28,9 +28,10 @@ WIDE = dataclasses.replace(
 """Chunks of up to 1,024 tokens, or about a second while nothing decodes."""
 
 
-def sequence(number: int, prompt_token_count: int, *, priority: int = 0) -> Sequence:
+def sequence(number: int, prompt_token_count: int, *, priority: int = 0, tenant: str = "") -> Sequence:
     text = TextStream(decode=decode_ascii, prompt_token_ids=[], stops=())
     asked = request(f"r{number}", [1] * prompt_token_count, priority=priority)
+    asked = dataclasses.replace(asked, tenant=Tenant(tenant))
     return Sequence(SequenceId(number), asked, text, output_token_limit=5)
 
 
@@ -56,6 +57,33 @@ def test_priority_goes_first_then_the_order_of_arrival() -> None:
     scheduler.queue.add(sequence(9, 5, priority=1))
     admitted = [s.sequence_id for s in scheduler.admit_all()]
     assert admitted == [9, 0, 1], "up to prefilling_limit"
+
+
+def test_a_tenant_that_runs_nothing_comes_up_although_others_prepare_enough() -> None:
+    scheduler = WatchedScheduler()
+    for i in range(6):
+        scheduler.queue.add(sequence(i, 50, priority=9, tenant="loud"))
+    assert [s.sequence_id for s in scheduler.admit_all()] == [0, 1, 2]
+    scheduler.queue.add(sequence(6, 5, tenant="quiet"))
+    scheduler.queue.add(sequence(7, 5, tenant="quiet"))
+    assert [s.sequence_id for s in scheduler.admit_all()] == [6]
+    assert scheduler.free_slot_count == 0
+    scheduler.queue.add(sequence(8, 5, tenant="third"))
+    assert [s.sequence_id for s in scheduler.candidates(1000.0)] == [8], "a slot is to be made for it"
+
+
+def test_prompts_of_tenants_take_turns_in_a_pass() -> None:
+    scheduler = WatchedScheduler()
+    long = [sequence(i, 50, priority=9, tenant="loud") for i in range(2)]
+    short = sequence(2, 3, tenant="quiet")
+    for each in (*long, short):
+        scheduler.queue.add(each)
+    scheduler.admit_all()
+    assert short in [chunk.sequence for chunk in scheduler.plan()]
+    for each in long:
+        each.overtaken_token_count = 99
+    chunks = {chunk.sequence.sequence_id: chunk.stop for chunk in scheduler.plan()}
+    assert chunks[short.sequence_id] == 3, "whatever was overtaken before"
 
 
 def test_a_parked_sequence_waits_with_its_output_as_input() -> None:

@@ -88,3 +88,55 @@ def test_what_is_ahead_of_a_newcomer() -> None:
     assert queue.tokens_ahead_of(0) == (2, 30)
     assert queue.tokens_ahead_of(3) == (1, 20)
     assert queue.tokens_ahead_of(4) == (0, 0)
+
+
+def ranked(queue: WaitingQueue) -> list[int]:
+    return [s.sequence_id for s in queue.ranked(now=0.0)]
+
+
+def test_tenants_take_turns_whatever_their_priorities_and_numbers() -> None:
+    queue = WaitingQueue(WaitingLimits(request_limit=99))
+    for number in range(5):
+        queue.add(sequence(number, tenant="loud", priority=100))
+    queue.add(sequence(5, tenant="loud", priority=101))
+    queue.add(sequence(6, tenant="quiet"))
+    queue.add(sequence(7, tenant="quiet"))
+    assert ranked(queue) == [5, 6, 0, 7, 1, 2, 3, 4]
+
+
+def test_whose_tenant_runs_least_comes_first() -> None:
+    queue = WaitingQueue(WaitingLimits(request_limit=99))
+    for number in range(4):
+        queue.add(sequence(number, tenant="loud"))
+    for number in (0, 1):
+        running = sequence(number, tenant="loud")
+        queue.discard(running)
+        queue.note_running(running)
+    queue.add(sequence(4, tenant="quiet"))
+    assert queue.greediest == "loud" and queue.running_count(Tenant("loud")) == 2
+    assert ranked(queue) == [4, 2, 3]
+
+
+def test_a_room_that_others_filled_has_an_equal_part_for_each_tenant() -> None:
+    queue = WaitingQueue(WaitingLimits(request_limit=4, token_limit=100))
+    for number in range(4):
+        queue.add(sequence(number, tokens=25, tenant="loud"))
+    loud, quiet = Tenant("loud"), Tenant("quiet")
+    assert not queue.has_capacity_for(1, tenant=loud)
+    assert queue.has_capacity_for(50, tenant=quiet, request_count=2)
+    assert not queue.has_capacity_for(1, tenant=quiet, request_count=3)
+    queue.add(sequence(4, tokens=30, tenant="quiet"))
+    assert queue.has_capacity_for(20, tenant=quiet) and not queue.has_capacity_for(21, tenant=quiet)
+
+
+def test_of_others_only_those_are_ahead_that_come_first_in_turn() -> None:
+    queue = WaitingQueue(WaitingLimits(request_limit=99))
+    for number in range(10):
+        queue.add(sequence(number, tokens=100, tenant="loud", priority=100))
+    quiet = Tenant("quiet")
+    assert queue.tokens_ahead_of(0, tenant=quiet) == (1, 100)
+    running = sequence(0, tokens=100, tenant="loud")
+    queue.discard(running)
+    queue.note_running(running)
+    assert queue.tokens_ahead_of(0, tenant=quiet) == (0, 0)
+    assert queue.tokens_ahead_of(0, tenant=Tenant("loud")) == (9, 900)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
-from icehouse_server.rpc.calls.methods import Access, Cost, Method, Pool
+from icehouse.v1 import cache_service_pb2, inference_service_pb2
+from icehouse_server.rpc.calls.methods import METHODS, Access, Cost, Method, Pool, markdown
 from icehouse_server.rpc.reflection import pool_with_v1
 
 from tests.fixtures.rpc.worker import METHODS_HERE, needs_protocol, worker_parts
@@ -56,3 +61,56 @@ def test_what_takes_a_prompt_is_charged_for_it(name: str, row: Method) -> None:
     fields = pool.FindServiceByName(service).methods_by_name[method].input_type.fields_by_name
     has_prompt = bool({"text", "chat", "inputs", "documents", "tokenized"} & set(fields))
     assert has_prompt == (row.cost is not Cost.NOTHING)
+
+
+@pytest.mark.parametrize(("name", "row"), METHODS.items())
+def test_only_what_watches_may_never_end(name: str, row: Method) -> None:
+    endless = name.endswith(("/WatchStats", "Health/Watch", "/SubscribeKvEvents"))
+    assert (row.deadline_s is None) == endless
+    assert row.deadline_s is None or row.deadline_s >= 60, "a minute is always there"
+
+
+def end_soon(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    row = dataclasses.replace(METHODS[name], own_deadline_s=0.05)
+    monkeypatch.setitem(METHODS, name, row)  # type: ignore[arg-type]
+
+
+async def test_a_call_without_a_deadline_gets_its_methods(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_soon(monkeypatch, "icehouse.v1.CacheService/WatchStats")
+    watch = served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}))
+    assert (await watch.read()).HasField("stats")
+    assert await watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "brought no deadline" in await watch.details()
+
+
+async def test_one_that_brings_its_own_keeps_it(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_soon(monkeypatch, "icehouse.v1.CacheService/WatchStats")
+    request = cache_service_pb2.WatchStatsRequest(interval={"nanos": 100_000_000})
+    watch = served.cache.WatchStats(request, timeout=30)
+    for _ in range(3):
+        assert (await watch.read()).HasField("stats")
+    watch.cancel()
+
+
+async def test_the_engine_knows_of_it(served: RunningServer) -> None:
+    await served.inference.Generate(inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1))
+    generate_s = METHODS["icehouse.v1.InferenceService/Generate"].deadline_s
+    assert generate_s is not None
+    assert served.engine.submitted[0].deadline_time == served.clock.now + generate_s
+
+
+async def test_a_stream_of_requests_ends_too(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    end_soon(monkeypatch, name)
+    call: Any = served.channel.stream_stream(f"/{name}")()
+    async with asyncio.timeout(30):
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_the_page_is_written_from_the_table() -> None:
+    docs = Path(__file__).parents[4] / "docs"
+    assert (docs / "methods.md").read_text(encoding="utf-8") == markdown(), "run make gen"

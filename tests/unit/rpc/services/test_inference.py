@@ -26,7 +26,7 @@ async def test_text_alone_is_enough(served: RunningServer) -> None:
     assert request.sampling.temperature == 0 and request.sampling.top_p == 1
     assert request.sampling.seed == SEED == response.seed
     assert request.cache_use is CacheUse.READ_WRITE
-    assert request.deadline_time is None
+    assert request.deadline_time == served.clock.now + 4 * 3600, "its method's"
     assert len(request.request_id) == 32 and response.request_id == request.request_id
     assert response.model == "tiny"
 

@@ -1,0 +1,245 @@
+"""Attacks of one hostile caller: ordinary calls, with or without credentials, at their worst.
+
+Each goes on until it is cancelled and checks nothing; `make bench-attacks` measures what another tenant
+notices of it, and `tests/system/load/test_hostile.py` runs them for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from icehouse.v1 import (
+    cache_service_pb2,
+    cache_service_pb2_grpc,
+    inference_service_pb2_grpc,
+    model_service_pb2,
+    prompt_pb2,
+    response_format_pb2,
+)
+from icehouse.v1 import inference_service_pb2 as messages
+
+from tests.fixtures.rpc.http2 import Peer, framed, peer_of
+
+CONNECTION_COUNT, CALL_COUNT = 3, 400
+STREAM_COUNT = 1024
+_ROUND_S = 20.0
+"""Whoever holds places only lets them go now and then, and takes them again."""
+_PAUSE_S = 0.01
+_PRIORITY = 100
+"""The highest there is."""
+
+_STREAM = "/icehouse.v1.InferenceService/Stream"
+_GENERATE = "/icehouse.v1.InferenceService/Generate"
+_LIST = "/icehouse.v1.ModelService/ListModels"
+_WATCH = "/icehouse.v1.CacheService/WatchStats"
+_CHECK_HEALTH, _WATCH_HEALTH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+
+_HEALTH_MESSAGE = framed(health_pb2.HealthCheckRequest().SerializeToString())
+_LIST_MESSAGE = framed(model_service_pb2.ListModelsRequest().SerializeToString())
+_STREAM_MESSAGE = framed(messages.GenerateRequest(text="Hi", max_output_tokens=2000).SerializeToString())
+_HOURLY = cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600})
+_BOMB = json.dumps({"type": "integer", "allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]})
+_EXPRESSION = "(a|b|c|d){1,400}(x|y)*" * 4
+
+
+class Hostile:
+    """One tenant that means ill. Its public methods are the attacks."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address = address
+        self._token = token
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.ended = collections.Counter[str]()
+        """Calls that have ended, by status; those that hang open are not in it."""
+
+    async def nothing(self) -> None:
+        """Nobody attacks: what a run shows beyond that is an attack's."""
+        await asyncio.Event().wait()
+
+    async def unread_health_checks(self) -> None:
+        """Health checks, without credentials, whose message never comes."""
+        await self._holding(_CHECK_HEALTH, b"", token="")
+
+    async def unread_health_watches(self) -> None:
+        """Health watches, without credentials, on connections that take nothing."""
+        await self._holding(_WATCH_HEALTH, _HEALTH_MESSAGE, window_bytes=0, token="")
+
+    async def unread_requests(self) -> None:
+        """Requests whose message never begins."""
+        await self._holding(_GENERATE, b"", token=self._token)
+
+    async def trickled_requests(self) -> None:
+        """Requests of 16 MiB that come a byte at a time."""
+        async with self._connections(window_bytes=None) as peers:
+            opened = [
+                (peer, await peer.open_call(_GENERATE, token=self._token))
+                for peer in peers
+                for _ in range(CALL_COUNT)
+            ]
+            for peer, stream in opened:
+                await peer.send(stream, b"\x00" + (16 << 20).to_bytes(4, "big"))
+            while True:
+                for peer, stream in opened:
+                    await peer.send(stream, b"\n")
+                await asyncio.sleep(1.0)
+
+    async def unread_calls(self) -> None:
+        """Streams of 2,000 tokens that nobody reads, down to the socket."""
+        await self._holding(_STREAM, _STREAM_MESSAGE, token=self._token, reads=False)
+
+    async def zero_windows(self) -> None:
+        """Streams on connections that allow no byte of an answer."""
+        await self._holding(_STREAM, _STREAM_MESSAGE, window_bytes=0, token=self._token)
+
+    async def zero_window_lists(self) -> None:
+        """Short answers on connections that allow no byte of them."""
+        await self._holding(_LIST, _LIST_MESSAGE, window_bytes=0, token=self._token)
+
+    async def idle_watches(self) -> None:
+        """WatchStats that are told nothing for an hour."""
+        await self._holding(_WATCH, framed(_HOURLY.SerializeToString()), token=self._token)
+
+    async def giant_conversations(self) -> None:
+        """Conversations of a million turns."""
+        turns = [prompt_pb2.ChatMessage(role="user", content="a")] * 1_000_000
+        chat = prompt_pb2.ChatPrompt(messages=turns)
+        await self._asking("Generate", [messages.GenerateRequest(chat=chat)], at_once=2)
+
+    async def long_conversations(self) -> None:
+        """Conversations of 8 MiB in a few turns."""
+        turns = [prompt_pb2.ChatMessage(role="user", content="a b " * (1 << 19)) for _ in range(4)]
+        chat = prompt_pb2.ChatPrompt(messages=turns)
+        await self._asking("Generate", [messages.GenerateRequest(chat=chat)], at_once=4)
+
+    async def long_prompts(self) -> None:
+        """Prompts that fill the context, each another one, at the highest priority."""
+        requests = [
+            messages.GenerateRequest(
+                tokens=prompt_pb2.TokenPrompt(ids=[10 + index, *[11] * 60_000]),
+                max_output_tokens=100,
+                priority=_PRIORITY,
+            )
+            for index in range(32)
+        ]
+        await self._asking("Generate", requests, at_once=64)
+
+    async def form_bombs(self) -> None:
+        """Response formats that are short to write and long to compile, each another one."""
+        forms = [response_format_pb2.ResponseFormat(json_schema=_BOMB + " " * i) for i in range(32)]
+        forms += [response_format_pb2.ResponseFormat(regex=_EXPRESSION + "z" * i) for i in range(32)]
+        requests = [messages.GenerateRequest(text="Hi", response_format=form) for form in forms]
+        await self._asking("Generate", requests, at_once=16)
+
+    async def order_floods(self) -> None:
+        """Every command of the cache, as many as are let in."""
+        tokens = prompt_pb2.TokenPrompt(ids=[11] * 2000)
+        orders = (
+            ("Warm", cache_service_pb2.WarmRequest(tokens=tokens)),
+            ("Explain", cache_service_pb2.ExplainRequest(tokens=tokens)),
+            ("Pin", cache_service_pb2.PinRequest(tokens=tokens)),
+            ("Unpin", cache_service_pb2.UnpinRequest(tokens=tokens)),
+            ("Evict", cache_service_pb2.EvictRequest(tokens=tokens)),
+            ("Verify", cache_service_pb2.VerifyRequest()),
+        )
+        async with asyncio.TaskGroup() as together:
+            for name, request in orders:
+                together.create_task(self._asking(name, [request], at_once=60, service="cache"))
+
+    async def stats_floods(self) -> None:
+        """CacheStats, as many as are let in."""
+        await self._asking("CacheStats", [messages.CacheStatsRequest()], at_once=300)
+
+    async def tokenize(self) -> None:
+        """Tokenize of the longest text that it takes, and of 16 MiB."""
+        texts = ("a " * (1 << 18), "a " * ((8 << 20) - 64))
+        requests = [messages.TokenizeRequest(text=text) for text in texts]
+        await self._asking("Tokenize", requests, at_once=4)
+
+    async def many_streams(self) -> None:
+        """A thousand streams on one connection."""
+        request = messages.GenerateRequest(text="Hi", max_output_tokens=200)
+        await self._asking("Stream", [request], at_once=STREAM_COUNT)
+
+    async def urgent_completions(self) -> None:
+        """A thousand requests of sixteen outputs each, at the highest priority."""
+        request = messages.GenerateRequest(
+            text="Hi", max_output_tokens=2000, priority=_PRIORITY, completions=16, sampling={"temperature": 1}
+        )
+        await self._asking("Generate", [request], at_once=STREAM_COUNT)
+
+    async def refused_calls(self) -> None:
+        """Calls with a token that nobody has, as fast as they are refused."""
+        stranger = Hostile(self._address, "x" * len(self._token))
+        stranger.ended = self.ended
+        await stranger._asking("Generate", [messages.GenerateRequest(text="Hi")], at_once=STREAM_COUNT)
+
+    @contextlib.asynccontextmanager
+    async def _connections(self, *, window_bytes: int | None) -> AsyncIterator[list[Peer]]:
+        async with contextlib.AsyncExitStack() as opened:
+            yield [
+                await opened.enter_async_context(peer_of(self._address, window_bytes=window_bytes))
+                for _ in range(CONNECTION_COUNT)
+            ]
+
+    async def _holding(
+        self, path: str, message: bytes, *, token: str, window_bytes: int | None = None, reads: bool = True
+    ) -> None:
+        """Begin as many calls as there may be, hold them for a while, and begin again."""
+        while True:
+            with contextlib.suppress(ConnectionError, EOFError):
+                async with self._connections(window_bytes=window_bytes) as peers:
+                    for peer in peers:
+                        for _ in range(CALL_COUNT):
+                            stream = await peer.open_call(path, token=token)
+                            if message:
+                                await peer.send(stream, message, end=True)
+                    await asyncio.gather(*(_stay(peer, reads=reads) for peer in peers))
+
+    async def _asking(
+        self, method: str, requests: Sequence[Any], *, at_once: int, service: str = "inference"
+    ) -> None:
+        """Ask so many at once, and again as each has ended."""
+        options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            stub: Any = (
+                cache_service_pb2_grpc.CacheServiceStub(channel)
+                if service == "cache"
+                else inference_service_pb2_grpc.InferenceServiceStub(channel)
+            )
+            ask = getattr(stub, method)
+            async with asyncio.TaskGroup() as together:
+                for begin in range(at_once):
+                    together.create_task(self._ask(ask, requests, begin))
+
+    async def _ask(self, method: Callable[..., Any], requests: Sequence[Any], begin: int) -> None:
+        index = begin
+        while True:
+            call = method(requests[index % len(requests)], metadata=self._metadata)
+            try:
+                if hasattr(call, "read"):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                else:
+                    await call
+                self.ended["OK"] += 1
+            except grpc.aio.AioRpcError as error:
+                self.ended[error.code().name] += 1
+            index += 1
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def _stay(peer: Peer, *, reads: bool) -> None:
+    if reads:
+        await peer.quiet(_ROUND_S)
+    else:
+        await asyncio.sleep(_ROUND_S)
+
+
+ATTACKS = tuple(name for name, value in vars(Hostile).items() if callable(value) and not name.startswith("_"))
