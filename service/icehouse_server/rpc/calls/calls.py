@@ -115,10 +115,11 @@ class Calls:
 
     def _deadline_time(self, context: Context) -> float | None:
         """Return when the call is to have ended: by its own deadline, or by its method's."""
+        row = METHODS.get(current_method())
+        default_s = None if row is None else row.deadline_s
         remaining_s = context.time_remaining()
-        if remaining_s is None and (row := METHODS.get(current_method())) is not None:
-            remaining_s = row.deadline_s
-        return None if remaining_s is None else self._clock.monotonic() + remaining_s
+        limit_s = default_s if remaining_s is None else remaining_s
+        return None if limit_s is None else self._clock.monotonic() + limit_s
 
     def _cancel_code(self, call: Call) -> grpc.StatusCode:
         # gRPC cancels a call whose deadline passed just as one whose caller left, and the caller's own
