@@ -26,8 +26,8 @@ class Router:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._outboxes: dict[RequestId, Outbox] = {}
-        self._released: set[RequestId] = set()
+        self._outboxes: dict[RequestId, Outbox | None] = {}
+        """Of requests that the engine has not ended; None where the reader is gone."""
         self._questions: set[asyncio.Future[Any]] = set()
         self._listeners: list[Callable[[], None]] = []
         self.state = EngineState.LOADING
@@ -77,13 +77,16 @@ class Router:
         """Undo `open` for a request that the engine did not take."""
         del self._outboxes[request_id]
 
-    def release(self, request_id: RequestId) -> None:
-        """The reader is gone. The id stays in use until the engine has sent the last event.
+    def release(self, request_id: RequestId, outbox: Outbox) -> bool:
+        """The reader is gone; say whether the engine has not ended the request yet.
 
-        Otherwise the end of the old request could reach a new one of the same name.
+        Until it has, the id stays in use: otherwise the end of the old request could reach a new one of the
+        same name. Once it has, the id may be another request's already, which is left alone.
         """
-        if request_id in self._outboxes:
-            self._released.add(request_id)
+        if self._outboxes.get(request_id) is not outbox:
+            return False
+        self._outboxes[request_id] = None
+        return True
 
     async def ask(self, send: Callable[[Callable[[Answer], None]], None]) -> Answer:
         """Give `send` a reply function for another thread and return what it is called with.
@@ -109,15 +112,10 @@ class Router:
     def _deliver(self, events: tuple[tuple[RequestId, Event], ...]) -> None:
         for request_id, event in events:
             outbox = self._outboxes.get(request_id)
-            if outbox is None:
-                continue
-            is_last = isinstance(event, (Finished, Failed))
-            if is_last:
-                del self._outboxes[request_id]
-            if request_id not in self._released:
+            if isinstance(event, (Finished, Failed)):
+                self._outboxes.pop(request_id, None)
+            if outbox is not None:
                 outbox.put(event)
-            elif is_last:
-                self._released.discard(request_id)
 
     def _set_model(self, model: ServedModel) -> None:
         self.model = model

@@ -161,8 +161,7 @@ class Generation:
             yield
         finally:
             for request_id, outbox in zip(opened, outboxes.all, strict=True):
-                self._router.release(request_id)
-                if not outbox.ended:
+                if self._router.release(request_id, outbox):
                     self._engine.cancel(request_id)
 
 

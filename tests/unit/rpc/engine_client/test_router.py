@@ -58,7 +58,7 @@ async def test_a_hand_over_wakes_the_loop_once_and_keeps_order(monkeypatch: pyte
 async def test_a_released_id_stays_in_use_until_its_last_event() -> None:
     router, old, new = Router(asyncio.get_running_loop()), outbox(), outbox()
     router.open(A, old)
-    router.release(A)
+    assert router.release(A, old)
     with pytest.raises(AlreadyExists):
         router.open(A, new)
     router.publish([(A, Delta("late", ())), (A, CANCELLED)])
@@ -67,6 +67,19 @@ async def test_a_released_id_stays_in_use_until_its_last_event() -> None:
     router.publish([(A, STARTED)])
     assert await new.take() == STARTED
     assert old.waiting_count == 0
+
+
+async def test_a_reader_who_leaves_late_takes_nothing_from_the_next_one_of_its_name() -> None:
+    """The old one's last event is delivered, so its id is free, but its reader has not gone yet."""
+    router, old, new = Router(asyncio.get_running_loop()), outbox(), outbox()
+    router.open(A, old)
+    router.publish([(A, CANCELLED)])
+    await asyncio.sleep(0)
+    router.open(A, new)
+    assert not router.release(A, old)
+    router.publish([(A, STARTED)])
+    assert await new.take() == STARTED
+    assert router.release(A, new)
 
 
 async def test_a_forgotten_id_is_free_at_once() -> None:

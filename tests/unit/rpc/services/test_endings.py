@@ -170,6 +170,32 @@ async def test_slow_reader_gets_every_word(served: RunningServer) -> None:
     assert len(deltas) < 5000, "deltas above the event limit are merged"
 
 
+async def test_who_leaves_late_takes_nothing_from_the_next_request_of_the_same_name(
+    served: RunningServer,
+) -> None:
+    """The first one has ended for the engine, and its reader has yet to take what was said."""
+    word = "w" * 1000
+
+    def talkative(request: GenerationRequest) -> Iterable[Event]:
+        yield started(request)
+        yield from (Delta(word, (index,)) for index in range(500))
+        yield finished(request)
+
+    served.engine.script = talkative
+    first = served.inference.Stream(REQUEST)
+    await first.read()
+    await served.settle()
+    served.engine.script = hanging
+    second = served.inference.Stream(REQUEST)
+    await second.read()
+    first.cancel()
+    while served.server._calls._running_count > 1:
+        await served.settle()
+    served.engine.publish(served.engine.submitted[1], finished(served.engine.submitted[1]))
+    assert (await read_to_end(second))[-1].WhichOneof("event") == "finished"
+    assert served.engine.cancelled.empty()
+
+
 async def test_dead_engine_fails_every_open_call(served: RunningServer) -> None:
     served.engine.script = hanging
     served.engine.answers_stats = False
