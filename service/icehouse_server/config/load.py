@@ -125,13 +125,21 @@ def _read_file(file: Path) -> dict[str, object]:
         raise _invalid(
             f"cannot read the config file {file}: {error.strerror}; check --config", field="config"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
+        # Of TOML, of UTF-8, or of a number with more digits than Python reads.
         raise _invalid(f"the config file {file} is not valid TOML: {error}", field="config") from error
+    except RecursionError as error:
+        raise _invalid(f"the config file {file} is nested too deeply", field="config") from error
+    except RuntimeError as error:
+        raise _invalid(
+            f"the config file {file} is in the home folder of a user who has none; check --config",
+            field="config",
+        ) from error
     known = {s.key for s in SETTINGS}
     found: dict[str, object] = {}
     for section, table in document.items():
         if section not in SECTIONS:
-            raise _unknown(f"section [{section}] in {file}", section, SECTIONS)
+            raise _unknown(f"section [{repr(section)[1:-1]}] in {file}", section, SECTIONS)
         if not isinstance(table, dict):
             raise _invalid(
                 f"{section} in {file} is a value, but must be a section: [{section}]", field=section

@@ -20,6 +20,9 @@ Value = str | int | float | bool | tuple[NamedPath, ...] | None
 MIB = 1 << 20
 GIB = 1 << 30
 
+_GREATEST = (1 << 63) - 1
+_SHOWN_LIMIT = 200
+
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*$", re.IGNORECASE)
 _UNIT_BYTES = {
     "b": 1,
@@ -138,19 +141,26 @@ class Setting:
             raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number")
         try:
             number = int(raw) if whole else float(raw)
-            if math.isfinite(number):
+            if whole or math.isfinite(number):
                 return number
             raise self._refuse(raw, source, "is not a finite number")
+        except OverflowError:
+            raise self._refuse(raw, source, "is not a finite number") from None
         except ValueError:
             raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number") from None
 
     def _read_bytes(self, raw: object, source: str) -> int:
-        found = _SIZE.match(str(raw)) if isinstance(raw, str | int) and not isinstance(raw, bool) else None
-        if found is None:
+        if isinstance(raw, int) and not isinstance(raw, bool):
+            return raw
+        found = _SIZE.match(raw) if isinstance(raw, str) else None
+        size = math.inf if found is None else float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()]
+        if not math.isfinite(size):
             raise self._refuse(raw, source, 'is not a size; write bytes, or say "500MB" or "4GiB"')
-        return int(float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()])
+        return int(size)
 
     def _check_range(self, value: Value, source: str) -> None:
+        if isinstance(value, int) and abs(value) > _GREATEST:
+            raise self._refuse(value, source, "is a number of more than 64 bits")
         if self.choices and value not in self.choices:
             raise self._refuse(value, source, f"is none of {', '.join(self.choices)}")
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -173,10 +183,20 @@ class Setting:
     def _refuse(self, raw: object, source: str, complaint: str) -> ConfigError:
         return ConfigError(
             Reason.CONFIG_INVALID,
-            f"{self.key} = {raw!r} (from {source}) {complaint}",
+            f"{self.key} = {_shown(raw)} (from {source}) {complaint}",
             field=self.key,
-            metadata={"value": raw, "source": source, "allowed": self.range_text},
+            metadata={"value": _shown(raw), "source": source, "allowed": self.range_text},
         )
+
+
+def _shown(raw: object) -> str:
+    """Return a value as a message says it: on one line, and not all of what is very long."""
+    try:
+        text = repr(raw)
+    except ValueError:
+        # Python writes no integer of more than 4300 digits.
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}…"
 
 
 def _number_text(number: float) -> str:

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from icehouse_server.config import CacheConfig, Config, load_config
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from icehouse_server.config import SETTINGS, CacheConfig, Config, load_config
 from icehouse_server.errors import ConfigError, Reason
 
 
@@ -245,3 +247,88 @@ def test_adapters_that_cannot_be_told_apart_are_refused(tmp_path: Path, text: st
 def test_an_adapter_for_all_and_adapters_to_choose_contradict_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be put on another"):
         _adapters(table='[model]\nadapter_path = "/a"\nadapters = { sql = "/b" }\n', tmp_path=tmp_path)
+
+
+BIG = "9" * 400
+TEXTS = st.sampled_from(
+    ("", "~nobody-of-this-name/x", "4GiB", f"{BIG} GiB", BIG, "-1", "nan", "a=b", "a\nb")
+) | st.text(max_size=20)
+SCALARS = TEXTS | st.integers() | st.just(10**400) | st.floats() | st.booleans() | st.dates()
+TREES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def read_or_refused(**sources: object) -> None:
+    """Whatever the sources hold, the settings are read, or one line says which is wrong."""
+    try:
+        loaded = load_config(**{"environ": {}, **sources})
+    except ConfigError as error:
+        assert error.reason is Reason.CONFIG_INVALID and "\n" not in error.message, error.message
+    else:
+        assert set(loaded.sources) == {setting.key for setting in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("config") / "icehouse.toml"
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(setting="server.port", value=10**400)
+@example(setting="server.drain_grace_s", value=10**400)
+@example(setting="cache.ram_bytes", value=f"{BIG} GiB")
+@given(setting=st.sampled_from([setting.key for setting in SETTINGS]), value=TREES)
+def test_any_value_of_the_file_is_read_or_refused(file: Path, setting: str, value: object) -> None:
+    section, _, name = setting.partition(".")
+    file.write_text(f"[{section}]\n{name} = {toml_of(value)}\n", encoding="utf-8")
+    read_or_refused(file=file)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(text=b"[" * 100_000)
+@example(text=b"[server]\nport = " + b"[" * 100_000)
+@example(text=b"[server]\nport = " + b"9" * 5000)
+@example(text=b"[server]\nport = 0x" + b"f" * 5000)
+@example(text=b"[cache]\nram_bytes = 0x" + b"f" * 5000)
+@example(text=b'"a\\nb" = 1')
+@given(
+    text=st.binary(max_size=60) | st.text(alphabet="[]server.pot=\n\"'{}#0x1,-", max_size=60).map(str.encode)
+)
+def test_any_bytes_of_a_file_are_read_or_refused(file: Path, text: bytes) -> None:
+    file.write_bytes(text)
+    read_or_refused(file=file)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    environ=st.dictionaries(
+        st.sampled_from([setting.variable for setting in SETTINGS])
+        | st.text(alphabet="ICEHOUS_RVPT0", max_size=12).map("ICEHOUSE_".__add__),
+        TEXTS,
+        max_size=3,
+    )
+)
+def test_any_environment_is_read_or_refused(environ: dict[str, str]) -> None:
+    read_or_refused(environ=environ)
+
+
+def test_a_config_file_of_nobody_s_home_is_named() -> None:
+    assert "~nobody-of-this-name" in refusal(file=Path("~nobody-of-this-name/icehouse.toml"))
+
+
+def toml_of(value: object) -> str:
+    """Return a value as TOML writes it; integers in hexadecimal, which may be of any length."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return hex(value) if value >= 0 else f"-{-value}"
+    if isinstance(value, str):
+        return '"' + "".join(f"\\U{ord(letter):08x}" for letter in value) + '"'
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_of, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_of(key)} = {toml_of(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -275,7 +275,7 @@ def broken_calls() -> Iterator[list[str]]:
                 found.append(record.getMessage())
 
     handler = Collector()
-    loggers = [logging.getLogger(name) for name in ("service", "grpc")]
+    loggers = [logging.getLogger(name) for name in ("icehouse_server", "icehouse", "grpc")]
     for logger in loggers:
         logger.addHandler(handler)
     try:

@@ -22,7 +22,7 @@ def setup_logging(config: LogConfig) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    for name in ("icehouse", "service"):
+    for name in ("icehouse", "icehouse_server"):
         logging.getLogger(name).setLevel(config.level.upper())
 
 

@@ -2,8 +2,11 @@
 
 import json
 import logging
+from collections.abc import Iterator
 
-from icehouse_server.cli.terminal.logs import JsonFormatter, TextFormatter
+import pytest
+from icehouse_server.cli.terminal.logs import JsonFormatter, TextFormatter, setup_logging
+from icehouse_server.config import LogConfig
 
 
 def record(**extra: object) -> logging.LogRecord:
@@ -31,3 +34,23 @@ def test_an_exception_keeps_its_traceback() -> None:
         broken.exc_info = (ValueError, error, error.__traceback__)
     assert "deep" in json.loads(JsonFormatter().format(broken))["exception"]
     assert TextFormatter().format(broken).endswith("ValueError: deep")
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("", "icehouse", "icehouse_server")]
+    before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
+    yield
+    for logger, handlers, level in before:
+        logger.handlers = handlers
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("name", ["icehouse.boot", "icehouse_server.rpc.access.credentials"])
+def test_the_level_is_that_of_all_our_loggers_and_of_no_other(name: str) -> None:
+    setup_logging(LogConfig(level="debug"))
+    assert logging.getLogger(name).isEnabledFor(logging.DEBUG)
+    setup_logging(LogConfig(level="error"))
+    assert not logging.getLogger(name).isEnabledFor(logging.WARNING)
+    assert logging.getLogger("urllib3").isEnabledFor(logging.WARNING)
