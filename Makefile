@@ -23,7 +23,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup soak smoke audit packages clean
+.PHONY: help env demo serve test test-slow test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup soak fuzz smoke audit packages clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -117,6 +117,9 @@ bench-storage: $(STAMP) ## SSD tier against raw files: spill, restore, reconcile
 
 bench-blas: $(STAMP) ## What OpenBLAS is worth on a CPU: prefill of the demo model with it and without.
 	@$(BIN)/python -m bench.blas $(ARGS)
+
+fuzz: $(STAMP) ## Mutated requests over every RPC against a real server (ARGS="--requests 1000000 --seed 2").
+	@$(BIN)/python -m tests.system.fuzz $(ARGS)
 
 smoke: $(STAMP) ## The README's grpcurl lines and bad inputs against a live server (needs grpcurl).
 	@$(BIN)/python .ci/smoke.py $(ARGS)
