@@ -22,6 +22,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import CacheAnswer, Evict
 from icehouse_server.domain.call import Operation
+from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import EnginePort
@@ -168,7 +169,14 @@ class VllmEngineService:
     async def HealthCheck(
         self, request: messages.HealthCheckRequest, context: Context
     ) -> messages.HealthCheckResponse:
-        """Answer as the standard health service would."""
+        """Answer as the standard health service would, once the model is loaded.
+
+        Before that it is refused: a gateway that hears anything takes the server in at once, and one whose
+        model it cannot ask for stays nameless to it for good.
+        """
+        if self._router.state is EngineState.LOADING:
+            async with self._calls.call("HealthCheck", context):
+                self._router.require_model()
         is_healthy = self._is_serving()
         return messages.HealthCheckResponse(
             healthy=is_healthy, message="SERVING" if is_healthy else "NOT_SERVING"

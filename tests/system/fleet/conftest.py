@@ -1,0 +1,110 @@
+"""Two workers behind a real gateway, shared by the tests of one file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from icehouse.v1 import inference_service_pb2 as native
+from icehouse.v1 import inference_service_pb2_grpc
+
+from tests.fixtures.models import tiny_model_dir
+from tests.system.crash.server_process import ServerProcess
+from tests.system.fleet.gateway import GatewayProcess, missing_packages
+from tests.system.mesh.envoy import free_ports
+
+BLOCK = 16
+MODEL = "tiny"
+_OPTIONS = (
+    *("--worker", "--model-name", MODEL, "--block-token-count", str(BLOCK)),
+    *("--min-prefix-token-count", "0", "--no-restore-or-recompute"),
+)
+_BOUND_S = 120.0
+
+
+@dataclasses.dataclass
+class Fleet:
+    """A gateway and its workers, by port."""
+
+    folder: Path
+    gateway: GatewayProcess
+    workers: dict[int, ServerProcess]
+
+    def stats(self, port: int) -> Any:
+        """Return a worker's counters."""
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            return stub.CacheStats(native.CacheStatsRequest(), timeout=_BOUND_S).engine
+
+    def accepted(self) -> dict[int, int]:
+        """Return how many requests each worker has taken."""
+        return {port: self.stats(port).accepted_total for port in self.workers}
+
+    def openai(self) -> Any:
+        """Return OpenAI's own client, which tries nothing twice."""
+        import openai
+
+        return openai.OpenAI(
+            base_url=f"{self.gateway.url}/v1", api_key="none", timeout=_BOUND_S, max_retries=0
+        )
+
+    def anthropic(self) -> Any:
+        """Return Anthropic's own client, which tries nothing twice."""
+        import anthropic
+
+        return anthropic.Anthropic(base_url=self.gateway.url, api_key="none", timeout=_BOUND_S, max_retries=0)
+
+    def chat(self, text: str, **options: Any) -> Any:
+        """Return the answer to one user's turn, greedy unless `options` say otherwise."""
+        said = [{"role": "user", "content": text}]
+        return self.openai().chat.completions.create(
+            model=MODEL, messages=said, **{"temperature": 0, "max_tokens": 8, **options}
+        )
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Return when it is so; each look waits for an answer of the engine."""
+    end_time = time.monotonic() + _BOUND_S
+    while not is_so():
+        assert time.monotonic() < end_time, "it never came to be so"
+
+
+@contextlib.contextmanager
+def fleet_of(
+    folder: Path, *, worker_options: tuple[str, ...] = (), gateway_options: tuple[str, ...] = ()
+) -> Iterator[Fleet]:
+    """Start two workers and the gateway, and stop them."""
+    if missing := missing_packages():
+        pytest.skip(f"not in this environment: {', '.join(missing)} (extra `dev`)")
+    model = tiny_model_dir(folder, "llama")
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for port in free_ports(2):
+            worker = ServerProcess(
+                model=model,
+                directory=folder / f"blocks-{port}",
+                log=folder / f"{port}.log",
+                options=(*_OPTIONS, *worker_options),
+                port=port,
+            )
+            workers[port] = stack.enter_context(worker)
+        for worker in workers.values():
+            worker.wait_until_serving()
+        gateway = GatewayProcess(
+            worker_ports=list(workers), log=folder / "gateway.log", options=gateway_options
+        )
+        stack.enter_context(gateway)
+        gateway.wait_until_healthy(len(workers))
+        yield Fleet(folder, gateway, workers)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet_of(tmp_path_factory.mktemp("fleet")) as started:
+        yield started
