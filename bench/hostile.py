@@ -56,11 +56,14 @@ class Hostile:
         self._address = address
         self._token = token
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.begun = asyncio.Event()
+        """The first calls have been made."""
         self.ended = collections.Counter[str]()
         """Calls that have ended, by status; those that hang open are not in it."""
 
     async def nothing(self) -> None:
         """Nobody attacks: what a run shows beyond that is an attack's."""
+        self.begun.set()
         await asyncio.Event().wait()
 
     async def unread_health_checks(self) -> None:
@@ -85,6 +88,7 @@ class Hostile:
             ]
             for peer, stream in opened:
                 await peer.send(stream, b"\x00" + (16 << 20).to_bytes(4, "big"))
+            self.begun.set()
             while True:
                 for peer, stream in opened:
                     await peer.send(stream, b"\n")
@@ -177,7 +181,7 @@ class Hostile:
     async def refused_calls(self) -> None:
         """Calls with a token that nobody has, as fast as they are refused."""
         stranger = Hostile(self._address, "x" * len(self._token))
-        stranger.ended = self.ended
+        stranger.ended, stranger.begun = self.ended, self.begun
         await stranger._asking("Generate", [messages.GenerateRequest(text="Hi")], at_once=STREAM_COUNT)
 
     @contextlib.asynccontextmanager
@@ -200,6 +204,7 @@ class Hostile:
                             stream = await peer.open_call(path, token=token)
                             if message:
                                 await peer.send(stream, message, end=True)
+                    self.begun.set()
                     await asyncio.gather(*(_stay(peer, reads=reads) for peer in peers))
 
     async def _asking(
@@ -222,6 +227,7 @@ class Hostile:
         index = begin
         while True:
             call = method(requests[index % len(requests)], metadata=self._metadata)
+            self.begun.set()
             try:
                 if hasattr(call, "read"):
                     while await call.read() is not grpc.aio.EOF:

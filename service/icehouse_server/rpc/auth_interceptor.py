@@ -25,9 +25,12 @@ from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
 from icehouse_server.rpc.calls.calls import Calls, Context, end
-from icehouse_server.rpc.calls.methods import METHODS, Access, Method, Pool
+from icehouse_server.rpc.calls.methods import METHODS, Access, Method, Place, Pool
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
+
+_TURN_COUNT = 16
+"""Commands and counters that are worked on at once; one caller has half of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._limits = limits
         # One caller may hold half of the memory.
         self._memory = FairQueue(capacity=limits.memory_bytes, factor=1.0)
+        self._turns = FairQueue(capacity=_TURN_COUNT, factor=1.0)
 
     async def intercept_service(
         self,
@@ -79,7 +83,16 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             with contextlib.ExitStack() as held:
                 async with _limited(method, context):
                     request = await self._admit(handler, method, context, held)
-                    await _answer(behaviour, request, context)
+                    if not inspect.isasyncgenfunction(behaviour):
+                        async with self._turn(METHODS[method]):
+                            response = await behaviour(request, context)
+                        # None: a stream that has written its own, or a status that was only set, as
+                        # channelz does.
+                        if response is not None:
+                            await _write(context, response)
+                        return
+                    async for response in behaviour(request, context):
+                        await context.write(response)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -130,6 +143,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             memory.shrink(len(data))
         return await self._refusing(method, context, lambda: _parsed(handler, data, row))
 
+    def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
+        """Wait until the caller may have one more command carried out: answers that come all together would
+        keep the event loop from everybody else's."""
+        if row.pool is Pool.COMMANDS and row.place is Place.INFERENCE:
+            return self._turns.turn(callers.origin.get())
+        return contextlib.nullcontext()
+
     def _full(self) -> Overloaded:
         return Overloaded(
             Reason.QUEUE_FULL,
@@ -158,9 +178,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if row.access is Access.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
         origin = origin_of(caller, context.peer())
+        # Before the place, so that a refusal is known to be this caller's.
+        callers.origin.set(origin)
         with self._shares[row.pool].place(origin):
             callers.current.set(caller)
-            callers.origin.set(origin)
             yield
 
     def _caller_of(self, row: Method, context: Context) -> Caller:
@@ -169,17 +190,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if self._health_is_open and row.access is Access.OPEN:
             return UNPROVED
         return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
-
-
-async def _answer(behaviour: Any, request: Any, context: Context) -> None:
-    if inspect.isasyncgenfunction(behaviour):
-        async for response in behaviour(request, context):
-            await context.write(response)
-        return
-    response = await behaviour(request, context)
-    # None: a stream that has written its own, or a status that was only set, as channelz does.
-    if response is not None:
-        await _write(context, response)
 
 
 @contextlib.asynccontextmanager

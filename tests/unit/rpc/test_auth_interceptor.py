@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2
+from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2, prompt_pb2
 from icehouse_server.config import ConnectionConfig
 from icehouse_server.rpc.calls.methods import METHODS, Access, Pool
 
@@ -25,6 +26,8 @@ FEW = {"max_concurrent_calls": 96}
 CALL_COUNT = 60
 """On each of three connections: more than a caller's part of any of the places."""
 CHANNELZ = {"channelz_enabled": True}
+SERVED = {name: row for name, row in METHODS.items() if not name.startswith("vllm.")}
+"""The table less the worker protocol's, which is switched on apart."""
 BOUND_S = 30.0
 FRAME_BYTES = 1 << 14
 """The longest frame that a server takes unasked."""
@@ -159,7 +162,7 @@ async def test_a_health_checker_that_sends_nothing_is_given_up_soon(tmp_path: Pa
         assert code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0] and "2 s" in message
 
 
-@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.message_byte_limit])
+@pytest.mark.parametrize("name", [name for name, row in SERVED.items() if row.message_byte_limit])
 async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path, name: str) -> None:
     limit = METHODS[name].message_byte_limit
     assert limit is not None
@@ -175,7 +178,7 @@ async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path,
         assert code == grpc.StatusCode.INVALID_ARGUMENT.value[0] and str(limit) in message
 
 
-@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.access is Access.OPERATOR])
+@pytest.mark.parametrize("name", [name for name, row in SERVED.items() if row.access is Access.OPERATOR])
 async def test_what_is_for_operators_is_refused_to_tenants_before_it_is_read(
     tmp_path: Path, name: str
 ) -> None:
@@ -187,7 +190,7 @@ async def test_what_is_for_operators_is_refused_to_tenants_before_it_is_read(
         assert code == grpc.StatusCode.PERMISSION_DENIED.value[0] and name.rpartition("/")[2] in message
 
 
-@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.pool is not Pool.HEALTH])
+@pytest.mark.parametrize("name", [name for name, row in SERVED.items() if row.pool is not Pool.HEALTH])
 async def test_nothing_but_health_is_served_to_who_proves_nothing(tmp_path: Path, name: str) -> None:
     async with (
         guarded_server(tmp_path, server=CHANNELZ) as served,
@@ -195,3 +198,27 @@ async def test_nothing_but_health_is_served_to_who_proves_nothing(tmp_path: Path
     ):
         code, _ = await peer.status(await peer.open_call(f"/{name}"))
         assert code == grpc.StatusCode.UNAUTHENTICATED.value[0]
+
+
+async def test_a_callers_commands_take_turns_and_let_anothers_pass(tmp_path: Path) -> None:
+    def explain(token_id: int, token: str) -> Any:
+        prompt = prompt_pb2.TokenPrompt(ids=[token_id])
+        request = cache_service_pb2.ExplainRequest(tokens=prompt)
+        return asyncio.ensure_future(served.cache.Explain(request, metadata=bearer(token), timeout=BOUND_S))
+
+    async with guarded_server(tmp_path) as served:
+        go_on = threading.Event()
+        served.engine.call_on_thread(go_on.wait)
+        try:
+            many = [explain(1, SEARCH) for _ in range(40)]
+            while len(served.engine.orders) < 8:
+                await asyncio.sleep(0)
+            other = explain(2, ADS)
+            while served.engine.orders[-1].prompt_token_ids != (2,):
+                await asyncio.sleep(0)
+            assert len(served.engine.orders) == 9, "one caller has eight of sixteen turns"
+        finally:
+            go_on.set()
+        ends = await asyncio.gather(other, *many, return_exceptions=True)
+        assert {end.code() for end in ends} == {grpc.StatusCode.FAILED_PRECONDITION}
+        assert len(served.engine.orders) == 41

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ReadSequence
 
+from icehouse_server.averages import Recount
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
 from icehouse_server.domain.cache_commands import Explain, Explanation
@@ -21,7 +22,7 @@ from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
-from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats
+from icehouse_server.engine.prefix_cache.stats import CountedParts, RamCounts, cache_stats
 from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, block_match
@@ -57,6 +58,7 @@ class PrefixCache:
         self._ram = RamTier(limit_bytes=settings.ram_limit_bytes)
         self._rates = Rates()
         self._counters = PrefixCounters()
+        self._recount: Recount[RamCounts] = Recount()
         self._quotas = TenantQuotas(settings, index=self._index, ram=self._ram)
         self._spills = Spills(
             settings,
@@ -433,7 +435,10 @@ class PrefixCache:
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's when they are given."""
-        parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self._rates)
+        counters, recount = self._counters, self._recount
+        parts = CountedParts(
+            self.settings, self.facts, self._ram, self._quotas, counters, self._rates, recount
+        )
         return cache_stats(parts, storage, now=self._clock.monotonic())
 
     def _purge(self, entry: Entry) -> None:

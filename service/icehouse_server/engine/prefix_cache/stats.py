@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from icehouse_server.averages import Recount
 from icehouse_server.domain.cache_stats import (
     AgePercentiles,
     CacheStats,
@@ -22,6 +23,17 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RamCounts:
+    """What is told of all blocks in RAM together."""
+
+    block_count: int
+    tail_count: int
+    pinned_block_count: int
+    token_count: int
+    age: AgePercentiles
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CountedParts:
     """The parts of a prefix cache that its statistics are read from."""
 
@@ -31,6 +43,7 @@ class CountedParts:
     quotas: TenantQuotas
     counters: PrefixCounters
     rates: Rates
+    recount: Recount[RamCounts]
 
 
 def cache_stats(cache: CountedParts, storage: CacheStats | None, *, now: float) -> CacheStats:
@@ -51,16 +64,29 @@ def cache_stats(cache: CountedParts, storage: CacheStats | None, *, now: float) 
 
 
 def _ram(cache: CountedParts, now: float) -> TierStats:
-    entries = list(cache.ram)
-    limit = cache.settings.block_token_count
+    counts = cache.recount.value(
+        lambda: _counts(cache, now), of=cache.ram, item_count=len(cache.ram), now=now
+    )
     return dataclasses.replace(
         cache.ram.stats,
+        block_count=counts.block_count,
+        tail_count=counts.tail_count,
+        pinned_block_count=counts.pinned_block_count,
+        token_count=counts.token_count,
+        size_bytes=cache.ram.used_bytes,
+        limit_bytes=cache.ram.limit_bytes,
+        age=counts.age,
+    )
+
+
+def _counts(cache: CountedParts, now: float) -> RamCounts:
+    entries = list(cache.ram)
+    limit = cache.settings.block_token_count
+    return RamCounts(
         block_count=len(entries),
         tail_count=sum(entry.token_count < limit for entry in entries),
         pinned_block_count=sum(entry.is_pinned for entry in entries),
         token_count=sum(entry.token_count for entry in entries),
-        size_bytes=cache.ram.used_bytes,
-        limit_bytes=cache.ram.limit_bytes,
         age=AgePercentiles.of(now - entry.last_used_time for entry in entries),
     )
 

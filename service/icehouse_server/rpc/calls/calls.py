@@ -15,10 +15,11 @@ import grpc
 from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord, Operation, TraceContext
 from icehouse_server.domain.events import Event, Finished, Started, Usage
-from icehouse_server.errors import IcehouseError, Reason, Unavailable
+from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
 from icehouse_server.rpc.calls.methods import METHODS
+from icehouse_server.rpc.calls.refusal_pace import LONGEST_S, LONGEST_UNPROVED_S, RefusalPace
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import DEADLINE_TOLERANCE_S, current_method
@@ -66,6 +67,7 @@ class Calls:
     def __init__(self, *, clock: Clock, watchers: Watchers) -> None:
         self._clock = clock
         self._watchers = watchers
+        self._pace = RefusalPace()
         self._running_count = 0
         self._closed = False
         self._idle = asyncio.Event()
@@ -102,6 +104,7 @@ class Calls:
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
         except IcehouseError as error:
             trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
+            await self._keep_pace(error)
             await end(context, with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
             self._see_out(call, context, self._cancel_code(call))
@@ -112,6 +115,18 @@ class Calls:
             broken = internal_error()
             trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
             await end(context, with_trailers(status_of(broken), trailers))
+
+    async def _keep_pace(self, error: IcehouseError) -> None:
+        """Keep a refusal back where its caller has had many: it may come again at once."""
+        if self._closed or not isinstance(error, Overloaded | Unauthenticated | Forbidden):
+            return
+        delay_s = self._pace.delay_s(
+            callers.origin.get(),
+            now=asyncio.get_running_loop().time(),
+            longest_s=LONGEST_UNPROVED_S if isinstance(error, Unauthenticated) else LONGEST_S,
+        )
+        if delay_s:
+            await asyncio.sleep(delay_s)
 
     def _deadline_time(self, context: Context) -> float | None:
         """Return when the call is to have ended: by its own deadline, or by its method's."""

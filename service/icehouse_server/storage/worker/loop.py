@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import assert_never
 
+from icehouse_server.averages import Recount
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash
@@ -51,7 +52,7 @@ from icehouse_server.storage.worker.requests import (
     VerifyRequest,
 )
 from icehouse_server.storage.worker.spiller import Spiller
-from icehouse_server.storage.worker.stats import StorageCounters, note_damage, storage_stats
+from icehouse_server.storage.worker.stats import BlockCounts, StorageCounters, note_damage, storage_stats
 from icehouse_server.storage.worker.store_state import StoreState, StoreStatus
 from icehouse_server.storage.worker.tasks import ListTask, PurgeTask, Task, VerifyTask, retire
 
@@ -119,6 +120,7 @@ class StorageLoop:
         """Parts that are yet to be posted: their blocks, and whether they are the first and the last."""
         self._announced_detail = ""
         self._has_inventory = False
+        self._recount: Recount[BlockCounts] = Recount()
         self._kept_up_time = clock.monotonic()
 
     def open(self) -> None:
@@ -318,6 +320,7 @@ class StorageLoop:
             self._store,
             self._counters,
             self._state,
+            self._recount,
             spill_meter=self._spill_meter,
             load_meter=self._load_meter,
             spill_queue_count=len(self._spiller),
