@@ -203,7 +203,8 @@ async def _limited(method: str, context: Context) -> AsyncIterator[None]:
     except TimeoutError:
         if not timer.expired():
             raise
-        if context.code():
+        has_ended = bool(context.code())
+        if has_ended:
             # Its status waits for a reader already.
             raise asyncio.CancelledError from None
         await end(context, status_of(_endless(deadline_s)))
