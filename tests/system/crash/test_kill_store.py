@@ -2,203 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import errno
 import itertools
-import multiprocessing
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from icehouse_server.domain.blocks import HostBlock, RegionKind, pack_tokens
-from icehouse_server.storage.directory.data_keys import find_key, open_key, rewrap
-from icehouse_server.storage.directory.manifest import Manifest
-from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope
-from icehouse_server.storage.directory.quarantine import BALLAST_BYTES
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded
-from icehouse_server.storage.paths import StorePaths
 
-from tests.fixtures.storage.blocks import make_chain
-from tests.fixtures.storage.loading import assert_holds, plan
-from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
-from tests.unit.storage.worker.test_crash import check_is_clean
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.system.crash.test_kill_store"])
-
-_STEPS = ("create", "write", "fsync", "close", "rename", "fsync_dir", "unlink")
-_BOUND_S = 60.0
-OLD_KEY, NEW_KEY = bytes(32), bytes([1]) * 32
-CHAIN = make_chain(3)
-RICHER = make_chain(3, checkpoint=True)[2]
+from tests.system.crash.store_process import (
+    Scenario,
+    change_key,
+    check_filled,
+    check_key,
+    check_purged,
+    check_replaced,
+    fill,
+    is_killed,
+    prepare,
+    purge,
+    replace,
+)
 
 
-class DeadlyFiles:
-    """The system's files, in a process that is killed after its n-th step. With `room_bytes` the disk is
-    full after so many bytes."""
-
-    def __init__(self, kill_after: int, room_bytes: int | None = None) -> None:
-        self._left = kill_after
-        self._room_bytes = room_bytes
-        self._system = SystemFiles()
-
-    def __getattr__(self, verb: str) -> Any:
-        action = getattr(self._system, verb)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if verb == "write" and self._room_bytes is not None:
-                wanted_bytes = sum(memoryview(part).nbytes for part in args[1])
-                if wanted_bytes > self._room_bytes:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._room_bytes -= wanted_bytes
-            if verb == "unlink" and self._room_bytes is not None and os.path.exists(args[0]):
-                self._room_bytes += os.path.getsize(args[0])
-            result = action(*args, **kwargs)
-            if verb in _STEPS:
-                self.step()
-            return result
-
-        return call
-
-    def step(self) -> None:
-        """Count a step; the manifest's are counted here too."""
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die(scenario: Callable[[Path, DeadlyFiles], None], directory: Path, kill_after: int) -> None:
-    """Be the process that is killed. Nothing of it comes back: no clean-up, no handler, no exit."""
-    files = DeadlyFiles(kill_after, room_bytes=BALLAST_BYTES + 60_000 if scenario is fill else None)
-    for name in ("insert", "delete"):
-        action = getattr(Manifest, name)
-
-        def counted(self: Manifest, *args: Any, action: Callable[..., Any] = action, **kwargs: Any) -> Any:
-            result = action(self, *args, **kwargs)
-            files.step()
-            return result
-
-        setattr(Manifest, name, counted)
-    scenario(directory, files)
-
-
-def replace(directory: Path, files: DeadlyFiles) -> None:
-    """Write a block again that gained a checkpoint."""
-    with StorageThread(directory, files=files) as served:
-        served.spill(RICHER)
-
-
-def purge(directory: Path, files: Any) -> None:
-    """Remove everything."""
-    store = OfflineStore(str(directory), files=files, clock=ManualClock())
-    store.purge(lambda _: True, scope=PurgeScope.EVERYTHING, progress=lambda done, total: None)
-
-
-def change_key(directory: Path, files: DeadlyFiles) -> None:
-    """Have another master key open the data key."""
-    rewrap(files, StorePaths(str(directory)), old_master_key=OLD_KEY, new_master_key=NEW_KEY)  # type: ignore
-
-
-def fill(directory: Path, files: DeadlyFiles) -> None:
-    """Write until the disk is full, evict, and write on."""
-    with StorageThread(directory, files=files) as served:
-        for block in make_chain(12, seed=7, row_width=64):
-            served.spill(block)
-            served.clock.advance(2)
-
-
-def lives(tmp_path: Path, scenario: Callable[[Path, DeadlyFiles], None]) -> Any:
+def lives(tmp_path: Path, scenario: Scenario) -> Iterator[Path]:
     """Yield a directory for every step after which a process that played the scenario was killed."""
     for kill_after in itertools.count(1):
         directory = tmp_path / str(kill_after)
-        with StorageThread(directory) as served:
-            served.spill(*CHAIN[:2], poorer(RICHER))
-        open_key(SystemFiles(), StorePaths(str(directory)), master_key=OLD_KEY)
-        process = _context.Process(target=die, args=(scenario, directory, kill_after), daemon=True)
-        process.start()
-        process.join(_BOUND_S)
-        if process.exitcode == 0:
+        prepare(directory)
+        if not is_killed(scenario, directory, kill_after):
             assert kill_after > 4, "the scenario has hardly a step"
             return
-        assert process.exitcode == -signal.SIGKILL, f"exit code {process.exitcode} after step {kill_after}"
         yield directory
         assert kill_after < 400
 
 
-def poorer(block: HostBlock) -> HostBlock:
-    regions = tuple(region for region in block.regions if region.kind is not RegionKind.CHECKPOINT)
-    return dataclasses.replace(block, regions=regions)
-
-
-def loaded(served: StorageThread, block: HostBlock) -> None:
-    """Load a block and compare each byte with what was spilled."""
-    served.take()
-    served.storage.load(plan([block], origin=block.header.start_token_index))
-    found = next(o for o in served.take() if isinstance(o, Loaded))
-    assert_holds(found, [block], origin=block.header.start_token_index)
-
-
 @pytest.mark.timeout(600)
 def test_killed_while_a_richer_block_replaces_a_poorer_one(tmp_path: Path) -> None:
-    sizes = set()
-    for directory in lives(tmp_path, replace):
-        with StorageThread(directory) as served:
-            records = {record.hash: record for record in served.take_inventory()}
-            assert set(records) == {block.header.hash for block in CHAIN}, "a block is lost"
-            stats = served.stats()
-            assert stats.integrity.quarantined_block_total == stats.last_reconcile.quarantined_count == 0
-            checkpoint_bytes = records[RICHER.header.hash].checkpoint_bytes
-            loaded(served, RICHER if checkpoint_bytes else poorer(RICHER))
-            sizes.add(checkpoint_bytes)
-        check_is_clean(directory)
+    sizes = {check_replaced(directory) for directory in lives(tmp_path, replace)}
     assert len(sizes) == 2, "no kill came before the new name, or none after it"
 
 
 @pytest.mark.timeout(600)
 def test_killed_while_everything_is_purged(tmp_path: Path) -> None:
-    secrets = [pack_tokens(block.header.token_ids) for block in CHAIN]
     for directory in lives(tmp_path, purge):
-        left = {path.name for path in directory.rglob("*.safetensors")}
-        with StorageThread(directory) as served:
-            records = served.take_inventory()
-            assert {f"{record.hash.hex()}.safetensors" for record in records} == left
-            for block in (*CHAIN[:2], poorer(RICHER)):
-                if block.header.hash in {record.hash for record in records}:
-                    loaded(served, block)
-        check_is_clean(directory)
-        purge(directory, SystemFiles())
-        whole = b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
-        assert [secret for secret in secrets if secret in whole] == []
+        check_purged(directory)
 
 
 def test_killed_while_the_key_is_changed(tmp_path: Path) -> None:
-    found = set()
-    for directory in lives(tmp_path, change_key):
-        paths = StorePaths(str(directory))
-        keys = [find_key(SystemFiles(), paths, master_key=key) for key in (OLD_KEY, NEW_KEY)]
-        assert sum(key is not None for key in keys) == 1, "both keys open it, or none does"
-        found.add(keys[0] is not None)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(paths.data_keys + ".partial")
-        rewrap(SystemFiles(), paths, old_master_key=OLD_KEY, new_master_key=NEW_KEY)
-        assert find_key(SystemFiles(), paths, master_key=NEW_KEY) in keys
-    assert found == {True, False}
+    assert {check_key(directory) for directory in lives(tmp_path, change_key)} == {True, False}
 
 
 @pytest.mark.timeout(600)
 def test_killed_on_a_full_disk(tmp_path: Path) -> None:
     for directory in lives(tmp_path, fill):
-        with StorageThread(directory) as served:
-            known = {record.hash for record in served.take_inventory()}
-            for block in (*CHAIN[:2], poorer(RICHER), *make_chain(12, seed=7, row_width=64)):
-                if block.header.hash in known:
-                    loaded(served, block)
-            served.spill(*make_chain(2, seed=8))
-            assert not served.stats().disk.writes_off_detail
-            assert len(served.storage._store.index) == len(known) + 2
-        check_is_clean(directory)
+        check_filled(directory)

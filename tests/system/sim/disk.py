@@ -4,7 +4,8 @@ Power loss is played on a copy of the directory: what no fsync made durable is u
 rename included. Rename is atomic (POSIX; journaling file systems keep that over a power cut), so
 one that is undone brings back the file it replaced: the name is never without either. The copy
 takes the manifest's write-ahead log along as a killed process leaves it, and a power cut
-may take the last transactions with it.
+may take the last transactions with it. Where a process alone ends, killed or in order, nothing is
+undone, and what it had not made durable is the next one's to lose (`heir`).
 """
 
 from __future__ import annotations
@@ -114,6 +115,24 @@ class SimDisk:
         for rename in reversed(self._renames):
             rename.undo()
         shutil.copytree(self.root, copy, ignore=shutil.ignore_patterns("*-shm"))
+
+    def kill(self, copy: Path) -> None:
+        """Lose the process alone; `copy` becomes what the next one finds."""
+        self.has_crashed = True
+        shutil.copytree(self.root, copy, ignore=shutil.ignore_patterns("*-shm"))
+
+    def heir(self, root: Path) -> SimDisk:
+        """Return the disk of the next process on the same machine; `root` is the directory, or its copy."""
+        disk = SimDisk(root, mtime_ns=self.mtime_ns)
+
+        def moved(path: str) -> str:
+            return str(root / os.path.relpath(path, self.root))
+
+        disk._unsynced = {moved(path) for path in self._unsynced}
+        disk._renames = [
+            _Rename(moved(rename.source), moved(rename.target), rename.replaced) for rename in self._renames
+        ]
+        return disk
 
     def release(self) -> None:
         """Close what the dead process had open, as the system does."""

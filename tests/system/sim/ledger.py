@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import Damage, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
 from icehouse_server.domain.ids import BlockHash
@@ -21,6 +21,7 @@ from icehouse_server.storage.messages import (
     StatsAnswer,
     Verified,
 )
+from icehouse_server.storage.record import BlockRecord
 
 from tests.system.sim.disk import Rot
 from tests.system.sim.model import Reply
@@ -48,11 +49,16 @@ class Promise:
         return self.request.prompt_token_ids + self.reply.token_ids
 
 
+def _kinds(record: BlockRecord) -> frozenset[RegionKind]:
+    return frozenset(kind for kind in RegionKind if record.region_bytes(kind))
+
+
 class Ledger:
     """Survives the crashes that the house does not."""
 
     def __init__(self) -> None:
-        self.committed: set[BlockHash] = set()
+        self.committed: dict[BlockHash, frozenset[RegionKind]] = {}
+        """With the regions that the SSD tier said it has of each."""
         self.removed: set[BlockHash] = set()
         self.spilled: set[BlockHash] = set()
         self.damaged: set[BlockHash] = set()
@@ -101,11 +107,12 @@ class Ledger:
         """Compare what the SSD tier says with what it must say."""
         self.seen[type(outcome).__name__] += 1
         if isinstance(outcome, Persisted):
-            self.committed.add(outcome.record.hash)
+            self.committed[outcome.record.hash] = _kinds(outcome.record)
             self.damaged.discard(outcome.record.hash)
             self._check_size(served)
         elif isinstance(outcome, Evicted):
-            self.committed.difference_update(outcome.hashes)
+            for block in outcome.hashes:
+                self.committed.pop(block, None)
             self.removed.update(outcome.hashes)
         elif isinstance(outcome, StatsAnswer):
             self.last_stats = outcome.stats
@@ -141,13 +148,15 @@ class Ledger:
     def _check_opened(self, served: SimServer) -> None:
         """No committed block is lost by a restart, none appears from nowhere, no row lied."""
         store = served.store
-        present = {record.hash for record in store.index}
-        expected = self.committed - self.damaged - self.may_be_gone
+        present = {record.hash: _kinds(record) for record in store.index}
+        expected = self.committed.keys() - self.damaged - self.may_be_gone
         if self.has_lost_rows:
             expected -= self.removed
-        lost = expected - present
+        lost = expected - present.keys()
         assert not lost, f"committed blocks were lost: {[name.hex()[:8] for name in lost]}, {store.report}"
-        strange = present - self.spilled
+        poorer = [name.hex()[:8] for name in expected if not self.committed[name] <= present[name]]
+        assert not poorer, f"committed blocks lost regions: {poorer}, {store.report}"
+        strange = present.keys() - self.spilled
         assert not strange, f"blocks nobody spilled: {[name.hex()[:8] for name in strange]}"
         if not (self.damaged or self.has_lost_rows or self.io_errors(served)):
             report = store.report

@@ -29,7 +29,7 @@ from tests.system.sim.checks import (
     check_rest,
 )
 from tests.system.sim.commands import CommandIssuer
-from tests.system.sim.disk import lose_last_transactions, rot
+from tests.system.sim.disk import SimDisk, lose_last_transactions, rot
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.system.sim.pinning import PinWatch
@@ -40,6 +40,8 @@ from tests.unit.storage.worker.test_crash import check_is_clean
 _USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
 _TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
 _ADAPTERS = (NO_ADAPTER, NO_ADAPTER, NO_ADAPTER, *ADAPTER_DIGESTS)
+_KILL_SHARE = 0.35
+"""Of the ends of a process that nobody ordered; the power goes in the others."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -59,6 +61,7 @@ class Scenario:
         # Dice of their own: a story of before there were adapters stays the same but for them.
         self._adapter_dice = random.Random(-(10**6) - seed)
         self._sharing_dice = random.Random(-2 * 10**6 - seed)
+        self._kill_dice = random.Random(-3 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
@@ -74,7 +77,7 @@ class Scenario:
         stems = [bytes(self.dice.choices(ALPHABET, k=40)) for _ in range(2)]
         self._texts: list[tuple[int, ...]] = [tuple(stem) for stem in stems]
         self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
-        self._served = self._new_server()
+        self._served = self._new_server(None)
 
     @property
     def seen(self) -> Counter[str]:
@@ -98,8 +101,10 @@ class Scenario:
             self._served.disk.has_crashed = True
             self._served.disk.release()
 
-    def _new_server(self) -> SimServer:
-        return SimServer(self.setup, self._life, clock=self.clock, ledger=self.ledger, dice=self.dice)
+    def _new_server(self, disk: SimDisk | None) -> SimServer:
+        return SimServer(
+            self.setup, self._life, clock=self.clock, ledger=self.ledger, dice=self.dice, disk=disk
+        )
 
     def _say(self, text: str) -> None:
         self.log.append(f"{self.clock.now:9.4f} {text}")
@@ -298,22 +303,24 @@ class Scenario:
         self._die("between two steps")
 
     def _die(self, where: str) -> None:
-        """Everything in memory is gone; go on with what is on the disk."""
+        """Everything in memory is gone; go on with what is on the disk, less what needs power to stay there
+        where it is not the process alone that ends."""
         served, ledger = self._served, self.ledger
-        self._say(f"the power goes {where}")
-        ledger.seen["crash"] += 1
+        is_kill = self._kill_dice.random() < _KILL_SHARE
+        self._say(f"{'the process is killed' if is_kill else 'the power goes'} {where}")
+        ledger.seen["kill" if is_kill else "crash"] += 1
         self._settle_ends()
         if served.storage is not None and served.store.is_open:
-            ledger.may_be_gone |= ledger.committed - {record.hash for record in served.store.index}
+            ledger.may_be_gone |= ledger.committed.keys() - {record.hash for record in served.store.index}
         directory = self._folder / f"life-{self._life.number + 1}"
-        served.die(directory)
-        if self.dice.random() < 0.3:
+        served.die(directory, is_kill=is_kill)
+        if self.dice.random() < 0.3 and not is_kill:
             manifest = Path(StorePaths(str(directory)).manifest)
             if lose_last_transactions(manifest, self.dice.randint(1, 3)):
                 ledger.has_lost_rows = True
                 ledger.seen["lost rows"] += 1
                 self._say("the last rows are lost")
-        self._begin_life(directory)
+        self._begin_life(directory, disk=served.disk if is_kill else None)
 
     def _restart(self) -> None:
         self._say("restart in order")
@@ -324,16 +331,16 @@ class Scenario:
         self._pins.check_before_restart(served)
         self._collect_ends()
         assert not self._live, f"a restart left requests without an end: {list(self._live)}"
-        self._begin_life(self._life.directory)
+        self._begin_life(self._life.directory, disk=served.disk)
 
-    def _begin_life(self, directory: Path) -> None:
+    def _begin_life(self, directory: Path, *, disk: SimDisk | None) -> None:
         self.ledger.io_error_count += self._served.disk.failed_count
         self._live.clear()
         self._commands.begin_life()
         self._pins.begin_life()
         model = self._life.model if self.dice.random() < 0.8 else 1 - self._life.model
         self._life = Life(self._life.number + 1, model, directory, self._served.disk.mtime_ns)
-        self._served = self._new_server()
+        self._served = self._new_server(disk)
         if self.dice.random() < 0.1:
             self._served.disk.crash_in = self.dice.randint(1, 40)
         self._say(f"life {self._life.number} with model {model}")

@@ -90,12 +90,20 @@ class SimServer:
     """Built in memory by `SimServer`, on its directory by `open`; ended by `stop` or `die`."""
 
     def __init__(
-        self, setup: Setup, life: Life, *, clock: SimClock, ledger: Ledger, dice: random.Random
+        self,
+        setup: Setup,
+        life: Life,
+        *,
+        clock: SimClock,
+        ledger: Ledger,
+        dice: random.Random,
+        disk: SimDisk | None = None,
     ) -> None:
+        """`disk` is that of the process before on this machine; without one all that is there is durable."""
         self.setup, self.life, self.clock, self.ledger = setup, life, clock, ledger
         self.recorder = Recorder()
         self.mailbox = _MailboxWithoutWaiting()
-        self.disk = SimDisk(life.directory, mtime_ns=life.mtime_ns)
+        self.disk = disk.heir(life.directory) if disk else SimDisk(life.directory, mtime_ns=life.mtime_ns)
         self.storage: Storage | None = None
         if setup.has_storage:
             self.storage = Storage(
@@ -203,12 +211,15 @@ class SimServer:
             assert self.is_closed, "the directory is never closed"
         self.disk.release()
 
-    def die(self, copy: Path) -> None:
-        """The process is gone; `copy` is what it leaves on the disk."""
+    def die(self, copy: Path, *, is_kill: bool) -> None:
+        """The process is gone, and the power with it unless `is_kill`; `copy` is what it leaves there."""
         if self.storage is not None and self.store._manifest is None:
             # A connection that a crash left half open must not fold its log in while it is copied.
             gc.collect()
-        self.disk.crash(copy)
+        if is_kill:
+            self.disk.kill(copy)
+        else:
+            self.disk.crash(copy)
         if self.storage is not None and self.store._manifest is not None:
             self.store._manifest._database.conn.close()
         self.disk.release()

@@ -64,3 +64,18 @@ def test_a_synced_rename_stays(disk: SimDisk) -> None:
         _write(disk, path, data, is_synced=True)
         disk.fsync_dir(str(path.parent))
     assert _files_after_a_power_cut(disk) == {"a": b"richer"}
+
+
+def test_what_a_killed_process_did_not_sync_is_the_next_ones_to_lose(disk: SimDisk) -> None:
+    _write(disk, disk.root / "blocks/a", b"new", is_synced=True)
+    copy = disk.root.with_name("next")
+    disk.kill(copy)
+    assert (copy / "blocks/a").read_bytes() == b"new"
+    assert _files_after_a_power_cut(disk.heir(copy)) == {"a.partial": b"new"}
+
+
+def test_what_the_next_process_syncs_stays(disk: SimDisk) -> None:
+    _write(disk, disk.root / "blocks/a", b"new", is_synced=True)
+    heir = disk.heir(disk.root)
+    heir.fsync_dir(str(disk.root / "blocks"))
+    assert _files_after_a_power_cut(heir) == {"a": b"new"}

@@ -20,6 +20,7 @@ _REACHED = (
     "evicted from RAM",
     "evicted from SSD",
     "crash",
+    "kill",
     "restart",
     "clean open",
     "adopted",

@@ -100,6 +100,12 @@ class Manifest:
         """Say whether SQLite finds the database's pages intact."""
         return bool(self._connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",))
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is a table for rows: not in a manifest whose making was cut short."""
+        found = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'blocks'")
+        return found.fetchone() is not None
+
     def load(self, *, check_facts: bool = True) -> tuple[list[BlockRecord], list[BlockHash]]:
         """Return all records, and the hashes of rows whose facts are not those once written.
 

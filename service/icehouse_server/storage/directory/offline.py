@@ -92,6 +92,8 @@ class OfflineStore:
         if not self._exists(self.paths.manifest):
             return Rows((), (), {})
         with self._manifest() as manifest:
+            if not manifest.has_rows:
+                return Rows((), (), {})
             records, edited = manifest.load()
             return Rows(tuple(records), tuple(edited), manifest.fingerprints())
 

@@ -54,6 +54,7 @@ def open_store(
     """
     for path in (paths.root, paths.blocks, paths.quarantine):
         files.make_dir(path)
+    files.fsync_dir(paths.root)
     if cipher is not None and cipher.wrapped_key:
         _put_key_back(files, paths, wrapped=cipher.wrapped_key)
     started = clock.monotonic()

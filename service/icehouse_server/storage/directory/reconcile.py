@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -232,6 +233,9 @@ def repair(
             assert item.hash is not None, f"{item.path} is to be quarantined but is not named as a block"
             move_to_quarantine(item.hash, path=item.path, files=files, paths=paths)
     kept = [(item.record, item.file) for item in items if item.record is not None and item.file is not None]
+    # A name may be a dead process's, which came no further than giving it: it must not go behind its row.
+    for folder in dict.fromkeys(os.path.dirname(item.path) for item in items if item.file is not None):
+        files.fsync_dir(folder)
     unnamed = {record.fingerprint: (record, file) for record, file in kept}
     for fingerprint in manifest.fingerprints():
         unnamed.pop(fingerprint, None)

@@ -13,6 +13,7 @@ from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.directory import data_keys
 from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope
+from icehouse_server.storage.directory.reconcile import Finding
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.paths import StorePaths
 
@@ -88,6 +89,18 @@ def lose_the_quarantine(paths: StorePaths) -> None:
     os.rmdir(paths.quarantine)
 
 
+def make_the_manifest_half(paths: StorePaths) -> None:
+    """A process was killed while it made a new manifest."""
+    lose_the_manifest(paths)
+    Path(paths.manifest).touch(0o600)
+
+
+def lose_all_at_once(paths: StorePaths) -> None:
+    leave_a_partial(paths)
+    lose_the_quarantine(paths)
+    lose_the_manifest(paths)
+
+
 def set_things_aside(paths: StorePaths) -> None:
     path = paths.block(CHAIN[0].header.fingerprint, CHAIN[0].header.hash)
     shutil.copy(path, paths.quarantined(CHAIN[0].header.hash))
@@ -102,6 +115,8 @@ STATES: list[Callable[[StorePaths], None]] = [
     lose_a_row,
     leave_a_partial,
     lose_the_quarantine,
+    make_the_manifest_half,
+    lose_all_at_once,
     set_things_aside,
 ]
 NAMES = ["as it was", *(state.__name__ for state in STATES[1:])]
@@ -155,6 +170,28 @@ def test_a_crash_at_any_step_brings_nothing_back_that_was_gone(
             assert crash_at > 5
             return
     raise AssertionError("the purge never came to its end")
+
+
+def test_nothing_is_left_of_what_only_the_write_ahead_log_holds(directory: Path) -> None:
+    """A killed server leaves its last rows in the log; nobody has folded them into the manifest."""
+    served = StorageThread(directory)
+    served.__enter__()
+    served.spill(*make_chain(3, seed=9))
+    log = Path(f"{StorePaths(str(directory)).manifest}-wal")
+    copy = directory.with_name("killed")
+    shutil.copytree(directory, copy)
+    served.__exit__(None, None, None)
+    tokens = [pack_tokens(block.header.token_ids) for block in make_chain(3, seed=9)]
+    assert all(secret in (copy / log.name).read_bytes() for secret in tokens)
+    purge(copy)
+    assert traces(copy) == [] and not any(secret in everything_in(copy) for secret in tokens)
+
+
+def test_a_manifest_whose_making_was_cut_short_has_no_rows(directory: Path) -> None:
+    make_the_manifest_half(StorePaths(str(directory)))
+    assert offline(directory).rows().records == ()
+    found, _ = offline(directory).check(progress=lambda count: None)
+    assert [item.finding for item in found] == [Finding.ADOPTABLE] * 3
 
 
 def test_the_keys_go_before_the_blocks(tmp_path: Path, directory: Path) -> None:

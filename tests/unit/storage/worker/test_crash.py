@@ -207,6 +207,36 @@ def test_crash_after_every_step_of_reconcile(tmp_path, crashing_manifest, cipher
     assert 10 < crash_at < STEP_LIMIT
 
 
+@pytest.mark.parametrize("name", ["spill", "replace"])
+def test_what_was_adopted_after_a_kill_outlives_the_power(tmp_path, crashing_manifest, name):
+    """The next process finds names that no sync of a folder made durable, and tells of their blocks."""
+    scenario, _ = SCENARIOS[name]
+    for crash_at in range(1, STEP_LIMIT):
+        directory = tmp_path / str(crash_at)
+        crashing_manifest.clear()
+        with StorageThread(directory) as served:
+            served.spill(*make_chain(2, seed=1))
+        files = CrashingFiles(crash_at, is_kill=True)
+        crashing_manifest["files"] = files
+        has_crashed = run_until_crash(
+            StorageThread(directory, files=files), functools.partial(scenario, cipher=None)
+        )
+        crashing_manifest.clear()
+        if not has_crashed:
+            break
+        files = files.taken_over()
+        with StorageThread(directory, files=files) as served:
+            told = {regions_of(record) for record in served.take_inventory()}
+        files.lose_power()
+        with StorageThread(directory) as served:
+            assert {regions_of(record) for record in served.take_inventory()} == told, crash_at
+    assert 5 < crash_at < STEP_LIMIT - 1
+
+
+def regions_of(record):
+    return record.hash, record.kv_bytes, record.window_bytes, record.checkpoint_bytes
+
+
 def test_the_crashing_files_lose_what_was_not_synced(tmp_path):
     files = CrashingFiles(crash_at=3)
     descriptor = files.create(str(tmp_path / "a.partial"))
