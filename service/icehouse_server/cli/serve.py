@@ -31,7 +31,10 @@ _log = logging.getLogger("icehouse.boot")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _CLOSE_S = 10.0
-"""How long the storage thread may take to close the manifest."""
+"""How long the storage thread may go on writing what was sent to it, before it closes the manifest."""
+
+_CLOSED_S = 10.0
+"""How long that may take it: the file it is writing, and the manifest."""
 
 _EDGE_S = 5.0
 """How long the edge may take to close, once its calls have had their grace."""
@@ -42,7 +45,8 @@ _WORK_S = 2.0
 _LOOK_S = 0.02
 
 _STUCK_S = 10.0
-"""How long the inference thread may go on after everything was cancelled: one long prefill chunk."""
+"""How long the inference thread may go on after everything was cancelled, one long prefill chunk, before it
+writes RAM's blocks to SSD, which has a bound of its own."""
 
 
 def serve(loaded: LoadedConfig) -> None:
@@ -161,16 +165,17 @@ async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
                 await server.rpc.stop(grace_s=grace_s + 1)
         except TimeoutError:
             _log.error("stuck_calls_abandoned", extra={"waited_s": grace_s + 1 + _EDGE_S})
-        ended = await asyncio.to_thread(server.engine.join, timeout_s=_STUCK_S)
+        ending_s = _STUCK_S + server.engine.flush_timeout_s
+        ended = await asyncio.to_thread(server.engine.join, timeout_s=ending_s)
         closed = True
         if server.storage is not None:
             server.storage.close(deadline_time=server.clock.monotonic() + _CLOSE_S)
-            closed = await asyncio.to_thread(server.storage.join, timeout_s=_CLOSE_S)
+            closed = await asyncio.to_thread(server.storage.join, timeout_s=_CLOSE_S + _CLOSED_S)
         await asyncio.to_thread(server.telemetry.stop)
     if not ended:
-        _log.error("stuck_inference_abandoned", extra={"waited_s": _STUCK_S})
+        _log.error("stuck_inference_abandoned", extra={"waited_s": ending_s})
     if not closed:
-        _log.error("stuck_storage_abandoned", extra={"waited_s": _CLOSE_S})
+        _log.error("stuck_storage_abandoned", extra={"waited_s": _CLOSE_S + _CLOSED_S})
     if not (ended and closed):
         _leave(1)
 

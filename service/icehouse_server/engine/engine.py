@@ -96,6 +96,11 @@ class Engine:
         return self._step_allowance_s
 
     @property
+    def flush_timeout_s(self) -> float:
+        """How long the thread may take at its end to write RAM's blocks to SSD."""
+        return self._settings.flush_timeout_s
+
+    @property
     def error(self) -> IcehouseError | None:
         """Why the engine is FAILED, for whoever started it; callers get `engine_failed` instead."""
         return self._error

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import prompt_pb2
+from icehouse_server.cli import serve
+
+from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.whole_server import whole_server
 
 _STUCK = """
 import asyncio, concurrent.futures, logging, threading
@@ -26,3 +33,20 @@ def test_stuck_work_does_not_keep_the_process(is_stuck: bool, code: int, expecte
     ended = subprocess.run([sys.executable, "-c", boot], timeout=60, capture_output=True, text=True)
     assert ended.returncode == expected, ended.stderr
     assert ("stuck_work_abandoned tokenizer_0" in ended.stderr) is is_stuck
+
+
+async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Each has a bound of its own, which the wait for its thread does not cut short.
+    monkeypatch.setattr(serve, "_STUCK_S", 0.0)
+    monkeypatch.setattr(serve, "_CLOSE_S", 0.0)
+    codes: list[int] = []
+    monkeypatch.setattr(serve, "_leave", codes.append)
+    model = tiny_model_dir(tmp_path, "llama")
+    async with whole_server(
+        model, tmp_path / "blocks", cache__block_token_count=16, cache__min_prefix_token_count=0
+    ) as server:
+        tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(900)])
+        await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
+    assert not codes, caplog.text

@@ -37,13 +37,19 @@ from tests.fixtures.engine import (
 class WatchedMailbox(Mailbox[Message]):
     """Notes how long the loop would have waited, and does not wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         super().__init__(limit=100)
         self.waits_s: list[float] = []
+        self.later: list[Message] = []
+        """One of these comes, in half a millisecond, each time somebody waits."""
+        self.clock = clock
 
     def take_all(self, *, timeout_s: float) -> list[Message]:
         if not len(self):
             self.waits_s.append(timeout_s)
+            if self.later and timeout_s > 0:
+                self.clock.now += 0.0005
+                self.post(self.later.pop(0))
         return super().take_all(timeout_s=0.0)
 
 
@@ -64,7 +70,7 @@ class SteppedLoop:
         self.runner = FakeRunner()
         self.runner.clock = self.clock
         self.recorder = Recorder()
-        self.mailbox = WatchedMailbox()
+        self.mailbox = WatchedMailbox(self.clock)
         self.queue = WaitingQueue(waiting or WaitingLimits(request_limit=waiting_limit))
         self.scheduler = Scheduler(
             SchedulerLimits(
@@ -121,6 +127,29 @@ def test_one_request_from_started_to_finished() -> None:
     assert served.recorder.tokens_of("a") == history[10:]
     assert served.recorder.text_of("a") == decode_ascii(history[10:])
     assert served.runner.history == {}, "nothing is left behind"
+
+
+def test_a_burst_that_finds_the_engine_idle_is_taken_in_together() -> None:
+    served = SteppedLoop()
+    served.loop.step()
+    served.submit("first", (1, 2), max_output_tokens=5)
+    served.mailbox.later += [Submit(request(f"r{n}", (1, 2), max_output_tokens=5)) for n in range(3)]
+    served.loop.step()
+    assert len(served.scheduler.running) + served.scheduler.waiting_count == 4
+
+
+def test_an_idle_engine_waits_for_a_burst_but_a_moment() -> None:
+    served = SteppedLoop()
+    served.loop.step()
+    served.submit("first", (1, 2), max_output_tokens=1)
+    served.loop.step()
+    assert served.mailbox.waits_s[-1] <= 0.001, "nobody comes behind it"
+    endless = SteppedLoop(waiting_limit=100)
+    endless.loop.step()
+    endless.submit("first", (1, 2), max_output_tokens=1)
+    endless.mailbox.later += [Submit(request(f"r{n}", (1, 2), max_output_tokens=1)) for n in range(90)]
+    endless.loop.step()
+    assert len(endless.mailbox.later) > 60, "the first pass runs while others are still coming"
 
 
 def test_eos_ends_without_text_and_counts() -> None:
@@ -397,8 +426,8 @@ def test_a_loop_that_found_nothing_to_do_waits_though_somebody_is_in_the_queue()
     served = SteppedLoop(running_limit=1)
     for name in ("loads", "waits"):
         served.submit(name, (1, 2), max_output_tokens=3)
-    served.mailbox.waits_s.clear()
     served.loop._take_in(0.0)
+    served.mailbox.waits_s.clear()
     served.scheduler.admit(next(served.scheduler.candidates(served.clock.now)))
     served.scheduler.start_loading(served.scheduler.running[0])
     for _ in range(5):

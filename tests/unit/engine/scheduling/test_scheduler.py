@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -401,6 +402,17 @@ def test_several_prompts_fill_a_pass_alone_together() -> None:
     assert device.now - began < 1.15 * (40 * 39 * device.token_s + 2 * device.fixed_s)
 
 
+def test_a_burst_that_finds_nobody_decoding_is_one_pass() -> None:
+    # Ended sooner, it would let the first of them decode, and the passes of the others be short.
+    limits = dataclasses.replace(WIDE, running_limit=16, prefilling_limit=16)
+    scheduler, device = alone(limits=limits), Device(fixed_s=0.010, token_s=0.0005)
+    prefilled(scheduler, device, number=1, token_count=3001)
+    for number in range(2, 18):
+        scheduler.queue.add(without_output(number, 40))
+    scheduler.admit_all()
+    assert sum(chunk.stop - chunk.start for chunk in scheduler.plan()) >= 15 * 40
+
+
 @pytest.mark.parametrize("factor", [8.0, 1 / 8.0], ids=["slower", "faster"])
 def test_a_device_whose_speed_changes_is_followed(factor: float) -> None:
     scheduler, device = alone(), Device(fixed_s=0.1, token_s=0.002)
@@ -414,11 +426,11 @@ def test_a_device_whose_speed_changes_is_followed(factor: float) -> None:
 
 
 def test_a_chunk_after_a_long_restored_context_is_tried_small_first() -> None:
-    scheduler = alone(100, 20_100)
-    short, long = scheduler.running
-    while short.remaining_token_count:
-        Device(fixed_s=0.01, token_s=0.001).run(scheduler, 1)
-    scheduler.remove(short)
+    scheduler = alone()
+    prefilled(scheduler, Device(fixed_s=0.01, token_s=0.001), number=1, token_count=100)
+    long = without_output(2, 20_100)
+    scheduler.queue.add(long)
+    scheduler.admit_all()
     long.processed_token_count = 20_000
     (chunk,) = scheduler.plan()
     assert chunk.stop - chunk.start <= 48, "nobody knows what context costs"
@@ -430,10 +442,10 @@ def test_shorter_prompts_without_end_leave_the_oldest_its_share(is_decoding: boo
     scheduler, _ = beside_decoding_ones(WIDE, row_count=int(is_decoding))
     long = without_output(1, 100_000)
     scheduler.queue.add(long)
-    others = 0
-    for number in range(2, 400):
-        if scheduler.waiting_count < 2:
-            scheduler.queue.add(without_output(number, 300))
+    others, numbers = 0, itertools.count(2)
+    for _ in range(200):  # in more it would be overtaken as far as it is long
+        while scheduler.prefilling_count + scheduler.waiting_count < 5:  # more than one pass holds
+            scheduler.queue.add(without_output(next(numbers), 300))
             scheduler.admit_all()
         _, chunks = device.run_one(scheduler)
         others += sum(c.stop - c.start for c in chunks if c.sequence is not long)
