@@ -15,7 +15,8 @@ PACKAGES := pyproject.toml gen/python/pyproject.toml clients/python/pyproject.to
 UV := $(shell command -v uv 2>/dev/null)
 
 ifneq ($(UV),)
-MAKE_VENV = uv venv --quiet --python $(PYTHON) --allow-existing $(VENV)
+# With pip, which the demo model is fetched with.
+MAKE_VENV = uv venv --quiet --seed --python $(PYTHON) --allow-existing $(VENV)
 INSTALL = uv pip install --quiet --python $(BIN)/python
 else
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
@@ -37,7 +38,7 @@ $(STAMP): $(PACKAGES) constraints.txt
 	@$(INSTALL) -c constraints.txt -e gen/python -e clients/python -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, starts a server, streams, stops.
+demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, starts a server, asks, streams, stops.
 	@$(BIN)/icehouse demo
 
 serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
@@ -118,7 +119,7 @@ soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat 
 bench-storage: $(STAMP) ## SSD tier against raw files: spill, restore, reconcile, as ratios.
 	@$(BIN)/python -m bench.storage_bench $(ARGS)
 
-bench-blas: $(STAMP) ## What OpenBLAS is worth on a CPU: prefill of the demo model with it and without.
+bench-blas: $(STAMP) ## What OpenBLAS is worth on a CPU: prefill of Gemma 3 270M with it and without.
 	@$(BIN)/python -m bench.blas $(ARGS)
 
 fuzz: $(STAMP) ## Mutated requests over every RPC against a real server (ARGS="--requests 1000000 --seed 2").

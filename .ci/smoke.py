@@ -19,6 +19,7 @@ import jsonschema
 import numpy as np
 from icehouse_server.cli.demo import free_port, running_server
 from icehouse_server.demo.build import ensure_demo_model
+from icehouse_server.demo.models import SMOLLM2
 from icehouse_server.rpc.client.generate import Connection
 from safetensors.numpy import save_file
 
@@ -218,7 +219,7 @@ def main() -> int:
         print("grpcurl is not here; install it with", file=sys.stderr)
         print("  go install github.com/fullstorydev/grpcurl/cmd/grpcurl@latest", file=sys.stderr)
         return 1
-    model_folder = ensure_demo_model()
+    model_folder = ensure_demo_model(SMOLLM2)
     address = f"127.0.0.1:{free_port()}"
     smoke = Smoke(grpcurl=grpcurl, address=address)
     with (

@@ -64,7 +64,7 @@ class Rates:
 def main() -> None:
     """Measure, print the tables, write bench/out/speculation.json."""
     parser = argparse.ArgumentParser(prog="make bench-speculation", description=__doc__)
-    parser.add_argument("--model", default="demo", help="random, or as for icehouse serve")
+    parser.add_argument("--model", default="demo-gemma", help="random, or as for icehouse serve")
     parser.add_argument("--draft-model", default="", help="guess with this model; `same` for the served one")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument(

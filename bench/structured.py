@@ -5,7 +5,7 @@ of them for each; the order turns from round to round, and a first round is thro
 the same number of tokens: end tokens are ignored and the schema wants more than fits. The prefix cache is
 off. Only the stretch in which every client decodes is counted.
 
-The default is the demo model, because its vocabulary of 262,144 tokens is as large as they come: what a
+The default is Gemma 3 270M, because its vocabulary of 262,144 tokens is as large as they come: what a
 mask costs grows with the vocabulary. `--model random` has 320 tokens and short steps.
 """
 
@@ -62,7 +62,7 @@ SCHEMA = {
 def main() -> None:
     """Measure, print the tables, write bench/out/structured.json."""
     parser = argparse.ArgumentParser(prog="make bench-structured", description=__doc__)
-    parser.add_argument("--model", default="demo", help="random, or as for icehouse serve")
+    parser.add_argument("--model", default="demo-gemma", help="random, or as for icehouse serve")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
     parser.add_argument("--tokens", type=int, default=56, help="output tokens per reply")

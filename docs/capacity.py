@@ -91,6 +91,7 @@ def _dense(layers: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, 
 
 
 MODELS: Mapping[str, dict[str, Any]] = {
+    "SmolLM2 135M": _dense(30, 3, 64),
     "Gemma 3 270M": _dense(18, 1, 256, sliding_window=512, sliding_window_pattern=6),
     "Gemma 3 4B": _dense(34, 4, 256, sliding_window=1024, sliding_window_pattern=6),
     "Gemma 3 12B": _dense(48, 8, 256, sliding_window=1024, sliding_window_pattern=6),

@@ -82,7 +82,7 @@ OWNERS = {
     "smg_grpc_proto": ("rpc.worker.",),
     "huggingface_hub": ("bootstrap.model_source",),
     "safetensors": ("demo.weights",),
-    "tokenizers": ("demo.tokenizer",),
+    "tokenizers": ("demo.conversion", "demo.gemma", "demo.smollm2", "demo.tokenizer"),
     "typer": ("cli.",),
     "rich": ("cli.",),
 }

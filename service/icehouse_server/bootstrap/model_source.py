@@ -9,6 +9,7 @@ from pathlib import Path
 
 from icehouse_server.config import ModelConfig
 from icehouse_server.demo.build import OnProgress, ensure_demo_model
+from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.errors import ModelError, Reason
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
@@ -28,8 +29,8 @@ def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel:
 
     Raises ModelError saying what to do.
     """
-    if config.model == "demo":
-        path = ensure_demo_model(on_progress=on_progress)
+    if config.model in DEMO_MODELS:
+        path = ensure_demo_model(DEMO_MODELS[config.model], on_progress=on_progress)
         return LocalModel(path, config.model_name or path.name)
     path = Path(config.model).expanduser()
     if path.is_dir():
@@ -39,7 +40,7 @@ def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel:
     raise ModelError(
         Reason.MODEL_NOT_FOUND,
         f"there is no model folder at {config.model!r}; name a folder with an MLX model, a hub id such as "
-        "mlx-community/Qwen3-0.6B-4bit, or demo",
+        f"mlx-community/Qwen3-0.6B-4bit, or one of: {', '.join(DEMO_MODELS)}",
         metadata={"model": config.model},
     )
 

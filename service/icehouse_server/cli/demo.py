@@ -1,8 +1,8 @@
 """`icehouse demo`: the whole thing once, for people who just arrived.
 
-Makes the model, starts `icehouse serve` as a process of its own on a free loopback port, streams a
-continuation as it is generated, then sends one long prompt three times: cold, again (from RAM), and
-after the server was stopped and started on the same cache directory (from SSD).
+Makes the model, starts `icehouse serve` as a process of its own on a free loopback port, asks it a question
+and streams the answer as it is generated, then sends one long prompt three times: cold, again (from RAM),
+and after the server was stopped and started on the same cache directory (from SSD).
 
 One prompt served from each tier: what it cost, and whether the texts are the same.
 """
@@ -28,6 +28,7 @@ from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
 from icehouse_server.cli.generate import print_text, summary_text
 from icehouse_server.cli.terminal.console import build_progress, err, out
 from icehouse_server.demo.build import ensure_demo_model
+from icehouse_server.demo.models import SMOLLM2
 from icehouse_server.errors import EngineFailed, Reason, StartError
 from icehouse_server.rpc.client.generate import CallFailed, Connection, Prompt, Summary
 
@@ -37,23 +38,25 @@ _STOP_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 300.0
 
 _STORY_OUTPUT_TOKENS = 16
-_SHORT_STORY_PARAGRAPHS = 3
-"""Of the long prompt, where nothing fast multiplies matrices: about 640 tokens instead of 970."""
+_CPU_STORY_PARAGRAPHS = 3
+_SLOW_STORY_PARAGRAPHS = 1
+"""Of the long prompt before its end, on a CPU and where nothing fast multiplies matrices there: about 640
+and 330 tokens instead of 980, so that the first pass takes seconds everywhere."""
 
 
-def run_demo(*, prompt: str, max_output_tokens: int) -> bool:
+def run_demo(*, question: str, max_output_tokens: int) -> bool:
     """Run the demo; return whether the long prompt got the same text from every tier.
 
     Raises IcehouseError when a part of it does not work.
     """
     with build_progress() as on_progress:
-        folder = ensure_demo_model(on_progress=on_progress)
+        folder = ensure_demo_model(SMOLLM2, on_progress=on_progress)
     story = Prompt(text=long_prompt(), max_output_tokens=_STORY_OUTPUT_TOKENS, temperature=0.0, stop=("\n",))
     with tempfile.TemporaryDirectory(prefix="icehouse-demo-") as name:
         scratch = Path(name)
         with _serving(f"starting a server for {folder.name}", scratch=scratch) as connection:
             err.print(f"[dim]serving {folder.name} at {connection.address}[/]")
-            _show_stream(connection, Prompt(text=prompt, max_output_tokens=max_output_tokens))
+            _show_answer(connection, Prompt(text=question, is_chat=True, max_output_tokens=max_output_tokens))
             passes = [
                 _ask(connection, story, name="cold", status="sending a long prompt, never seen before"),
                 _ask(connection, story, name="from RAM", status="sending it again"),
@@ -73,8 +76,9 @@ def long_prompt() -> str:
     """
     text = importlib.resources.files("icehouse_server.demo").joinpath("story.txt").read_text(encoding="utf-8")
     paragraphs = text.strip().split("\n\n")
-    if runs_on_cpu() and find_openblas() is None:
-        paragraphs = [*paragraphs[:_SHORT_STORY_PARAGRAPHS], paragraphs[-1]]
+    if runs_on_cpu():
+        count = _SLOW_STORY_PARAGRAPHS if find_openblas() is None else _CPU_STORY_PARAGRAPHS
+        paragraphs = [*paragraphs[:count], paragraphs[-1]]
     return "\n\n".join(paragraphs)
 
 
@@ -95,9 +99,9 @@ def _serving(status: str, *, scratch: Path) -> Iterator[Connection]:
         stopping.enter_context(err.status("stopping the server, which first writes its blocks to SSD"))
 
 
-def _show_stream(connection: Connection, prompt: Prompt) -> None:
+def _show_answer(connection: Connection, prompt: Prompt) -> None:
     out.print()
-    out.print(prompt.text, style="bold", end="", markup=False)
+    out.print(prompt.text, style="bold", markup=False)
     with _failure_explained():
         summary = connection.stream(prompt, on_text=print_text, timeout_s=_CALL_TIMEOUT_S)
     out.print("\n")
@@ -141,14 +145,14 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_server(
-    *, address: str, scratch: Path, options: Sequence[str] = ()
+    *, address: str, scratch: Path, model: str = SMOLLM2.name, options: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `icehouse serve --model demo` at `address` with its blocks in `scratch`; at the end stop it.
+    """Run `icehouse serve` with a demo model at `address`, with its blocks in `scratch`; at the end stop it.
 
     Raises StartError with the server's log when it did not end with code 0.
     """
     host, _, port = address.rpartition(":")
-    command = [sys.executable, "-m", "icehouse_server.cli.main", "serve", "--model", "demo", "--uds", ""]
+    command = [sys.executable, "-m", "icehouse_server.cli.main", "serve", "--model", model, "--uds", ""]
     command += ["--host", host, "--port", port, "--cache-directory", str(scratch / "blocks")]
     # What is shown must not depend on the settings that somebody happens to have in the environment.
     command += ["--cache", "--ssd", "--spill-policy", "on_evict", *options]

@@ -25,7 +25,7 @@ from icehouse_server.errors import ConfigError, IcehouseError
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
-DEMO_PROMPT = "The best way to keep ice through a hot summer is to"
+DEMO_QUESTION = "What is the capital of France?"
 
 app = typer.Typer(
     name="icehouse",
@@ -66,13 +66,13 @@ app.command("serve")(with_settings(_serve))
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Option(help="What the model continues.")] = DEMO_PROMPT,
+    prompt: Annotated[str, typer.Option(help="What the model is asked.")] = DEMO_QUESTION,
     max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
 ) -> None:
-    """Make the demo model, stream a continuation, show one prompt cold, from RAM and from SSD."""
+    """Make the demo model, stream an answer of it, show one prompt cold, from RAM and from SSD."""
     from icehouse_server.cli.demo import run_demo
 
-    if not run_demo(prompt=prompt, max_output_tokens=max_output_tokens):
+    if not run_demo(question=prompt, max_output_tokens=max_output_tokens):
         raise typer.Exit(EXIT_FAILURE)
 
 

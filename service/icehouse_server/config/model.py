@@ -13,7 +13,9 @@ class ModelConfig:
     """Which model is served, and how it is loaded."""
 
     model: str = setting(
-        "demo", Kind.TEXT, 'What to serve: "demo", a folder with an MLX model, or a hub id such as org/name.'
+        "demo",
+        Kind.TEXT,
+        'What to serve: "demo", "demo-gemma", a folder with an MLX model, or a hub id such as org/name.',
     )
     model_name: str | None = setting(
         None, Kind.TEXT, "The name callers use for it; by default the folder's name or the hub id."

@@ -1,1 +1,1 @@
-"""The demo model: a real language model that comes from the package index, made into an MLX folder once."""
+"""Demo models: real language models that come from the package index, each made into an MLX folder once."""

