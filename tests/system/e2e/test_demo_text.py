@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from icehouse_server.demo.models import DEMO_MODELS, SMOLLM2
 from icehouse_server.text.detokenizer import Detokenizer
@@ -35,6 +35,8 @@ def test_prompt_and_output_cut_anywhere_add_up(tokenizer: Tokenizer, text: str, 
     detokenizer = Detokenizer(lambda some: tokenizer.decode(list(some)), ids[:cut])
     pieces = [*(detokenizer.push(token_id) for token_id in ids[cut:]), detokenizer.flush()]
     whole = tokenizer.decode(ids)
+    # SmolLM2 has no token for the bytes F1 and F2, with which the planes begin that have no characters yet.
+    assume("\ufffd" not in whole)
     assert whole.endswith("".join(pieces)) and not any("\ufffd" in piece for piece in pieces)
     if cut == 0:
         assert "".join(pieces) == whole
