@@ -14,7 +14,16 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.messages import StorageFailed
 
-from tests.system.cache.stepped_server import BLOCK, HYBRID, KV, STATE_ONLY, WINDOWS, SteppedServer, prompt
+from tests.system.cache.stepped_server import (
+    BLOCK,
+    BLOCK_BYTES,
+    HYBRID,
+    KV,
+    STATE_ONLY,
+    WINDOWS,
+    SteppedServer,
+    prompt,
+)
 
 TOKENS = prompt(4 * BLOCK + 1)
 OTHERS = prompt(len(TOKENS), salt=9)
@@ -118,6 +127,24 @@ def test_cancelled_at_every_step_of_a_restore(tmp_path: Path, steps: int) -> Non
         served.step_until_idle()
         assert served.runner.history == {} and served.runner._restoring == {}
         assert served.ask("again", TOKENS).cache.cached_token_count == 4 * BLOCK
+        served.check()
+
+
+def test_letting_go_of_what_a_restore_is_made_from_counts_as_nothing(tmp_path: Path) -> None:
+    """The arrays live on in the restore, so for memory's sake such blocks are neither counted nor dropped."""
+    with SteppedServer(tmp_path) as served:
+        served.ask("first", TOKENS)
+        served.ask("other", OTHERS)
+        whole = served.controller.yieldable_bytes()
+        served.runner.slices_per_restore = 3
+        served.submit("again", TOKENS)
+        while not served.scheduler.restoring:
+            served.loop.step()
+        held = 4 * BLOCK_BYTES
+        assert served.controller.yieldable_bytes() == whole - held
+        assert served.controller.yield_ram(10 * whole) == whole - held
+        served.step_until_idle()
+        assert served.answer("again").cache.ram_token_count == 4 * BLOCK
         served.check()
 
 

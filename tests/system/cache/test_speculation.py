@@ -163,6 +163,26 @@ def test_guesses_save_steps_and_are_counted(tmp_path: Path, movement: str) -> No
     assert steps <= OUTPUT_TOKENS - drafts.accepted_count + 3 and drafts.limit is SpeculationLimit.NONE
 
 
+@pytest.mark.parametrize("movement", ["stays"], indirect=True)
+def test_eight_that_speculate_take_no_more_passes_than_eight_that_do_not(
+    tmp_path: Path, movement: str
+) -> None:
+    """Each used to be a pass of its own: 64 passes for what took 24 plainly."""
+    prompts = [[*repetitive(), number] for number in range(20, 28)]
+    passes: list[int] = []
+    told: list[list[list[int]]] = []
+    with CacheServer(tiny_model_dir(tmp_path, "qwen3"), None, is_enabled=False) as served:
+        for speculation in (None, LOOKUP):
+            before = served.stats()[0].step_total
+            for number, tokens in enumerate(prompts):
+                submit(served, f"{number} {speculation is None}", tokens, speculation=speculation)
+            told.append([outcome(served, f"{number} {speculation is None}")[0] for number in range(8)])
+            passes.append(served.stats()[0].step_total - before)
+    assert told[0] == told[1]
+    # They come one after the other, so a few passes are of those alone that came first.
+    assert passes[1] <= OUTPUT_TOKENS + 2 * len(prompts), passes
+
+
 def test_what_cannot_speculate_decodes_plainly_and_says_why(tmp_path: Path) -> None:
     sampling = SamplingParams(repetition_penalty=1.2)
     with CacheServer(tiny_model_dir(tmp_path, "llama"), None, is_enabled=False) as served:

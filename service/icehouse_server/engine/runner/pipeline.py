@@ -106,6 +106,8 @@ class Pipeline:
         """Forget a sequence; what is in flight of it is not told."""
         self._decoding.pop(sequence.sequence_id, None)
         self.forwards[sequence.adapter].forget(sequence.row)
+        # A pass in flight knows the sequence until another one is run, which may be much later.
+        sequence.row = Row([])
 
     def clear(self) -> None:
         """Drop everything."""

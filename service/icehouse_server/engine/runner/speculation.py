@@ -33,9 +33,10 @@ _LOOKUP_TRIAL = Trial(step_count=4, least_accepted_count=2)
 (Gemma 3 270M, float32, 2 x86 cores), so with few right guesses there is nothing to gain even alone."""
 _DRAFT_TRIAL = Trial(step_count=24, least_accepted_count=6)
 """Long: nobody looks on afterwards, for that would cost as much as guessing."""
-_FIRST_WINDOW = 2
+_FIRST_WINDOW = 4
 """Guesses that a row begins with. Each time all were right it guesses twice as many, else one more than were
-right: a text that quotes has its whole window after two passes, and one that does not wastes little."""
+right: a text that quotes has its whole window after two passes, and one that does not wastes little. A pass
+over five tokens costs little more than one over three, and 64 quoted tokens take five passes, not six."""
 GUESS_LIMIT = 64
 """Guesses in one pass, shared by all rows that guess: a pass gets longer with each, for those too who asked
 for none. So many cost what 64 more decoding rows would, which a batch is made for."""

@@ -253,6 +253,19 @@ def test_rows_that_decode_are_charged_for_nothing_but_the_kv_they_were_let_in_fo
     assert guard.start_bytes(newcomer, beside=rows) == guard.start_bytes(newcomer)
 
 
+def test_one_long_row_makes_nobody_else_longer() -> None:
+    """It used to stand in a lane whose rows were all padded to it: 5 short ones fitted beside 32k tokens."""
+    guard = llama_8b()
+    rows = [a_sequence(number, 500) for number in range(127)]
+    rows.append(a_sequence(127, 32_768))
+    for row in rows:
+        row.phase, row.processed_token_count, row.fed_ahead_count = Phase.DECODING, row.prefill_target, 1
+        row.output_token_ids = [1] * 99
+    newcomer = a_sequence(200, 500)
+    assert guard.start_bytes(newcomer, beside=rows) == guard.start_bytes(newcomer)
+    assert guard.pass_bytes([], decoding=rows) == 0
+
+
 def test_kv_whose_arrays_are_there_for_the_readers_is_not_charged_again() -> None:
     guard = llama_8b()
     loading = a_sequence(1, 1000)
