@@ -1,21 +1,13 @@
-"""Averages: quantiles of what was measured, moving averages of what is measured again and again, and counts
-that are taken again only now and then.
+"""Averages: quantiles of what was measured, and moving averages of what is measured again and again.
 
 The one definition of each, so that two tiers, or an engine and its client, never mean two things by p50.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import exp
-from typing import Generic, TypeVar
 
-Counted = TypeVar("Counted")
-
-_ALWAYS_COUNT = 10_000
-_KEPT_S_PER_ITEM = 2e-5
-"""Fifty times what looking at a block takes: counting is a fiftieth of a thread's work, however many there
-are."""
 _RATE_WINDOW_S = 5.0
 """Seconds of samples after which an old rate weighs 1/e."""
 
@@ -55,20 +47,3 @@ class MovingAverage:
     def _add(self, sample: float, weight: float) -> float:
         self.value = self.value + weight * (sample - self.value) if self.value else sample
         return self.value
-
-
-class Recount(Generic[Counted]):
-    """A count over all items of something, which is kept for a while where there are very many: two seconds
-    for 100,000 of them, twenty for a million. Owned by one thread."""
-
-    def __init__(self) -> None:
-        self._kept: Counted | None = None
-        self._of: object = None
-        self._due_time = 0.0
-
-    def value(self, count: Callable[[], Counted], *, of: object, item_count: int, now: float) -> Counted:
-        """Return what `count` returns, or returned a while ago for the same thing."""
-        if self._kept is None or self._of is not of or now >= self._due_time or item_count <= _ALWAYS_COUNT:
-            self._kept, self._of = count(), of
-            self._due_time = now + item_count * _KEPT_S_PER_ITEM
-        return self._kept

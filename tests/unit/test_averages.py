@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from icehouse_server.averages import MovingAverage, Recount, quantile
+from icehouse_server.averages import MovingAverage, quantile
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,3 @@ def test_a_rate_weighs_by_how_long_it_was_kept_up() -> None:
     assert rate.add_rate(0, elapsed_s=1.0) == rate.add_rate(5, elapsed_s=0.0) == 0.0
     assert rate.add_rate(100, elapsed_s=0.5) == 200.0
     assert rate.add_rate(500, elapsed_s=5.0) == pytest.approx(100.0 + 100.0 / math.e)
-
-
-def test_few_are_counted_each_time_and_very_many_now_and_then() -> None:
-    recount, counted = Recount[int](), iter(range(9))
-
-    def ask(item_count: int, *, now: float, of: object = "store") -> int:
-        return recount.value(lambda: next(counted), of=of, item_count=item_count, now=now)
-
-    assert [ask(10_000, now=0.0) for _ in range(3)] == [0, 1, 2]
-    assert ask(100_000, now=1.0) == 3, "what few were kept for is over"
-    assert [ask(100_000, now=1.0), ask(100_000, now=2.9), ask(100_000, now=3.1)] == [3, 3, 4]
-    assert ask(100_000, now=3.2, of="another store") == 5

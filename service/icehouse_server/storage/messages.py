@@ -65,6 +65,15 @@ class Health:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PinsChanged:
+    """A `pin` or `unpin` is in the rows of what is stored, and will be in those of what waits to be."""
+
+    task_id: TaskId
+    missing: tuple[BlockHash, ...]
+    """Of the blocks it named, those that are neither: they left meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Purged:
     """An `evict` or `purge` has finished."""
 
@@ -140,6 +149,7 @@ Outcome = (
     | LoadFailed
     | HeadsRead
     | Health
+    | PinsChanged
     | Purged
     | Verified
     | Listed

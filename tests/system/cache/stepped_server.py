@@ -307,6 +307,11 @@ def check_accounts(cache: PrefixCache) -> None:
     for sizes, accounts in (
         ([(e.owner, e.ram_bytes) for e in cache._ram], cache._ram.used_by),
         ([(e.owner, e.ssd_bytes) for e in cache._index], cache._quotas._stored_bytes),
+        ([(e.owner, e.ram_bytes) for e in cache._ram if e.is_pinned], cache._ram.pinned_by),
+        (
+            [(e.owner, e.ssd_bytes) for e in cache._index if e.is_pinned],
+            cache._quotas._pinned_stored_bytes,
+        ),
     ):
         counted: Counter[BlockHash | None] = Counter()
         for owner, size_bytes in sizes:

@@ -152,6 +152,44 @@ def test_an_owner_that_could_not_be_told_shows_when_the_block_is_used(tmp_path: 
         served.check()
 
 
+def test_tenants_cannot_pin_all_of_a_tier_together() -> None:
+    """Each may pin three quarters of it, and two of them all there is: then nobody's prompt had room."""
+    with SteppedServer(ram_blocks=8) as served:
+        for salt in range(1, 21):
+            for tenant in (A, B):
+                tokens = prompt(BLOCK + 1, salt=salt + 20 * (tenant is B))
+                served.ask("a", tokens, tenant=tenant)
+                answer = served.order(Pin(tuple(tokens), CacheScope(tenant)))
+                served.check()
+        assert isinstance(answer, Overloaded)
+        limit_bytes = int(0.75 * served.cache._ram.limit_bytes)
+        assert "of all tenants" in str(answer) and f"{limit_bytes} may be pinned" in str(answer)
+        assert served.cache._ram.pinned_by.total() <= limit_bytes
+        third = prompt(BLOCK + 1, salt=90)
+        served.ask("c", third, tenant=Tenant("c"))
+        assert served.ask("c", third, tenant=Tenant("c")).cache.cached_token_count > 0
+
+
+def test_pinned_blocks_on_ssd_lend_their_ram_to_requests_that_have_none(tmp_path: Path) -> None:
+    """Else the pins of one tenant could keep the memory of all others, who may evict nothing for it."""
+    with SteppedServer(tmp_path, spill_policy="write_behind") as served:
+        pinned, free = prompt(3 * BLOCK + 1), prompt(3 * BLOCK + 1, salt=1)
+        for tokens in (pinned, pinned, free, free):
+            served.ask("a", tokens, tenant=A)
+        assert isinstance(served.order(Pin(tuple(pinned), CacheScope(A))), PinReport)
+        held_bytes = served.cache._ram.pinned_by.total()
+        ram_bytes = served.cache._ram.used_bytes
+        on_ssd = {entry.hash for entry in served.cache._ram.pinned if entry.ssd}
+        assert held_bytes > 0 and on_ssd
+        # Others' blocks go first, and a pinned one that only RAM has does not go at all.
+        assert served.cache.yield_ram(1) > 0 and served.cache._ram.pinned_by.total() == held_bytes
+        served.cache.yield_ram(ram_bytes)
+        left = set(served.cache._ram)
+        assert all(entry.is_pinned and entry.hash not in on_ssd for entry in left)
+        served.check()
+        assert served.ask("a", pinned, tenant=A).cache.ssd_token_count > 0
+
+
 def test_a_tenant_cannot_pin_all_of_a_tier() -> None:
     """Pins that fill it would leave no room for anybody, and nothing that can be evicted for them."""
     with SteppedServer(ram_blocks=8) as served:

@@ -42,6 +42,8 @@ class CommandIssuer:
 
     def __init__(self, ledger: Ledger, say: Callable[[str], None]) -> None:
         self.open_count = 0
+        self._change_count = 0
+        """Orders so far that change what is there or what is pinned."""
         self._ledger = ledger
         self._say = say
 
@@ -56,6 +58,8 @@ class CommandIssuer:
         self.open_count += 1
         is_open = True
         doom = _Doom()
+        self._change_count += isinstance(order, Pin | Unpin | Evict)
+        change_number = self._change_count
 
         def reply(answer: CacheAnswer | IcehouseError) -> None:
             nonlocal is_open
@@ -64,6 +68,8 @@ class CommandIssuer:
             self.open_count -= 1
             self._say(f"  answered {answer!r:.200}")
             self._ledger.seen[type(answer).__name__] += 1
+            if isinstance(answer, PinReport) and change_number == self._change_count:
+                self._check_pins(served, order, answer)
             self._check(served, order, answer, doom)
             if isinstance(answer, VerifyReport) and order == Verify():
                 # What was damaged while it ran may have been read before.
@@ -105,12 +111,17 @@ class CommandIssuer:
             assert is_expected or no_tier, f"{order} failed: {answer!r}"
         elif isinstance(answer, Explanation) and isinstance(order, Explain):
             assert answer.cache.cached_token_count <= len(order.prompt_token_ids) - 1, answer
-        elif isinstance(answer, PinReport) and isinstance(order, Pin | Unpin):
-            here = [e for e in _known(served, order) if e.ram or e.ssd]
-            wrong = [e for e in here if e.is_pinned is not isinstance(order, Pin)]
-            assert not wrong, f"{order} left {wrong}"
         elif isinstance(answer, EvictReport) and served.storage is not None:
             self._check_evicted(served, doom)
+
+    def _check_pins(self, served: SimServer, order: CacheCommand, answer: PinReport) -> None:
+        """What a caller was told to be pinned is here, pinned; what came meanwhile need not be."""
+        assert isinstance(order, Pin | Unpin)
+        pinned = [e for e in _known(served, order) if e.is_pinned and (e.ram or e.ssd)]
+        if isinstance(order, Pin):
+            assert len(pinned) >= answer.block_count, f"{order}: {answer}, but pinned are {pinned}"
+        else:
+            assert not pinned, f"{order} left {pinned}"
 
     def _check_verified(self, served: SimServer, *, may_miss: bool) -> None:
         rotten = [r.hash.hex()[:8] for r in served.store.index if r.hash in self._ledger.damaged]

@@ -22,6 +22,7 @@ from icehouse_server.domain.ids import CacheScope, RequestId
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Command, Submit
+from icehouse_server.engine.prefix_cache.tiers import tenant_quota
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 
@@ -166,6 +167,58 @@ def test_a_block_pinned_while_it_was_to_leave_outlives_a_full_disk(
     assert entry.ram if is_written_first else block in bench.ledger.committed
     check_ram(served)
     check_pins_agree(served)
+
+
+def test_a_pin_of_what_leaves_ram_is_refused_where_it_may_be_lost(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on SSD yet, the disk may not take it, and RAM has no room for it: a caller was told that it is
+    pinned, and it was gone."""
+    monkeypatch.setattr(tenant_quota, "_PINNED_SHARE", 2.0)
+    bench = Bench(
+        directory,
+        ModelSpec(1, True, 0, False),
+        ram_limit_bytes=200,
+        disk_limit_bytes=1,
+        spill_policy="on_evict",
+    )
+    served = bench.served
+    for prompt in (b"aaaabbbbc", b"ccccddddc"):
+        bench.submit(prompt, max_output_tokens=0)
+        for _ in range(10):
+            served.step_engine()
+    (leaving,) = served.spilling()
+    # Whatever else there is cannot go for it.
+    served.cache.pin([entry for entry in served.cache._ram if entry.hash != leaving], pinned=True)
+    answers: list[CacheAnswer | IcehouseError] = []
+    served.mailbox.post(Command(Pin(tuple(b"aaaabbbbc")), answers.append))
+    served.step_engine()
+    (answer,) = answers
+    assert isinstance(answer, Overloaded) and "1 of 2 blocks" in str(answer), answer
+    entry = served.cache._index.get(leaving)
+    assert entry is not None and not entry.is_pinned
+    served.come_to_rest()
+    assert served.cache._index.get(leaving) is None
+
+
+def test_a_pin_of_what_left_the_ssd_meanwhile_says_so(directory: Path) -> None:
+    """The storage thread evicts a block while the order to pin it is on its way."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
+    bench.ask(b"aaaabbbbc", max_output_tokens=0)
+    bench.restart()
+    served = bench.served
+    records = sorted(served.store.index, key=lambda record: record.start_token_index)
+    told: list[list[CacheAnswer | IcehouseError]] = [[], []]
+    for answers, going in zip(told, (records[1:], records[:1]), strict=True):
+        served.mailbox.post(Command(Pin(tuple(b"aaaabbbb")), answers.append))
+        served.step_engine()
+        assert answers == [], "an answer before anybody knows"
+        served.store.remove(going)
+        bench.ledger.removed.update(record.hash for record in going)
+        served.come_to_rest()
+    assert isinstance(told[0][0], PinReport) and told[0][0].block_count == 1
+    assert isinstance(told[1][0], NotFound)
+    assert not list(served.cache._index)
 
 
 def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -> None:

@@ -15,7 +15,7 @@ from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
 from icehouse_server.engine.scheduling import scheduler
 from icehouse_server.storage.block_format import reader
-from icehouse_server.storage.directory import commit, space, store
+from icehouse_server.storage.directory import commit, reconcile, space, store
 from icehouse_server.storage.worker import credit, spiller
 
 from tests.system.sim.scenario import SimulationFailed
@@ -130,18 +130,25 @@ def unlink_before_the_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store, "remove_blocks", remove_blocks)
 
 
-def _commit_without(patch: pytest.MonkeyPatch, verb: str) -> None:
-    class Partly:
-        def __init__(self, files) -> None:
-            self._files = files
+class _Without:
+    """The files, less one verb."""
 
-        def __getattr__(self, name):
-            return (lambda _: None) if name == verb else getattr(self._files, name)
+    def __init__(self, files, verb: str) -> None:
+        self._files, self._verb = files, verb
 
+    def __getattr__(self, name):
+        return (lambda _: None) if name == self._verb else getattr(self._files, name)
+
+
+def _commit_without(patch: pytest.MonkeyPatch, verb: str, *, is_replacement: bool | None = None) -> None:
     real = commit.finish_commit
-    patch.setattr(
-        store, "finish_commit", lambda writing, *, files, **rest: real(writing, files=Partly(files), **rest)
-    )
+
+    def finish_commit(writing, *, files, replaced=None, **rest):
+        if is_replacement in (None, replaced is not None):
+            files = _Without(files, verb)
+        return real(writing, files=files, replaced=replaced, **rest)
+
+    patch.setattr(store, "finish_commit", finish_commit)
 
 
 def never_sync_the_file(patch: pytest.MonkeyPatch) -> None:
@@ -152,13 +159,30 @@ def never_sync_the_folder(patch: pytest.MonkeyPatch) -> None:
     _commit_without(patch, "fsync_dir")
 
 
+def never_sync_the_folder_of_a_new_name(patch: pytest.MonkeyPatch) -> None:
+    _commit_without(patch, "fsync_dir", is_replacement=False)
+
+
+def never_sync_the_folder_of_a_replacement(patch: pytest.MonkeyPatch) -> None:
+    _commit_without(patch, "fsync_dir", is_replacement=True)
+
+
+def adopt_without_a_sync(patch: pytest.MonkeyPatch) -> None:
+    real = reconcile.repair
+
+    def repair(items, *, files, **rest):
+        return real(items, files=_Without(files, "fsync_dir"), **rest)
+
+    patch.setattr(reconcile, "repair", repair)
+    patch.setattr(store, "repair", repair)
+
+
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
     real = commands.CacheCommands._pin
 
-    def pin(self, token_ids, scope, *, pinned):
-        report = real(self, token_ids, scope, pinned=pinned)
-        for entry in self._cache.known_chain(token_ids, scope)[-1:]:
-            entry.is_pinned = True
+    def pin(self, token_ids, scope, **rest):
+        report = real(self, token_ids, scope, **rest)
+        self._cache.pin(self._cache.known_chain(token_ids, scope)[-1:], pinned=True)
         return report
 
     patch.setattr(commands.CacheCommands, "_pin", pin)
@@ -168,7 +192,7 @@ def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
     def victims(self, needed_bytes, *, spared=()):
         excess = self.used_bytes + needed_bytes - self.limit_bytes
         chosen = []
-        for entry in self:
+        for entry in sorted(self, key=lambda entry: not entry.is_pinned):
             if excess <= 0:
                 break
             if entry.hash not in spared:
@@ -261,6 +285,9 @@ BREAKS: list[Break] = [
     trust_every_region,
     never_sync_the_file,
     never_sync_the_folder,
+    never_sync_the_folder_of_a_new_name,
+    never_sync_the_folder_of_a_replacement,
+    adopt_without_a_sync,
     leak_a_pin,
     evict_what_is_pinned,
     evict_nothing_from_ram,

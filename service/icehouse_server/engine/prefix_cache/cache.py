@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ReadSequence
 
-from icehouse_server.averages import Recount
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
 from icehouse_server.domain.cache_commands import Explain, Explanation
@@ -22,7 +21,7 @@ from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
-from icehouse_server.engine.prefix_cache.stats import CountedParts, RamCounts, cache_stats
+from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats
 from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, block_match
@@ -55,10 +54,11 @@ class PrefixCache:
         self._runner = runner
         self._clock = clock
         self._index = BlockIndex(IndexRules(facts, settings.block_token_count, settings.name_secret))
-        self._ram = RamTier(limit_bytes=settings.ram_limit_bytes)
+        self._ram = RamTier(
+            limit_bytes=settings.ram_limit_bytes, block_token_count=settings.block_token_count
+        )
         self._rates = Rates()
         self._counters = PrefixCounters()
-        self._recount: Recount[RamCounts] = Recount()
         self._quotas = TenantQuotas(settings, index=self._index, ram=self._ram)
         self._spills = Spills(
             settings,
@@ -395,20 +395,21 @@ class PrefixCache:
         """Say what pinning these blocks would take too much of; None when it may be done."""
         return self._quotas.pin_excess(entries)
 
-    def pin(self, entries: ReadSequence[Entry], *, pinned: bool) -> bool:
-        """Pin or unpin blocks in both tiers; False, and nothing changed, when too much waits for the SSD."""
-        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
-        if stored and self.storage is not None:
-            is_taken = self.storage.pin(stored) if pinned else self.storage.unpin(stored)
-            if not is_taken:
-                return False
-        for entry in entries:
-            entry.is_pinned = pinned
-            if pinned:
-                self._quotas.note_pinned(entry)
-            else:
-                self._quotas.note_unpinned(entry)
-        return True
+    def keep(self, entries: ReadSequence[Entry]) -> list[Entry]:
+        """Keep blocks in RAM that were to leave it; return those for which there is no room. They are gone
+        if they are not written."""
+        return [entry for entry in entries if not self._eviction.keep(entry, None)]
+
+    def pin(self, entries: ReadSequence[Entry], *, pinned: bool) -> None:
+        """Pin or unpin blocks, as far as this thread decides it; `pin_stored` does the rest."""
+        # The head of a chain last: when it may go again, it goes behind its tail.
+        for entry in reversed(entries):
+            self._quotas.set_pinned(entry, pinned=pinned)
+
+    def pin_stored(self, blocks: ReadSequence[BlockHash], *, pinned: bool) -> TaskId | None:
+        """Have blocks on SSD, or on their way there, pinned or unpinned; None when too much waits."""
+        assert self.storage is not None, "there is no SSD tier"
+        return self.storage.pin(blocks, pinned=pinned)
 
     def remove_stored(self, blocks: ReadSequence[BlockHash]) -> TaskId | None:
         """Order blocks to be removed from SSD, after those of every order before; None: too much waits."""
@@ -426,8 +427,7 @@ class PrefixCache:
     def purge(self, entries: ReadSequence[Entry], *, with_ssd: bool) -> None:
         """Remove blocks from RAM, pinned ones too; from the index as well where the SSD removes them."""
         for entry in entries:
-            entry.is_pinned = False
-            self._quotas.note_unpinned(entry)
+            self._quotas.set_pinned(entry, pinned=False)
             self._purge(entry)
             if with_ssd:
                 # Gone for whoever asks from now on: what pins or plans next must not count on it.
@@ -435,10 +435,7 @@ class PrefixCache:
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's when they are given."""
-        counters, recount = self._counters, self._recount
-        parts = CountedParts(
-            self.settings, self.facts, self._ram, self._quotas, counters, self._rates, recount
-        )
+        parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self._rates)
         return cache_stats(parts, storage, now=self._clock.monotonic())
 
     def _purge(self, entry: Entry) -> None:
@@ -450,8 +447,6 @@ class PrefixCache:
         known = self._index.get(record.hash)
         before_bytes = 0 if known is None else known.ssd_bytes
         entry = self._index.add_stored(record)
-        if entry.is_pinned:
-            self._quotas.note_pinned(entry)
         self._quotas.note_stored(entry, change_bytes=entry.ssd_bytes - before_bytes)
         return entry
 

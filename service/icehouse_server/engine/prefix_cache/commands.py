@@ -27,11 +27,13 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.loads import HeadsRead, LoadId
 from icehouse_server.storage.messages import (
     Listed,
     Outcome,
+    PinsChanged,
     Purged,
     StatsAnswer,
     TaskGivenUp,
@@ -47,6 +49,22 @@ _EARLY_LIMIT = 256
 """Commands that wait for the first inventory."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PinChange:
+    """An order to pin or unpin that the storage thread is asked to carry out."""
+
+    pinned: bool
+    entries: tuple[Entry, ...]
+    were_pinned: tuple[bool, ...]
+
+    def report(self) -> PinReport:
+        return PinReport(
+            block_count=len(self.entries),
+            token_count=sum(entry.token_count for entry in self.entries),
+            size_bytes=sum(entry.ram_bytes or sum(entry.ssd.values()) for entry in self.entries),
+        )
+
+
 class CacheCommands:
     """Carries out commands on one prefix cache."""
 
@@ -59,6 +77,7 @@ class CacheCommands:
         self._queries: dict[TaskId, Callable[[CacheStats], None]] = {}
         self._evictions: dict[TaskId, tuple[EvictReport, _Reply]] = {}
         self._verifications: dict[TaskId, tuple[float, _Reply]] = {}
+        self._pin_changes: dict[TaskId, tuple[_PinChange, _Reply]] = {}
 
     def submit(self, message: Command) -> None:
         """Carry out a command, once it is known what the SSD holds: to evict all, say, means that too."""
@@ -115,6 +134,8 @@ class CacheCommands:
             reply = self._queries.pop(outcome.task_id, None)
             if reply is not None:
                 reply(self._cache.stats(outcome.stats))
+        elif isinstance(outcome, PinsChanged):
+            self._pins_changed(outcome)
         elif isinstance(outcome, Purged):
             self._cache.removal_ended(outcome.task_id)
             eviction = self._evictions.pop(outcome.task_id, None)
@@ -147,7 +168,20 @@ class CacheCommands:
 
     def _give_up(self, outcome: TaskGivenUp) -> None:
         self._cache.removal_ended(outcome.task_id)
-        waiting = self._evictions.pop(outcome.task_id, None) or self._verifications.pop(outcome.task_id, None)
+        waiting = (
+            self._evictions.pop(outcome.task_id, None)
+            or self._verifications.pop(outcome.task_id, None)
+            or self._pin_changes.pop(outcome.task_id, None)
+        )
+        if waiting is not None and isinstance(waiting[0], _PinChange):
+            # Nothing may be pinned here that is not on SSD, nor the other way round.
+            change = waiting[0]
+            changed = [
+                e
+                for e, was in zip(change.entries, change.were_pinned, strict=True)
+                if was is not change.pinned
+            ]
+            self._cache.pin(changed, pinned=not change.pinned)
         if waiting is not None:
             _, answer = waiting
             answer(
@@ -167,9 +201,11 @@ class CacheCommands:
         self._explanations.clear()
         waiting = [answer for _, answer in self._evictions.values()]
         waiting += [answer for _, answer in self._verifications.values()]
+        waiting += [answer for _, answer in self._pin_changes.values()]
         self._queries.clear()
         self._evictions.clear()
         self._verifications.clear()
+        self._pin_changes.clear()
         for answer in waiting:
             answer(error)
 
@@ -177,9 +213,9 @@ class CacheCommands:
         if isinstance(command, Explain):
             return self._explain(command, reply)
         if isinstance(command, Pin):
-            return self._pin(command.prompt_token_ids, command.scope, pinned=True)
+            return self._pin(command.prompt_token_ids, command.scope, pinned=True, reply=reply)
         if isinstance(command, Unpin):
-            return self._pin(command.prompt_token_ids, command.scope, pinned=False)
+            return self._pin(command.prompt_token_ids, command.scope, pinned=False, reply=reply)
         if isinstance(command, Evict):
             return self._evict(command, reply)
         if self._cache.storage is None:
@@ -203,29 +239,58 @@ class CacheCommands:
         self._explanations[load_id] = (command, reply)
         return None
 
-    def _pin(self, token_ids: tuple[int, ...], scope: CacheScope, *, pinned: bool) -> PinReport:
+    def _pin(
+        self, token_ids: tuple[int, ...], scope: CacheScope, *, pinned: bool, reply: _Reply
+    ) -> PinReport | None:
+        """Answer now where all is in RAM alone, else when the storage thread says what is there."""
         entries = [entry for entry in self._cache.known_chain(token_ids, scope) if entry.ram or entry.ssd]
-        if pinned and not entries:
-            raise NotFound(
-                Reason.BLOCK_NOT_FOUND,
-                "no block of this prompt is cached; send it through Warm or Generate first",
-            )
-        changed = [entry for entry in entries if pinned or entry.is_pinned]
-        excess = self._cache.pin_excess(changed) if pinned else None
+        if pinned:
+            self._refuse_pin(entries)
+        changed = tuple(entry for entry in entries if pinned or entry.is_pinned)
+        change = _PinChange(pinned, changed, tuple(entry.is_pinned for entry in changed))
+        stored = [entry.hash for entry in change.entries if entry.ssd or entry.is_spilling]
+        if not stored or self._cache.storage is None:
+            self._cache.pin(change.entries, pinned=pinned)
+            return change.report()
+        task_id = self._cache.pin_stored(stored, pinned=pinned)
+        if task_id is None:
+            raise _storage_busy()
+        self._cache.pin(change.entries, pinned=pinned)
+        self._pin_changes[task_id] = (change, reply)
+        return None
+
+    def _refuse_pin(self, entries: list[Entry]) -> None:
+        """Raise what stands against pinning these blocks."""
+        if not entries:
+            raise _nothing_to_pin()
+        excess = self._cache.pin_excess(entries)
         if excess is not None:
+            whose = "all tenants" if excess.is_everybodys else "this tenant"
             raise Overloaded(
                 Reason.MEMORY_SHORT,
-                f"pinned blocks would take {excess.wanted_bytes} bytes of this tenant's {excess.tier}, "
-                f"of which {excess.limit_bytes} may be pinned; unpin others first",
+                f"pinned blocks of {whose} would take {excess.wanted_bytes} bytes of the {excess.tier} there "
+                f"is for {whose}, of which {excess.limit_bytes} may be pinned; unpin others first",
                 retry_after_s=_PINNED_RETRY_S,
             )
-        if not self._cache.pin(changed, pinned=pinned):
-            raise _storage_busy()
-        return PinReport(
-            block_count=len(changed),
-            token_count=sum(entry.token_count for entry in changed),
-            size_bytes=sum(entry.ram_bytes or sum(entry.ssd.values()) for entry in changed),
-        )
+        leaving = self._cache.keep(entries)
+        if leaving:
+            raise Overloaded(
+                Reason.MEMORY_SHORT,
+                f"{len(leaving)} of {len(entries)} blocks, {sum(e.ram_bytes for e in leaving)} bytes leave a "
+                "full RAM tier and are not on SSD yet; try again when they are written",
+                retry_after_s=_BUSY_RETRY_S,
+            )
+
+    def _pins_changed(self, outcome: PinsChanged) -> None:
+        change, answer = self._pin_changes.pop(outcome.task_id)
+        if not change.pinned:
+            answer(change.report())
+            return
+        missing = frozenset(outcome.missing)
+        kept = tuple(entry for entry in change.entries if entry.ram or entry.hash not in missing)
+        gone = [entry for entry in change.entries if not entry.ram and entry.hash in missing]
+        self._cache.pin(gone, pinned=False)
+        answer(dataclasses.replace(change, entries=kept).report() if kept else _nothing_to_pin())
 
     def _evict(self, command: Evict, reply: _Reply) -> EvictReport | None:
         cache = self._cache
@@ -246,6 +311,13 @@ class CacheCommands:
             self._evictions[task_id] = (report, reply)
         cache.purge(entries, with_ssd=task_id is not None)
         return report if task_id is None else None
+
+
+def _nothing_to_pin() -> NotFound:
+    return NotFound(
+        Reason.BLOCK_NOT_FOUND,
+        "no block of this prompt is cached; send it through Warm or Generate first",
+    )
 
 
 def _storage_busy() -> Overloaded:

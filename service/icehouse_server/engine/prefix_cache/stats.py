@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.averages import Recount
 from icehouse_server.domain.cache_stats import (
-    AgePercentiles,
     CacheStats,
     MissTokens,
     PromoteStats,
     SpillDrops,
     SpillStats,
-    TierStats,
 )
 from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
@@ -20,17 +17,6 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RamCounts:
-    """What is told of all blocks in RAM together."""
-
-    block_count: int
-    tail_count: int
-    pinned_block_count: int
-    token_count: int
-    age: AgePercentiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +29,6 @@ class CountedParts:
     quotas: TenantQuotas
     counters: PrefixCounters
     rates: Rates
-    recount: Recount[RamCounts]
 
 
 def cache_stats(cache: CountedParts, storage: CacheStats | None, *, now: float) -> CacheStats:
@@ -53,41 +38,13 @@ def cache_stats(cache: CountedParts, storage: CacheStats | None, *, now: float) 
         known,
         block_token_limit=cache.settings.block_token_count,
         unsupported_detail=cache.facts.unsupported_detail,
-        ram=_ram(cache, now),
+        ram=cache.ram.snapshot(now=now),
         lookups=dataclasses.replace(
             cache.counters.lookups, miss_tokens=MissTokens.of(cache.counters.miss_token_totals)
         ),
         spill=_spill(cache, known.spill),
         promote=_promote(cache, known.promote),
         tenants=cache.quotas.snapshot(),
-    )
-
-
-def _ram(cache: CountedParts, now: float) -> TierStats:
-    counts = cache.recount.value(
-        lambda: _counts(cache, now), of=cache.ram, item_count=len(cache.ram), now=now
-    )
-    return dataclasses.replace(
-        cache.ram.stats,
-        block_count=counts.block_count,
-        tail_count=counts.tail_count,
-        pinned_block_count=counts.pinned_block_count,
-        token_count=counts.token_count,
-        size_bytes=cache.ram.used_bytes,
-        limit_bytes=cache.ram.limit_bytes,
-        age=counts.age,
-    )
-
-
-def _counts(cache: CountedParts, now: float) -> RamCounts:
-    entries = list(cache.ram)
-    limit = cache.settings.block_token_count
-    return RamCounts(
-        block_count=len(entries),
-        tail_count=sum(entry.token_count < limit for entry in entries),
-        pinned_block_count=sum(entry.is_pinned for entry in entries),
-        token_count=sum(entry.token_count for entry in entries),
-        age=AgePercentiles.of(now - entry.last_used_time for entry in entries),
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.tier_counts import TierCounts
 
 _STALE_LIMIT = 64
 """Stale entries that are not worth making the heap anew for."""
@@ -32,6 +33,7 @@ class DiskIndex:
         self._child_counts: dict[BlockHash, int] = {}
         self._leaves: list[tuple[int, BlockHash]] = []
         self._use_number = 0
+        self._counts: dict[Fingerprint, TierCounts] = {}
         self.block_bytes = 0
 
     @classmethod
@@ -50,6 +52,8 @@ class DiskIndex:
             for use, record in enumerate(given, start=1)
             if record.hash not in index._child_counts and not record.pinned
         ]
+        for fingerprint in {record.fingerprint for record in given}:
+            index._count([record for record in given if record.fingerprint == fingerprint], fingerprint)
         return index
 
     def __len__(self) -> int:
@@ -65,6 +69,18 @@ class DiskIndex:
         """Return the record of a stored block."""
         return self._records.get(block_hash)
 
+    def counts(self, fingerprint: Fingerprint) -> TierCounts:
+        """Return the counts of one fingerprint's blocks, as they are from now on."""
+        if fingerprint not in self._counts:
+            self._counts[fingerprint] = TierCounts(
+                lambda: (r.hash for r in self._records.values() if r.fingerprint == fingerprint)
+            )
+        return self._counts[fingerprint]
+
+    def used_time(self, block_hash: BlockHash) -> float:
+        """Return when a stored block was last used, seconds since the epoch."""
+        return self._records[block_hash].last_used_time
+
     def by_recency(self, fingerprint: Fingerprint) -> list[BlockRecord]:
         """Return the blocks of one fingerprint, least recently used first."""
         mine = [record for record in self._records.values() if record.fingerprint == fingerprint]
@@ -77,6 +93,7 @@ class DiskIndex:
         self._uses[record.hash] = self._next_use()
         self._child_counts[record.parent] = self._child_counts.get(record.parent, 0) + 1
         self.block_bytes += record.file_bytes
+        self._count([record], record.fingerprint)
         self._offer(record.hash)
 
     def put(self, record: BlockRecord) -> None:
@@ -85,8 +102,7 @@ class DiskIndex:
         if stored is None:
             self.add(record)
             return
-        self.block_bytes += record.file_bytes - stored.file_bytes
-        self._records[record.hash] = record
+        self._replace(stored, record)
         self._uses[record.hash] = self._next_use()
 
     def covers(self, block: HostBlock) -> bool:
@@ -103,6 +119,7 @@ class DiskIndex:
             return None
         del self._uses[block_hash]
         self.block_bytes -= record.file_bytes
+        self._discount(record)
         left = self._child_counts[record.parent] - 1
         if left:
             self._child_counts[record.parent] = left
@@ -127,14 +144,13 @@ class DiskIndex:
         record = self._records.get(block_hash)
         if record is None:
             return False
-        self._records[block_hash] = record._replace(pinned=pinned)
+        self._replace(record, record._replace(pinned=pinned))
         self._offer(block_hash)
         return True
 
     def restamp(self, record: BlockRecord) -> None:
         """Replace the record of a stored block by what its file says now; its recency stays."""
-        self.block_bytes += record.file_bytes - self._records[record.hash].file_bytes
-        self._records[record.hash] = record
+        self._replace(self._records[record.hash], record)
 
     def next_victim(self) -> BlockRecord | None:
         """Return the block to evict next without removing it, or None when every one is held."""
@@ -147,6 +163,28 @@ class DiskIndex:
             else:
                 return self._records[block_hash]
         return None
+
+    def _replace(self, stored: BlockRecord, record: BlockRecord) -> None:
+        self.block_bytes += record.file_bytes - stored.file_bytes
+        self._records[record.hash] = record
+        if record.pinned != stored.pinned:
+            self.counts(record.fingerprint).note_pinned(is_pinned=record.pinned)
+
+    def _count(self, records: Sequence[BlockRecord], fingerprint: Fingerprint) -> None:
+        self.counts(fingerprint).add(
+            [record.hash for record in records],
+            token_count=sum([record.token_count for record in records]),
+            tail_count=sum([_is_tail(record) for record in records]),
+            pinned_count=sum([record.pinned for record in records]),
+        )
+
+    def _discount(self, record: BlockRecord) -> None:
+        self.counts(record.fingerprint).remove(
+            record.hash,
+            token_count=record.token_count,
+            is_tail=_is_tail(record),
+            is_pinned=record.pinned,
+        )
 
     def _offer(self, block_hash: BlockHash) -> None:
         if self._is_evictable(block_hash):
@@ -164,3 +202,7 @@ class DiskIndex:
     def _next_use(self) -> int:
         self._use_number += 1
         return self._use_number
+
+
+def _is_tail(record: BlockRecord) -> bool:
+    return record.token_count < record.block_token_limit

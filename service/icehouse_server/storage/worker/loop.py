@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import assert_never
 
-from icehouse_server.averages import Recount
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash
@@ -32,6 +31,7 @@ from icehouse_server.storage.messages import (
     Health,
     Inventory,
     Outcome,
+    PinsChanged,
     StatsAnswer,
     StorageClosed,
     TaskGivenUp,
@@ -52,7 +52,7 @@ from icehouse_server.storage.worker.requests import (
     VerifyRequest,
 )
 from icehouse_server.storage.worker.spiller import Spiller
-from icehouse_server.storage.worker.stats import BlockCounts, StorageCounters, note_damage, storage_stats
+from icehouse_server.storage.worker.stats import StorageCounters, note_damage, storage_stats
 from icehouse_server.storage.worker.store_state import StoreState, StoreStatus
 from icehouse_server.storage.worker.tasks import ListTask, PurgeTask, Task, VerifyTask, retire
 
@@ -120,7 +120,6 @@ class StorageLoop:
         """Parts that are yet to be posted: their blocks, and whether they are the first and the last."""
         self._announced_detail = ""
         self._has_inventory = False
-        self._recount: Recount[BlockCounts] = Recount()
         self._kept_up_time = clock.monotonic()
 
     def open(self) -> None:
@@ -250,10 +249,9 @@ class StorageLoop:
             case TouchRequest(hashes):
                 self._task_meter.give_back(1)
                 self._store.touch(hashes)
-            case PinRequest(hashes, pinned):
+            case PinRequest():
                 self._task_meter.give_back(1)
-                self._spiller.set_pinned(frozenset(hashes), pinned=pinned)
-                self._guarded(lambda: self._pin(hashes, pinned=pinned), instead=False)
+                self._change_pins(request)
             case PurgeRequest():
                 self._orders.append(_Ticket(PurgeTask(request), self._spiller.accepted_total))
             case VerifyRequest():
@@ -307,10 +305,19 @@ class StorageLoop:
                 _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
         return bool(hashes)
 
-    def _pin(self, hashes: tuple[BlockHash, ...], *, pinned: bool) -> bool:
-        if self._state.is_usable:
-            self._store.set_pinned(hashes, pinned=pinned)
-        return True
+    def _change_pins(self, request: PinRequest) -> None:
+        """Pin or unpin, and say what is not there any more; give it up where the disk refuses."""
+        waiting = self._spiller.set_pinned(frozenset(request.hashes), pinned=request.pinned)
+        is_done = self._state.is_usable and self._guarded(
+            lambda: self._store.set_pinned(request.hashes, pinned=request.pinned) >= 0, instead=False
+        )
+        # The engine must have forgotten what left before it hears of it.
+        self._announce()
+        if not is_done:
+            self._post(TaskGivenUp(request.task_id, self._state.detail))
+            return
+        missing = [name for name in request.hashes if name not in self._store.index and name not in waiting]
+        self._post(PinsChanged(request.task_id, tuple(missing)))
 
     def _answer_asked(self) -> None:
         if not self._asked:
@@ -320,7 +327,6 @@ class StorageLoop:
             self._store,
             self._counters,
             self._state,
-            self._recount,
             spill_meter=self._spill_meter,
             load_meter=self._load_meter,
             spill_queue_count=len(self._spiller),

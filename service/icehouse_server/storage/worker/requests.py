@@ -34,6 +34,7 @@ class TouchRequest:
 class PinRequest:
     """Protect these blocks, stored or waiting to be, or stop to."""
 
+    task_id: TaskId
     hashes: tuple[BlockHash, ...]
     pinned: bool
 

@@ -71,11 +71,16 @@ class Spiller:
         self._counters.spill.accepted_block_total += 1
         self._spills.append(request)
 
-    def set_pinned(self, hashes: Collection[BlockHash], *, pinned: bool) -> None:
-        """Pin or unpin those of these blocks that wait: no other spill may evict one before its pin."""
+    def set_pinned(self, hashes: Collection[BlockHash], *, pinned: bool) -> set[BlockHash]:
+        """Pin or unpin those of these blocks that wait, and return their names: no other spill may evict one
+        before its pin."""
+        found = set()
         for place, spill in enumerate(self._spills):
-            if spill.block.header.hash in hashes:
+            name = spill.block.header.hash
+            if name in hashes:
                 self._spills[place] = dataclasses.replace(spill, pinned=pinned)
+                found.add(name)
+        return found
 
     def flush(self, request: FlushRequest) -> None:
         """Tell when all spills accepted so far have their outcome, at the latest at the deadline."""

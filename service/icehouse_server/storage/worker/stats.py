@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 from collections import Counter
 
-from icehouse_server.averages import Recount
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import (
-    AgePercentiles,
     CacheStats,
     DiskStats,
     IntegrityStats,
@@ -53,7 +51,6 @@ def storage_stats(
     store: BlockStore,
     counters: StorageCounters,
     state: StoreState,
-    recount: Recount[BlockCounts],
     *,
     spill_meter: Meter,
     load_meter: Meter,
@@ -61,13 +58,11 @@ def storage_stats(
 ) -> CacheStats:
     """Return a copy of what this thread knows; the rest is the engine's to fill.
 
-    Nothing is read but the free space; all blocks are looked at now and then.
+    Nothing is read but the free space, and no more than some thousands of blocks are looked at.
     """
-    counts = recount.value(
-        lambda: _counts(store), of=store, item_count=len(store.index), now=store.clock.monotonic()
-    )
+    tier = _tier(store)
     return CacheStats(
-        ssd=_tier(store, counts),
+        ssd=tier,
         spill=dataclasses.replace(
             counters.spill,
             drops=SpillDrops.of(counters.drops),
@@ -85,47 +80,19 @@ def storage_stats(
             quarantined_file_count=len(store.quarantined),
             quarantined_bytes=store.space.quarantine_bytes,
         ),
-        disk=_disk(store, state, other_model_block_count=counts.other_model_block_count),
+        disk=_disk(store, state, other_model_block_count=len(store.index) - tier.block_count),
         last_reconcile=store.report,
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """What is told of all blocks of the served model together."""
-
-    block_count: int
-    other_model_block_count: int
-    tail_count: int
-    pinned_block_count: int
-    token_count: int
-    age: AgePercentiles
-
-
-def _counts(store: BlockStore) -> BlockCounts:
-    mine = [record for record in store.index if record.fingerprint == store.settings.fingerprint]
-    now_time = store.clock.wall()
-    return BlockCounts(
-        block_count=len(mine),
-        other_model_block_count=len(store.index) - len(mine),
-        tail_count=sum(record.token_count < record.block_token_limit for record in mine),
-        pinned_block_count=sum(record.pinned for record in mine),
-        token_count=sum(record.token_count for record in mine),
-        age=AgePercentiles.of(max(now_time - record.last_used_time, 0.0) for record in mine),
-    )
-
-
-def _tier(store: BlockStore, counts: BlockCounts) -> TierStats:
+def _tier(store: BlockStore) -> TierStats:
     """The blocks of the served model; their bytes are those of all models, as the limit is."""
-    return dataclasses.replace(
-        store.tier,
-        block_count=counts.block_count,
-        tail_count=counts.tail_count,
-        pinned_block_count=counts.pinned_block_count,
-        token_count=counts.token_count,
-        size_bytes=store.index.block_bytes,
-        limit_bytes=store.settings.limit_bytes,
-        age=counts.age,
+    index = store.index
+    known = dataclasses.replace(
+        store.tier, size_bytes=index.block_bytes, limit_bytes=store.settings.limit_bytes
+    )
+    return index.counts(store.settings.fingerprint).fill(
+        known, used_time=index.used_time, now=store.clock.wall()
     )
 
 

@@ -159,14 +159,11 @@ class Storage:
         """Note that blocks were used; a chain from its tail to its head. False when too much waits."""
         return self._send(TouchRequest(tuple(hashes)))
 
-    def pin(self, hashes: Iterable[BlockHash]) -> bool:
+    def pin(self, hashes: Iterable[BlockHash], *, pinned: bool = True) -> TaskId | None:
         """Protect blocks and their ancestors from eviction, those that are yet to be written from their
-        first moment there. False when too much waits."""
-        return self._send(PinRequest(tuple(hashes), pinned=True))
-
-    def unpin(self, hashes: Iterable[BlockHash]) -> bool:
-        """Stop to protect blocks. False when too much waits."""
-        return self._send(PinRequest(tuple(hashes), pinned=False))
+        first moment there, or stop to; `PinsChanged` or `TaskGivenUp` follows. None when too much waits."""
+        task_id = self._next_task_id()
+        return task_id if self._send(PinRequest(task_id, tuple(hashes), pinned=pinned)) else None
 
     def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
         """Remove blocks by order; `Evicted`, then `Purged` follow. None when too much waits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from icehouse_server.domain.cache_stats import TierStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.directory.disk_index import DiskIndex
 from icehouse_server.storage.record import BlockRecord
@@ -83,6 +84,14 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.block_bytes == sum(r.file_bytes for r in self.order)
         assert len(self.index) == len(self.order)
 
+    @invariant()
+    def counts_are_those_of_the_blocks(self):
+        told = self.index.counts(Fingerprint(bytes(32))).fill(
+            TierStats(), used_time=self.index.used_time, now=1.0
+        )
+        assert told.block_count == told.token_count == len(self.order)
+        assert told.pinned_block_count == len(self.pinned)
+
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -97,6 +106,15 @@ def test_an_index_of_records_evicts_in_their_order():
         gone.append(victim.file_bytes)
     assert gone == [2, 1, 3]
     assert [r.file_bytes for r in index] == [4]
+
+
+def test_an_index_of_records_counts_each_models_own():
+    other = Fingerprint(b"o" * 32)
+    records = [record(1, 0), record(2, 1)._replace(block_token_limit=2), record(3, 0)._replace(pinned=True)]
+    index = DiskIndex.of([*records, record(4, 0)._replace(fingerprint=other)])
+    told = index.counts(Fingerprint(bytes(32))).fill(TierStats(), used_time=index.used_time, now=0.0)
+    assert (told.block_count, told.tail_count, told.pinned_block_count) == (3, 1, 1)
+    assert len(index.counts(other)) == 1 and len(index.counts(Fingerprint(b"n" * 32))) == 0
 
 
 def test_pinning_again_and_again_leaves_nothing_behind():

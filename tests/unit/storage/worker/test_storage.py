@@ -18,6 +18,7 @@ from icehouse_server.storage.messages import (
     Flushed,
     Inventory,
     Persisted,
+    PinsChanged,
     Purged,
     SpillDropped,
     StatsAnswer,
@@ -263,9 +264,9 @@ def test_a_block_that_is_pinned_on_its_way_is_never_there_without_its_pin(tmp_pa
         assert [o.record.pinned for o in outcomes if isinstance(o, Persisted)] == [True]
         assert [o.hash for o in outcomes if isinstance(o, SpillDropped)] == [second.header.hash]
         assert not any(isinstance(o, Evicted) for o in outcomes)
-        served.storage.unpin([first.header.hash])
+        served.storage.pin([first.header.hash], pinned=False)
         served.spill(third)
-        assert [type(o) for o in served.take()] == [Evicted, Persisted]
+        assert [type(o) for o in served.take()] == [PinsChanged, Evicted, Persisted]
 
 
 def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
@@ -274,7 +275,7 @@ def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
         credit = served.storage.try_reserve(block.size_bytes)
         assert credit is not None
         served.storage.spill(block, credit, pinned=True)
-        served.storage.unpin([block.header.hash])
+        served.storage.pin([block.header.hash], pinned=False)
         assert [o.record.pinned for o in served.take() if isinstance(o, Persisted)] == [False]
 
 

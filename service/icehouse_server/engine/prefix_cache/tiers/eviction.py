@@ -7,6 +7,7 @@ queue bounds how many they are.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
@@ -14,6 +15,11 @@ from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+
+
+def _is_safe(entry: Entry) -> bool:
+    """Whether SSD has all that RAM has of a block, so that only time is lost with it."""
+    return not entry.is_spilling and entry.ram.keys() <= entry.ssd.keys()
 
 
 class RamEviction:
@@ -57,7 +63,7 @@ class RamEviction:
         spared = [entry.hash for entry in entries]
         for entry in entries:
             entry.hit_count += 1
-            self._keep(entry, request_id)
+            self.keep(entry, request_id)
             if self._spills.is_write_behind:
                 self._spills.offer(entry, spared=spared, request_id=request_id)
 
@@ -73,11 +79,9 @@ class RamEviction:
 
         They are not spilled: host views would hold the memory that is wanted until they are written.
         """
-        freed_bytes = 0
-        for entry in self._yieldable(spared):
-            if freed_bytes >= size_bytes:
-                break
-            freed_bytes += entry.ram_bytes
+        chosen = self._to_yield(size_bytes, spared)
+        freed_bytes = sum(entry.ram_bytes for entry in chosen)
+        for entry in chosen:
             self._drop(entry)
         return freed_bytes
 
@@ -87,9 +91,7 @@ class RamEviction:
         """Let least recently used blocks go until at least this size is free or on its way to SSD; return
         the bytes that are free now."""
         freed_bytes, wanted_bytes = 0, size_bytes - self.leaving_bytes
-        for entry in self._yieldable(spared):
-            if wanted_bytes <= 0:
-                break
+        for entry in self._to_yield(wanted_bytes, spared):
             if (
                 self._spills.wants(entry)
                 and self._spills.under_way_count
@@ -104,10 +106,32 @@ class RamEviction:
 
     def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
         """Return the bytes that could be let go of, and those that are on their way to SSD."""
-        return sum(entry.ram_bytes for entry in self._yieldable(spared)) + self.leaving_bytes
+        found = (self._index.get(name) for name in spared)
+        held = {e.hash: e for e in (*found, *self._index.spilling) if e is not None and not e.is_pinned}
+        pinned_bytes = sum(e.ram_bytes for e in self._ram.pinned if e.hash in spared or not _is_safe(e))
+        return (
+            self._ram.used_bytes - pinned_bytes - sum(e.ram_bytes for e in held.values()) + self.leaving_bytes
+        )
 
-    def _yieldable(self, spared: Collection[BlockHash]) -> list[Entry]:
-        return [e for e in self._ram if not e.is_pinned and not e.is_spilling and e.hash not in spared]
+    def _to_yield(self, size_bytes: int, spared: Collection[BlockHash]) -> list[Entry]:
+        """Return what to let go for at least this size; last, pinned blocks that are safe on SSD."""
+        chosen: list[Entry] = []
+        pinned = (entry for entry in self._ram.pinned if _is_safe(entry))
+        for entry in chain(self._ram.candidates(), pinned):
+            if size_bytes <= 0:
+                break
+            if not entry.is_spilling and entry.hash not in spared:
+                chosen.append(entry)
+                size_bytes -= entry.ram_bytes
+        return chosen
+
+    def keep(self, entry: Entry, request_id: RequestId | None) -> bool:
+        """Keep a block that was to leave RAM, if others can go in its place; say whether it stays."""
+        if entry.spill is not None and entry.spill.leaves_ram:
+            # Its bytes are taken again while others are looked for.
+            entry.spill.leaves_ram = False
+            entry.spill.leaves_ram = not self._fits_after_all(entry, request_id)
+        return not entry.is_leaving
 
     def spill_ended(self, entry: Entry, *, is_kept_on_ssd: bool) -> None:
         """Clear what is known of a block's way to SSD; one that was leaving goes now.
@@ -127,13 +151,6 @@ class RamEviction:
         # What stays in RAM ends first, so that it may go for a pinned block that was to leave.
         for entry in sorted(self._index.spilling, key=lambda entry: entry.is_leaving):
             self.spill_ended(entry, is_kept_on_ssd=False)
-
-    def _keep(self, entry: Entry, request_id: RequestId | None) -> None:
-        """Keep a block that was to leave, if others can go in its place."""
-        if entry.spill is not None and entry.spill.leaves_ram:
-            # Its bytes are taken again while others are looked for.
-            entry.spill.leaves_ram = False
-            entry.spill.leaves_ram = not self._fits_after_all(entry, request_id)
 
     def _fits_after_all(self, entry: Entry, request_id: RequestId | None) -> bool:
         return self.make_space(0, spared=(entry.hash,), owner=entry.owner, request_id=request_id)

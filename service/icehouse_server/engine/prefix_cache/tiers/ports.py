@@ -143,13 +143,9 @@ class StoragePort(Protocol):
         """Note that blocks were used, a chain from its end to its beginning. False: too much waits."""
         ...
 
-    def pin(self, hashes: Sequence[BlockHash]) -> bool:
-        """Keep blocks from eviction by policy, those handed over to be written as well. False: too much
-        waits."""
-        ...
-
-    def unpin(self, hashes: Sequence[BlockHash]) -> bool:
-        """Undo `pin`. False: too much waits."""
+    def pin(self, hashes: Sequence[BlockHash], *, pinned: bool = True) -> TaskId | None:
+        """Keep blocks from eviction by policy, those handed over to be written as well, or stop to. Answered
+        by PinsChanged or TaskGivenUp; None: too much waits."""
         ...
 
     def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:

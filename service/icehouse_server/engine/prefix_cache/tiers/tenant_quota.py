@@ -24,7 +24,7 @@ from icehouse_server.domain.ids import (
 )
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
-from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
+from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier, add_bytes
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.stored_order import StoredOrder
 
@@ -35,16 +35,17 @@ _SLACK = 0.05
 """Part of the SSD quota that is freed beyond what is needed, so that not every spill looks for victims."""
 
 _PINNED_SHARE = 0.75
-"""Of each tier, and of a tenant's quota of it: what its pinned blocks may take, so that something can go."""
+"""Of each tier, and of a tenant's quota of it: what pinned blocks may take, so that something can go."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinExcess:
-    """What a tenant's pins would take of a tier, and what they may."""
+    """What pins would take of a tier, and what they may: one tenant's, or those of all together."""
 
     tier: str
     wanted_bytes: int
     limit_bytes: int
+    is_everybodys: bool
 
 
 class TenantQuotas:
@@ -59,7 +60,7 @@ class TenantQuotas:
         self._roots: OrderedDict[Tenant, dict[AdapterName, BlockHash]] = OrderedDict()
         self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
         self._stored_bytes: Counter[BlockHash | None] = Counter()
-        self._pinned: dict[BlockHash, Entry] = {}
+        self._pinned_stored_bytes: Counter[BlockHash | None] = Counter()
         self._stored_order = StoredOrder()
         """Kept where there are limits on SSD."""
 
@@ -74,15 +75,16 @@ class TenantQuotas:
         """Give blocks of an unknown owner to the tenant that has just used them."""
         for entry in entries:
             if entry.owner is None:
-                self._move(entry, -1)
-                entry.owner = owner
-                self._move(entry, 1)
+                stored_bytes = entry.ssd_bytes
+                self.note_stored(entry, change_bytes=-stored_bytes)
+                self._ram.set_owner(entry, owner)
+                self.note_stored(entry, change_bytes=stored_bytes)
 
     def note_stored(self, entry: Entry, *, change_bytes: int) -> None:
         """Account for a block that came to SSD, or left it."""
-        self._stored_bytes[entry.owner] += change_bytes
-        if not self._stored_bytes[entry.owner]:
-            del self._stored_bytes[entry.owner]
+        add_bytes(self._stored_bytes, entry.owner, change_bytes)
+        if entry.is_pinned:
+            add_bytes(self._pinned_stored_bytes, entry.owner, change_bytes)
         if change_bytes > 0 and self._limits.ssd_bytes:
             self._stored_order.add(entry)
 
@@ -102,13 +104,14 @@ class TenantQuotas:
         excess = sum(self._ram.used_by[root] for root in kin) + size_bytes - limit
         if not limit or excess <= 0:
             return []
-        own = [entry for entry in self._ram if entry.owner in kin]
-        excess -= sum(entry.ram_bytes for entry in own if entry.is_leaving)
+        excess -= sum(
+            entry.ram_bytes for entry in self._index.spilling if entry.is_leaving and entry.owner in kin
+        )
         chosen = []
-        for entry in own:
+        for entry in self._ram.oldest(kin):
             if excess <= 0:
                 break
-            if not entry.is_pinned and entry.hash not in spared and not entry.is_leaving:
+            if entry.hash not in spared and not entry.is_leaving:
                 chosen.append(entry)
                 excess -= entry.ram_bytes
         return chosen if excess <= 0 else None
@@ -133,32 +136,32 @@ class TenantQuotas:
         return chosen if sum(other.ssd_bytes for other in chosen) >= excess else None
 
     def pin_excess(self, entries: Iterable[Entry]) -> PinExcess | None:
-        """Say which tier the tenant's pinned blocks would take too much of with these; None for neither."""
-        added = {entry.hash: entry for entry in entries}
-        kin = frozenset[BlockHash | None]().union(*(self._kin_of(entry.owner) for entry in added.values()))
-        own = {name: entry for name, entry in self._pinned.items() if entry.owner in kin} | added
-        tiers = (
-            ("RAM", sum(e.ram_bytes for e in own.values()), self._limits.ram_bytes or self._ram.limit_bytes),
-            (
-                "SSD",
-                sum(e.ssd_bytes for e in own.values()),
-                self._limits.ssd_bytes or self._settings.ssd_limit_bytes,
-            ),
+        """Say which tier would have too much of it pinned with these, by their tenant or by all; None for
+        neither."""
+        added = [entry for entry in entries if not entry.is_pinned]
+        kin = frozenset[BlockHash | None]().union(*(self._kin_of(entry.owner) for entry in added))
+        ram, ssd = self._ram.pinned_by, self._pinned_stored_bytes
+        ram_bytes, ssd_bytes = sum(e.ram_bytes for e in added), sum(e.ssd_bytes for e in added)
+        ram_limit, ssd_limit = self._ram.limit_bytes, self._settings.ssd_limit_bytes
+        wanted = (
+            ("RAM", ram_bytes + sum(ram[root] for root in kin), self._limits.ram_bytes or ram_limit, False),
+            ("SSD", ssd_bytes + sum(ssd[root] for root in kin), self._limits.ssd_bytes or ssd_limit, False),
+            ("RAM", ram_bytes + ram.total(), ram_limit, True),
+            ("SSD", ssd_bytes + ssd.total(), ssd_limit, True),
         )
-        for name, wanted_bytes, tier_bytes in tiers:
+        for tier, wanted_bytes, tier_bytes, is_everybodys in wanted:
             limit_bytes = int(tier_bytes * _PINNED_SHARE)
             if tier_bytes and wanted_bytes > limit_bytes:
-                return PinExcess(name, wanted_bytes, limit_bytes)
+                return PinExcess(tier, wanted_bytes, limit_bytes, is_everybodys)
         return None
 
-    def note_pinned(self, entry: Entry) -> None:
-        """A block counts among its owner's pinned ones."""
-        self._pinned[entry.hash] = entry
-
-    def note_unpinned(self, entry: Entry) -> None:
-        """A block may go again where its owner's quota asks for it."""
-        self._pinned.pop(entry.hash, None)
-        if self._limits.ssd_bytes and entry.ssd:
+    def set_pinned(self, entry: Entry, *, pinned: bool) -> None:
+        """Have a block count among its owner's pinned ones, or have it go again where a quota asks for it."""
+        if entry.is_pinned is pinned:
+            return
+        self._ram.set_pinned(entry, pinned=pinned)
+        add_bytes(self._pinned_stored_bytes, entry.owner, entry.ssd_bytes if pinned else -entry.ssd_bytes)
+        if not pinned and self._limits.ssd_bytes and entry.ssd:
             self._stored_order.add(entry)
 
     def snapshot(self) -> tuple[TenantShare, ...]:
@@ -188,10 +191,6 @@ class TenantQuotas:
     def _kin_of(self, owner: BlockHash | None) -> frozenset[BlockHash | None]:
         """Return all roots of the tenant whose root this is; alone while the tenant has not asked yet."""
         return frozenset(self._kin.get(owner, (owner,)) if owner is not None else (None,))
-
-    def _move(self, entry: Entry, sign: int) -> None:
-        self._ram.used_by[entry.owner] += sign * entry.ram_bytes
-        self.note_stored(entry, change_bytes=sign * entry.ssd_bytes)
 
     def _ancestors(self, entry: Entry) -> set[BlockHash]:
         found = {entry.hash}

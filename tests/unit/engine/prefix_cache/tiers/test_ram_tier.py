@@ -7,11 +7,11 @@ from icehouse_server.domain.cache_stats import TierStats
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 
-from tests.fixtures.known_blocks import SIZE, Shelf, SizedRegion
+from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, SizedRegion, root_of
 
 
 def tier_with(count: int, *, limit_bytes: int = 100, size_bytes: int = 10) -> tuple[RamTier, list[Entry]]:
-    tier = RamTier(limit_bytes=limit_bytes)
+    tier = RamTier(limit_bytes=limit_bytes, block_token_count=SIZE)
     entries = Shelf().chain(list(range(count * SIZE)))
     for entry in entries:
         tier.put(entry, {RegionKind.KV: SizedRegion(size_bytes)})
@@ -48,10 +48,50 @@ def test_victims_are_the_oldest_that_make_just_enough_room() -> None:
 
 def test_pinned_and_spared_ones_stay() -> None:
     tier, entries = tier_with(10)
-    entries[0].is_pinned = True
+    tier.set_pinned(entries[0], pinned=True)
     assert tier.victims(10, spared={entries[1].hash}) == [entries[2]]
     assert tier.victims(80, spared={entries[1].hash}) == entries[2:]
     assert tier.victims(81, spared={entries[1].hash}) is None
+
+
+def test_who_looks_for_victims_passes_no_pinned_one() -> None:
+    tier, entries = tier_with(10)
+    for entry in entries[:8]:
+        tier.set_pinned(entry, pinned=True)
+    assert list(tier.candidates()) == entries[8:] and list(tier) == entries[8:] + entries[:8]
+    assert (len(tier), tier.used_bytes, tier.pinned_by[ROOT]) == (10, 100, 80)
+    tier.put(entries[0], {RegionKind.WINDOW: SizedRegion(5)})
+    assert tier.pinned_by[ROOT] == 85 and entries[0] in tier.pinned
+    # One that may go again is the most recently used, and one that is gone counts no more.
+    tier.set_pinned(entries[0], pinned=False)
+    assert list(tier.candidates()) == [*entries[8:], entries[0]] and tier.pinned_by[ROOT] == 70
+    tier.drop(entries[1])
+    assert tier.pinned_by[ROOT] == 60 and tier.snapshot(now=0.0).pinned_block_count == 6
+
+
+def test_an_owners_blocks_come_in_their_order_and_go_with_it() -> None:
+    tier, entries = tier_with(4)
+    tier.touch(entries[:2], now=3.0)
+    assert list(tier.oldest([ROOT])) == [entries[2], entries[3], entries[1], entries[0]]
+    tier.set_owner(entries[2], root_of("other"))
+    assert list(tier.oldest([ROOT])) == [entries[3], entries[1], entries[0]]
+    assert (tier.used_by[ROOT], tier.used_by[root_of("other")]) == (30, 10)
+    assert next(tier.oldest([root_of("other"), ROOT])) in entries[2:]
+    assert list(tier.oldest([root_of("nobody")])) == []
+
+
+def test_the_statistics_are_those_of_the_blocks() -> None:
+    tier, entries = tier_with(3)
+    tier.touch(entries, now=5.0)
+    tier.set_pinned(entries[1], pinned=True)
+    told = tier.snapshot(now=7.0)
+    assert (told.block_count, told.tail_count, told.pinned_block_count, told.token_count) == (
+        3,
+        0,
+        1,
+        3 * SIZE,
+    )
+    assert (told.size_bytes, told.limit_bytes, told.age.p50_s) == (30, 100, 2.0)
 
 
 def test_what_is_over_the_budget_already_counts() -> None:

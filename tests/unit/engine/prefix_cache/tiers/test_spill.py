@@ -60,7 +60,7 @@ def bench(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1
     shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
     runner = TokenRunner(CacheFacts())
     limits = settings(spill_policy=policy, min_prefix_token_count=min_prefix)
-    quotas = TenantQuotas(limits, index=shelf.index, ram=RamTier(limit_bytes=0))
+    quotas = TenantQuotas(limits, index=shelf.index, ram=RamTier(limit_bytes=0, block_token_count=SIZE))
     spills = Spills(
         limits,
         facts=CacheFacts(),
@@ -136,7 +136,10 @@ def test_a_lost_tier_takes_its_queue_along() -> None:
     entry = made.block()
     made.spills.send(entry, request_id=None)
     RamEviction(
-        ram=RamTier(limit_bytes=0), index=made.shelf.index, spills=made.spills, quotas=made.quotas
+        ram=RamTier(limit_bytes=0, block_token_count=SIZE),
+        index=made.shelf.index,
+        spills=made.spills,
+        quotas=made.quotas,
     ).lose_storage()
     assert (made.spills.under_way_count, entry.is_spilling, made.spills.is_on) == (0, False, False)
     assert not made.spills.has_credit(entry) and not made.spills.send(entry, request_id=None)
