@@ -14,9 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2, prompt_pb2
 from icehouse_server.config import ConnectionConfig
-from icehouse_server.rpc.calls.methods import METHODS, Access, Pool
+from icehouse_server.rpc.calls.methods import Access, Pool
 
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
+from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, channel_options
 
@@ -25,9 +26,8 @@ WATCH = framed(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}).S
 FEW = {"max_concurrent_calls": 96}
 CALL_COUNT = 60
 """On each of three connections: more than a caller's part of any of the places."""
-CHANNELZ = {"channelz_enabled": True}
-SERVED = {name: row for name, row in METHODS.items() if not name.startswith("vllm.")}
-"""The table less the worker protocol's, which is switched on apart."""
+EVERYTHING = {"channelz_enabled": True, "worker": worker_parts()}
+"""All that a server may serve."""
 BOUND_S = 30.0
 FRAME_BYTES = 1 << 14
 """The longest frame that a server takes unasked."""
@@ -155,19 +155,19 @@ async def test_a_request_whose_turn_does_not_come_is_told_why(tmp_path: Path) ->
 
 
 async def test_a_health_checker_that_sends_nothing_is_given_up_soon(tmp_path: Path) -> None:
-    row = METHODS["grpc.health.v1.Health/Check"]
+    row = METHODS_HERE["grpc.health.v1.Health/Check"]
     assert row.message_timeout_s is not None and row.message_timeout_s <= 2
     async with guarded_server(tmp_path) as served, peers(served, 1) as [peer]:
         code, message = await peer.status(await peer.open_call("/grpc.health.v1.Health/Check"))
         assert code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0] and "2 s" in message
 
 
-@pytest.mark.parametrize("name", [name for name, row in SERVED.items() if row.message_byte_limit])
+@pytest.mark.parametrize("name", [name for name, row in METHODS_HERE.items() if row.message_byte_limit])
 async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path, name: str) -> None:
-    limit = METHODS[name].message_byte_limit
+    limit = METHODS_HERE[name].message_byte_limit
     assert limit is not None
     async with (
-        guarded_server(tmp_path, server=CHANNELZ) as served,
+        guarded_server(tmp_path, server=EVERYTHING) as served,
         peers(served, 1) as [peer],
     ):
         stream = await peer.open_call(f"/{name}", token=BOSS)
@@ -178,22 +178,24 @@ async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path,
         assert code == grpc.StatusCode.INVALID_ARGUMENT.value[0] and str(limit) in message
 
 
-@pytest.mark.parametrize("name", [name for name, row in SERVED.items() if row.access is Access.OPERATOR])
+@pytest.mark.parametrize(
+    "name", [name for name, row in METHODS_HERE.items() if row.access is Access.OPERATOR]
+)
 async def test_what_is_for_operators_is_refused_to_tenants_before_it_is_read(
     tmp_path: Path, name: str
 ) -> None:
     async with (
-        guarded_server(tmp_path, server=CHANNELZ) as served,
+        guarded_server(tmp_path, server=EVERYTHING) as served,
         peers(served, 1) as [peer],
     ):
         code, message = await peer.status(await peer.open_call(f"/{name}", token=SEARCH))
         assert code == grpc.StatusCode.PERMISSION_DENIED.value[0] and name.rpartition("/")[2] in message
 
 
-@pytest.mark.parametrize("name", [name for name, row in SERVED.items() if row.pool is not Pool.HEALTH])
+@pytest.mark.parametrize("name", [name for name, row in METHODS_HERE.items() if row.pool is not Pool.HEALTH])
 async def test_nothing_but_health_is_served_to_who_proves_nothing(tmp_path: Path, name: str) -> None:
     async with (
-        guarded_server(tmp_path, server=CHANNELZ) as served,
+        guarded_server(tmp_path, server=EVERYTHING) as served,
         peers(served, 1) as [peer],
     ):
         code, _ = await peer.status(await peer.open_call(f"/{name}"))
