@@ -251,9 +251,9 @@ class _ToldCall:
         """Whether what was told means the same as `call`."""
         try:
             arguments = json.loads("".join(self._arguments))
-        except ValueError:
+            return self.name == call.name and bool(arguments == json.loads(call.arguments_json))
+        except (ValueError, RecursionError):
             return False
-        return self.name == call.name and bool(arguments == json.loads(call.arguments_json))
 
     def _passes(self, mark: str) -> bool:
         """Note a mark; tell whether it ends the arguments."""
@@ -278,8 +278,8 @@ def _checked(entry: Any, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
-            raise UnreadableCall("its arguments are text that is no JSON") from None
+        except (ValueError, RecursionError):
+            raise UnreadableCall("its arguments are text that is no JSON, or nested too deep") from None
     if not isinstance(arguments, Mapping):
         raise UnreadableCall("its arguments are no JSON object")
     offered = {tool["function"]["name"] for tool in tools}
@@ -288,8 +288,8 @@ def _checked(entry: Any, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
         raise UnreadableCall("it names no tool on offer and has no arguments that can be read")
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):
-        raise UnreadableCall("its arguments hold a value that JSON has not") from None
+    except (TypeError, ValueError, RecursionError):
+        raise UnreadableCall("its arguments hold a value that JSON has not, or are nested too deep") from None
     own_id = entry.get("id")
     return ToolCall(
         id=_sendable(own_id) if isinstance(own_id, str) else "",

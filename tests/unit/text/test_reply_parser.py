@@ -296,3 +296,11 @@ def test_markers_that_decoding_hides_are_known() -> None:
     tokenizer = tokenizer_of(ALTERNATING)
     ids = tokenizer._encode("[TOOL_CALLS]a[ARGS]{}<eos><pad>", add_special_tokens=False)
     assert tokenizer.decode(ids) == "a{}" and tokenizer.decode_with_markers(ids) == "[TOOL_CALLS]a[ARGS]{}"
+
+
+@pytest.mark.parametrize("mark", ["[", '{"a":'])
+@pytest.mark.parametrize("is_quoted", [True, False])
+def test_arguments_nested_too_deep_are_a_malformed_call(mark: str, is_quoted: bool) -> None:
+    deep = json.dumps(mark * 5_000) if is_quoted else mark * 5_000
+    pieces = split([f'<tool_call>\n{{"name": "get_weather", "arguments": {deep}}}\n</tool_call>'], splitter())
+    assert isinstance(pieces[-1], MalformedPiece)

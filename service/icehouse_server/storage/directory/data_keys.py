@@ -133,7 +133,7 @@ def _parse(text: str) -> list[bytes] | None:
         if document["format"] != _FORMAT:
             return None
         return [bytes.fromhex(item) for item in document["wrapped"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

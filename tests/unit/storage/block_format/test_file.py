@@ -197,6 +197,27 @@ def test_a_lie_with_a_right_checksum_is_refused(name):
     assert caught.value.damage in (Damage.HEADER, Damage.TRUNCATED)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_lie_with_a_right_checksum_breaks_the_parser(data):
+    def lie(meta: dict, entries: dict) -> None:
+        holder = data.draw(st.sampled_from([meta, entries, *entries.values()]))
+        key = data.draw(st.sampled_from(sorted(holder)) | st.text(max_size=9))
+        holder[key] = data.draw(JSON)
+
+    try:
+        parse_lie(lie)
+    except BlockFileError as error:
+        assert error.damage in (Damage.HEADER, Damage.TRUNCATED, Damage.OTHER_ABI)
+
+
 def test_another_abi_is_not_called_damage():
     with pytest.raises(BlockFileError) as caught:
         parse_lie(lambda meta, entries: meta.update(layout_abi="2", regions="unreadable"))

@@ -58,10 +58,18 @@ def test_changing_the_master_key_keeps_the_data_key(paths: StorePaths) -> None:
     assert Path(paths.data_keys).read_bytes() == before
 
 
-DAMAGES = ["", "{", "[]", '{"format": "other"}', '{"format": "icehouse.keys.v1", "wrapped": 7}', '"\\ud800"']
+DAMAGES = [
+    "",
+    "[" * 60_000,
+    "{",
+    "[]",
+    '{"format": "other"}',
+    '{"format": "icehouse.keys.v1", "wrapped": 7}',
+    '"\\ud800"',
+]
 
 
-@pytest.mark.parametrize("text", DAMAGES)
+@pytest.mark.parametrize("text", DAMAGES, ids=range(len(DAMAGES)))
 def test_a_damaged_file_is_kept_aside(paths: StorePaths, text: str) -> None:
     first = open_key(FILES, paths, master_key=MINE).data_key
     good = Path(paths.data_keys).read_bytes()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.directory.reconcile import Finding
 from icehouse_server.storage.files import SystemFiles
@@ -185,6 +188,33 @@ def test_a_lost_manifest_is_rebuilt_from_the_files(place, damage):
     assert os.path.exists(place.paths.manifest_aside) == (damage != "missing")
     report, known = place.reopen()
     assert report.clean and known == [True] * 3
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    damage=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=9)), min_size=1
+    ),
+    is_noticed=st.booleans(),
+)
+def test_whatever_becomes_of_the_manifest_no_block_is_lost(tmp_path_factory, damage, is_noticed):
+    """Bytes of it changed where they lie, with the mark of a clean shutdown or without."""
+    place = Place(tmp_path_factory.mktemp("damaged") / "cache")
+    before = os.stat(place.paths.manifest)
+    with open(place.paths.manifest, "r+b") as file:
+        for share, data in damage:
+            file.seek(int(share * before.st_size))
+            file.write(data[: before.st_size - file.tell()])
+    os.utime(place.paths.manifest, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if is_noticed:
+        os.unlink(place.paths.clean_mark)
+    with StorageThread(place.directory) as served:
+        served.take_inventory()
+    # What a start that trusted the mark took for granted, one that does not puts right.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(place.paths.clean_mark)
+    _, known = place.reopen()
+    assert known == [True] * 3
 
 
 def test_a_changed_time_alone_is_only_restamped(place):
