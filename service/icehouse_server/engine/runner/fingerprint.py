@@ -6,7 +6,9 @@ or fusing an adapter in place changes it; moving, renaming or copying the folder
 
 Beside it stands the fingerprint of earlier versions, over samples: per shard its size, its safetensors
 header, every small tensor whole and a piece out of the middle of every other. Blocks that were filed
-under it stay warm (`DigestBook.claim`). Without a book, where nothing outlives the process, it serves.
+under it stay warm (`DigestBook.claim`). Without a book, where nothing outlives the process, it serves:
+one process has one model, whose adapters are told apart by all their bytes (`adapter_digest`). A draft
+model is in neither: its caches are never kept.
 """
 
 from __future__ import annotations

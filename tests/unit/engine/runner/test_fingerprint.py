@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.clock import SystemClock
+from icehouse_server.domain.blocks import root_hash
+from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.engine.runner.fingerprint import ModelFingerprint, adapter_digest, model_fingerprint
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
@@ -186,3 +188,21 @@ def test_without_a_book_it_is_what_earlier_versions_called_the_model(tmp_path: P
     folder = tiny_model_dir(tmp_path, "llama")
     sampled = _of(folder, book=None)
     assert sampled.value == sampled.sampled == _of(folder).sampled != _of(folder).value
+
+
+def test_adapters_that_samples_take_for_one_have_roots_of_their_own(tmp_path: Path) -> None:
+    """Without an SSD tier the model's own fingerprint is over samples: it names one model in one process.
+    What tells its adapters apart is read whole, tier or none."""
+    folder, adapter = tiny_model_dir(tmp_path, "llama"), _adapter(tmp_path / "adapter", scale=1.0)
+    path = adapter / "adapters.safetensors"
+    # Long enough that samples leave something out.
+    mx.save_safetensors(str(path), {"layer.lora_a": mx.ones((64, 512)), "layer.lora_b": mx.zeros((512, 8))})
+    before = _of(folder, adapter_dir=adapter, book=None).value, adapter_digest(adapter)
+    change_one_float(path, at=0.9)
+    after = _of(folder, adapter_dir=adapter, book=None).value, adapter_digest(adapter)
+    assert after[0] == before[0], "the samples hold the changed float: the test shows nothing"
+    roots = {
+        root_hash(fingerprint=after[0], tenant=DEFAULT_TENANT, adapter=digest)
+        for digest in (before[1], after[1])
+    }
+    assert len(roots) == 2
