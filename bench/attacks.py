@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import tempfile
 import time
@@ -135,13 +136,16 @@ async def _check(address: str, suffered: Suffered, end: float) -> None:
 
 
 async def pass_time_s(address: str, token: str) -> float:
-    """Return what nearly all of the server's last decode steps took less than."""
+    """Return what nearly all of the server's last decode steps took less than; NaN when it does not say."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = (("authorization", f"Bearer {token}"),)
-        stats = await stub.CacheStats(
-            messages.CacheStatsRequest(), metadata=metadata, timeout=_CALL_TIMEOUT_S
-        )
+        try:
+            stats = await stub.CacheStats(
+                messages.CacheStatsRequest(), metadata=metadata, timeout=_CALL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return math.nan
     return float(stats.engine.decode_step_p99.ToTimedelta().total_seconds())
 
 
@@ -173,7 +177,8 @@ def measure(name: str, model: Path, folder: Path, *, seconds: float) -> tuple[Ro
         flags=("--token-file", str(file)),
     )
     with contextlib.ExitStack() as held:
-        with server:
+        with contextlib.ExitStack() as running:
+            running.enter_context(server)
             asyncio.run(suffer(server.address, tokens["good"], seconds=2.0))
             idle = asyncio.run(suffer(server.address, tokens["good"], seconds=_IDLE_S))
             context = multiprocessing.get_context("spawn")
@@ -189,16 +194,19 @@ def measure(name: str, model: Path, folder: Path, *, seconds: float) -> tuple[Ro
             pass_s = asyncio.run(pass_time_s(server.address, tokens["operator"]))
             calls = ended.get(timeout=_CALL_TIMEOUT_S)
             began = time.monotonic()
+            # One that does not stop is killed, after longer than is wanted, and is told as that.
+            with contextlib.suppress(RuntimeError):
+                running.close()
         stop_s = time.monotonic() - began
     row = Row(
         attack=name,
         idle_p50_s=quantile(idle.ttfts, 0.5),
         pass_s=pass_s,
         ttft_p50_s=quantile(beside.ttfts, 0.5),
-        ttft_max_s=max(beside.ttfts, default=float("nan")),
+        ttft_max_s=max(beside.ttfts, default=math.nan),
         answered=len(beside.ttfts),
         failed=len(beside.failures),
-        health_max_s=max(beside.checks, default=float("nan")),
+        health_max_s=max(beside.checks, default=math.nan),
         stop_s=stop_s,
         hostile_calls=", ".join(f"{count} {code}" for code, count in calls.items()) or "all open",
     )
