@@ -66,6 +66,12 @@ class ServerConfig:
     drain_grace_s: float = setting(
         30.0, Kind.SECONDS, "How long running calls may go on after the order to stop.", minimum=0
     )
+    session_metadata: str = setting(
+        "session-id,x-session-id,x-claude-code-session-id",
+        Kind.TEXT,
+        "Metadata keys by commas; the first that a call has is its session where the request names none. "
+        "`none` looks at none.",
+    )
     reflection_enabled: bool = setting(
         True, Kind.SWITCH, "Offer gRPC server reflection, for grpcurl and the like."
     )
@@ -99,6 +105,12 @@ class ServerConfig:
     grammar_cache_count: int = setting(
         32, Kind.COUNT, "Compiled response formats that are kept for the next request.", minimum=1
     )
+
+    @property
+    def session_keys(self) -> tuple[str, ...]:
+        """`session_metadata` as gRPC has metadata's keys: in lower case."""
+        names = (name.strip().lower() for name in self.session_metadata.split(","))
+        return tuple(name for name in names if name and name != "none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

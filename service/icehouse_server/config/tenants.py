@@ -47,6 +47,19 @@ class TenantConfig:
         flag="--shared-prefixes",
     )
 
+    normalized_prompts: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Tenants whose conversations lose volatile billing lines and get their tools in a stable order, by "
+        "commas; `*` is every tenant.",
+        flag="--normalized-prompts",
+    )
+
+    def normalizes(self, tenant: str) -> bool:
+        """Whether this tenant's conversations are normalised before they are rendered."""
+        named = {name.strip() for name in (self.normalized_prompts or "").split(",") if name.strip()}
+        return "*" in named or tenant in named
+
     @property
     def shared_prefix_grants(self) -> Mapping[str, frozenset[str] | None]:
         """Who may start from the prompts of each shared tenant; None: every tenant."""

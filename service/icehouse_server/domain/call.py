@@ -65,6 +65,8 @@ class CallRecord:
     usage: Usage | None
     """None unless it ran to its end."""
     trace: TraceContext = TraceContext()
+    session_id: str = ""
+    """The conversation that the call was a turn of, where somebody said; empty otherwise."""
     operation: Operation | None = None
     """None for calls that ask no model for anything: counters, orders to the cache."""
 

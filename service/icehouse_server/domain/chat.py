@@ -81,6 +81,22 @@ class Conversation:
         return bool(self.tools) and self.tool_choice.mode is not ToolMode.NONE
 
 
+class PromptChangeKind(enum.Enum):
+    """What a conversation may be relieved of before it is rendered."""
+
+    BILLING_LINE_DROPPED = enum.auto()
+    TOOL_KEYS_SORTED = enum.auto()
+    TOOLS_SORTED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptChange:
+    """One change, and of how many lines or tools."""
+
+    kind: PromptChangeKind
+    count: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenderedChat:
     """A conversation's tokens, and how the reply has begun inside them."""

@@ -47,6 +47,16 @@ class ReuseLimit(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a prompt parts from a cached one of the same tenant that it shares more than half with."""
+
+    token_index: int
+    """Position in the prompt of the first token that differs."""
+    prompt_token_id: int
+    cached_token_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CacheReport:
     """What of the prompt was reused, from where, and why not more. Counts in tokens."""
 
@@ -54,6 +64,7 @@ class CacheReport:
     ssd_token_count: int = 0
     restore_s: float = 0.0
     limit: ReuseLimit = ReuseLimit.SWITCHED_OFF
+    divergence: Divergence | None = None
 
     @property
     def cached_token_count(self) -> int:

@@ -8,7 +8,11 @@ Names of things that live inside the engine only.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import NewType
+
+CALLER_NAME_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+"""What a caller may call a request or a session: it stands in logs as it is."""
 
 RequestId = NewType("RequestId", str)
 Tenant = NewType("Tenant", str)

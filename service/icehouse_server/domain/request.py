@@ -61,6 +61,8 @@ class GenerationRequest:
     logprobs: LogprobsWanted | None = None
     """None tells no log probabilities."""
     speculation: Speculation | None = None
+    session_id: str = ""
+    """The conversation that it is a turn of, in the words of its caller or of a gateway; empty: none told."""
     pooling: Pooling | None = None
     """Asks for the prompt's pooled hidden states; every token of it then runs, and nothing is generated."""
 

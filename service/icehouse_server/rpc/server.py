@@ -95,8 +95,7 @@ class RpcServer:
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
         self._calls = Calls(
-            clock=clock,
-            watchers=self._observation.watchers,
+            clock=clock, watchers=self._observation.watchers, session_keys=config.server.session_keys
         )
         self.health = Health(
             engine=engine,

@@ -162,6 +162,8 @@ def _attributes_of(record: CallRecord) -> dict[str, Attribute]:
         attributes["error.type"] = record.error_type
     if record.tenant:
         attributes["icehouse.tenant"] = record.tenant
+    if record.session_id:
+        attributes["gen_ai.conversation.id"] = record.session_id
     if record.operation is not None:
         attributes["gen_ai.operation.name"] = record.operation.value
         attributes["gen_ai.provider.name"] = PROVIDER

@@ -100,6 +100,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
             stop=["x"],
             model="tiny",
             request_id="o",
+            session_id="s",
             cache_use="off",
             tenant="blue",
             priority=2,
@@ -113,7 +114,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 3)
     assert (sampling.min_p, sampling.seed) == (0.1, 7)
     assert (full.stop, full.request_id, full.cache_use) == (("x",), "o", CacheUse.OFF)
-    assert (full.tenant, full.priority) == ("blue", 2)
+    assert (full.tenant, full.priority, full.session_id) == ("blue", 2, "s")
     assert chat.prompt_token_ids == tuple(b"user:Hi;")
     assert tokens.prompt_token_ids == (1, 2, 3)
 

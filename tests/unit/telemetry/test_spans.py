@@ -62,6 +62,7 @@ def test_a_call_and_its_stages_are_one_trace_under_the_callers_span() -> None:
     assert not server.is_error and "error.type" not in server.attributes
     assert server.attributes["gen_ai.usage.cache_read.input_tokens"] == 768
     assert server.attributes["icehouse.request.id"] == "r1"
+    assert server.attributes["gen_ai.conversation.id"] == "s1"
     assert server.attributes["gen_ai.operation.name"] == "chat"
     assert server.attributes["gen_ai.provider.name"] == "icehouse"
     assert collector.resource["service.name"] == "icehouse" and collector.resource["service.version"] == "1.2"

@@ -51,6 +51,8 @@ class Options(SamplingOptions, PromptOptions, total=False):
     logprob_token_ids: Sequence[int]
     """Tells those of these tokens too, in every place."""
     request_id: str
+    session_id: str
+    """The conversation that this is a turn of, for gateways, logs and traces."""
     priority: int
     tool_choice: ToolChoice
     response_format: ResponseFormat
@@ -62,6 +64,7 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     refuse_unknown(options, Options)
     request = inference.GenerateRequest(
         request_id=options.get("request_id", ""),
+        session_id=options.get("session_id", ""),
         max_output_tokens=options.get("max_output_tokens", 0),
         sampling=sampling_proto(options),
         completions=options.get("completions", 0),

@@ -172,6 +172,63 @@ func (ReuseLimit) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{1}
 }
 
+// What a conversation may be relieved of.
+type PromptChangeKind int32
+
+const (
+	// Never sent.
+	PromptChangeKind_PROMPT_CHANGE_KIND_UNSPECIFIED PromptChangeKind = 0
+	// Lines of `name=value` pairs with one called `cch` were taken out of the first system message.
+	PromptChangeKind_PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED PromptChangeKind = 1
+	// The keys of tools' parameters were put in alphabetical order.
+	PromptChangeKind_PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED PromptChangeKind = 2
+	// The tools were put in alphabetical order.
+	PromptChangeKind_PROMPT_CHANGE_KIND_TOOLS_SORTED PromptChangeKind = 3
+)
+
+// Enum value maps for PromptChangeKind.
+var (
+	PromptChangeKind_name = map[int32]string{
+		0: "PROMPT_CHANGE_KIND_UNSPECIFIED",
+		1: "PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED",
+		2: "PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED",
+		3: "PROMPT_CHANGE_KIND_TOOLS_SORTED",
+	}
+	PromptChangeKind_value = map[string]int32{
+		"PROMPT_CHANGE_KIND_UNSPECIFIED":          0,
+		"PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED": 1,
+		"PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED":     2,
+		"PROMPT_CHANGE_KIND_TOOLS_SORTED":         3,
+	}
+)
+
+func (x PromptChangeKind) Enum() *PromptChangeKind {
+	p := new(PromptChangeKind)
+	*p = x
+	return p
+}
+
+func (x PromptChangeKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (PromptChangeKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_usage_proto_enumTypes[2].Descriptor()
+}
+
+func (PromptChangeKind) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_usage_proto_enumTypes[2]
+}
+
+func (x PromptChangeKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use PromptChangeKind.Descriptor instead.
+func (PromptChangeKind) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{2}
+}
+
 // What of the prompt was reused and from where.
 type CacheReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -184,7 +241,16 @@ type CacheReport struct {
 	// From the decision to restore until the sequence could run.
 	RestoreDuration *durationpb.Duration `protobuf:"bytes,4,opt,name=restore_duration,json=restoreDuration,proto3" json:"restore_duration,omitempty"`
 	// Why it was not more.
-	Limit         ReuseLimit `protobuf:"varint,5,opt,name=limit,proto3,enum=icehouse.v1.ReuseLimit" json:"limit,omitempty"`
+	Limit ReuseLimit `protobuf:"varint,5,opt,name=limit,proto3,enum=icehouse.v1.ReuseLimit" json:"limit,omitempty"`
+	// Where the prompt parts from one that is cached, when it has more than half in common with it: all before
+	// the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
+	// the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
+	// `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
+	// with all that are known, or the report is of a call that tells none (Embed, Rerank).
+	Divergence *PrefixDivergence `protobuf:"bytes,6,opt,name=divergence,proto3" json:"divergence,omitempty"`
+	// What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
+	// so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+	PromptChanges []*PromptChange `protobuf:"bytes,7,rep,name=prompt_changes,json=promptChanges,proto3" json:"prompt_changes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -254,6 +320,194 @@ func (x *CacheReport) GetLimit() ReuseLimit {
 	return ReuseLimit_REUSE_LIMIT_UNSPECIFIED
 }
 
+func (x *CacheReport) GetDivergence() *PrefixDivergence {
+	if x != nil {
+		return x.Divergence
+	}
+	return nil
+}
+
+func (x *CacheReport) GetPromptChanges() []*PromptChange {
+	if x != nil {
+		return x.PromptChanges
+	}
+	return nil
+}
+
+// Where a prompt stops to be what a cached one is.
+type PrefixDivergence struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Position in the prompt of the first token that differs, from 0.
+	TokenIndex int32 `protobuf:"varint,1,opt,name=token_index,json=tokenIndex,proto3" json:"token_index,omitempty"`
+	// The prompt's token there.
+	PromptToken *DivergentToken `protobuf:"bytes,2,opt,name=prompt_token,json=promptToken,proto3" json:"prompt_token,omitempty"`
+	// The cached prompt's token there.
+	CachedToken   *DivergentToken `protobuf:"bytes,3,opt,name=cached_token,json=cachedToken,proto3" json:"cached_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PrefixDivergence) Reset() {
+	*x = PrefixDivergence{}
+	mi := &file_icehouse_v1_usage_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PrefixDivergence) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PrefixDivergence) ProtoMessage() {}
+
+func (x *PrefixDivergence) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_usage_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PrefixDivergence.ProtoReflect.Descriptor instead.
+func (*PrefixDivergence) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *PrefixDivergence) GetTokenIndex() int32 {
+	if x != nil {
+		return x.TokenIndex
+	}
+	return 0
+}
+
+func (x *PrefixDivergence) GetPromptToken() *DivergentToken {
+	if x != nil {
+		return x.PromptToken
+	}
+	return nil
+}
+
+func (x *PrefixDivergence) GetCachedToken() *DivergentToken {
+	if x != nil {
+		return x.CachedToken
+	}
+	return nil
+}
+
+// A token of one of two prompts that differ.
+type DivergentToken struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its id.
+	Id int32 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Its text; U+FFFD where it is a part of a character.
+	Text          string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DivergentToken) Reset() {
+	*x = DivergentToken{}
+	mi := &file_icehouse_v1_usage_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DivergentToken) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DivergentToken) ProtoMessage() {}
+
+func (x *DivergentToken) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_usage_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DivergentToken.ProtoReflect.Descriptor instead.
+func (*DivergentToken) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *DivergentToken) GetId() int32 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *DivergentToken) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+// One change.
+type PromptChange struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What was changed.
+	Kind PromptChangeKind `protobuf:"varint,1,opt,name=kind,proto3,enum=icehouse.v1.PromptChangeKind" json:"kind,omitempty"`
+	// Of how many lines, or tools.
+	Count         int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PromptChange) Reset() {
+	*x = PromptChange{}
+	mi := &file_icehouse_v1_usage_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PromptChange) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PromptChange) ProtoMessage() {}
+
+func (x *PromptChange) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_usage_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PromptChange.ProtoReflect.Descriptor instead.
+func (*PromptChange) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *PromptChange) GetKind() PromptChangeKind {
+	if x != nil {
+		return x.Kind
+	}
+	return PromptChangeKind_PROMPT_CHANGE_KIND_UNSPECIFIED
+}
+
+func (x *PromptChange) GetCount() int32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
 // What one request cost. Durations are measured on the server.
 type Usage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -292,7 +546,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_icehouse_v1_usage_proto_msgTypes[1]
+	mi := &file_icehouse_v1_usage_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -304,7 +558,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_usage_proto_msgTypes[1]
+	mi := &file_icehouse_v1_usage_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -317,7 +571,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{1}
+	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Usage) GetPromptTokens() int32 {
@@ -422,7 +676,7 @@ var File_icehouse_v1_usage_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\n" +
-	"\x17icehouse/v1/usage.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dicehouse/v1/speculation.proto\"\xe5\x01\n" +
+	"\x17icehouse/v1/usage.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dicehouse/v1/speculation.proto\"\xe6\x02\n" +
 	"\vCacheReport\x12#\n" +
 	"\rcached_tokens\x18\x01 \x01(\x05R\fcachedTokens\x12\x1d\n" +
 	"\n" +
@@ -430,7 +684,22 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\n" +
 	"ssd_tokens\x18\x03 \x01(\x05R\tssdTokens\x12D\n" +
 	"\x10restore_duration\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x0frestoreDuration\x12-\n" +
-	"\x05limit\x18\x05 \x01(\x0e2\x17.icehouse.v1.ReuseLimitR\x05limit\"\xf5\x05\n" +
+	"\x05limit\x18\x05 \x01(\x0e2\x17.icehouse.v1.ReuseLimitR\x05limit\x12=\n" +
+	"\n" +
+	"divergence\x18\x06 \x01(\v2\x1d.icehouse.v1.PrefixDivergenceR\n" +
+	"divergence\x12@\n" +
+	"\x0eprompt_changes\x18\a \x03(\v2\x19.icehouse.v1.PromptChangeR\rpromptChanges\"\xb3\x01\n" +
+	"\x10PrefixDivergence\x12\x1f\n" +
+	"\vtoken_index\x18\x01 \x01(\x05R\n" +
+	"tokenIndex\x12>\n" +
+	"\fprompt_token\x18\x02 \x01(\v2\x1b.icehouse.v1.DivergentTokenR\vpromptToken\x12>\n" +
+	"\fcached_token\x18\x03 \x01(\v2\x1b.icehouse.v1.DivergentTokenR\vcachedToken\"4\n" +
+	"\x0eDivergentToken\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x05R\x02id\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\"W\n" +
+	"\fPromptChange\x121\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x1d.icehouse.v1.PromptChangeKindR\x04kind\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\x05R\x05count\"\xf5\x05\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x05R\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\x05R\fcachedTokens\x12\x1d\n" +
@@ -467,7 +736,12 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\x17REUSE_LIMIT_LOAD_FAILED\x10\x06\x12\x1c\n" +
 	"\x18REUSE_LIMIT_SWITCHED_OFF\x10\a\x12\x1b\n" +
 	"\x17REUSE_LIMIT_UNSUPPORTED\x10\b\x12\x1f\n" +
-	"\x1bREUSE_LIMIT_PROMPT_LOGPROBS\x10\tb\x06proto3"
+	"\x1bREUSE_LIMIT_PROMPT_LOGPROBS\x10\t*\xb1\x01\n" +
+	"\x10PromptChangeKind\x12\"\n" +
+	"\x1ePROMPT_CHANGE_KIND_UNSPECIFIED\x10\x00\x12+\n" +
+	"'PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED\x10\x01\x12'\n" +
+	"#PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED\x10\x02\x12#\n" +
+	"\x1fPROMPT_CHANGE_KIND_TOOLS_SORTED\x10\x03b\x06proto3"
 
 var (
 	file_icehouse_v1_usage_proto_rawDescOnce sync.Once
@@ -481,31 +755,40 @@ func file_icehouse_v1_usage_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_usage_proto_rawDescData
 }
 
-var file_icehouse_v1_usage_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_icehouse_v1_usage_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
+var file_icehouse_v1_usage_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_icehouse_v1_usage_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
 var file_icehouse_v1_usage_proto_goTypes = []any{
 	(FinishReason)(0),           // 0: icehouse.v1.FinishReason
 	(ReuseLimit)(0),             // 1: icehouse.v1.ReuseLimit
-	(*CacheReport)(nil),         // 2: icehouse.v1.CacheReport
-	(*Usage)(nil),               // 3: icehouse.v1.Usage
-	(*durationpb.Duration)(nil), // 4: google.protobuf.Duration
-	(SpeculationLimit)(0),       // 5: icehouse.v1.SpeculationLimit
+	(PromptChangeKind)(0),       // 2: icehouse.v1.PromptChangeKind
+	(*CacheReport)(nil),         // 3: icehouse.v1.CacheReport
+	(*PrefixDivergence)(nil),    // 4: icehouse.v1.PrefixDivergence
+	(*DivergentToken)(nil),      // 5: icehouse.v1.DivergentToken
+	(*PromptChange)(nil),        // 6: icehouse.v1.PromptChange
+	(*Usage)(nil),               // 7: icehouse.v1.Usage
+	(*durationpb.Duration)(nil), // 8: google.protobuf.Duration
+	(SpeculationLimit)(0),       // 9: icehouse.v1.SpeculationLimit
 }
 var file_icehouse_v1_usage_proto_depIdxs = []int32{
-	4, // 0: icehouse.v1.CacheReport.restore_duration:type_name -> google.protobuf.Duration
-	1, // 1: icehouse.v1.CacheReport.limit:type_name -> icehouse.v1.ReuseLimit
-	4, // 2: icehouse.v1.Usage.queue_duration:type_name -> google.protobuf.Duration
-	4, // 3: icehouse.v1.Usage.restore_duration:type_name -> google.protobuf.Duration
-	4, // 4: icehouse.v1.Usage.prefill_duration:type_name -> google.protobuf.Duration
-	4, // 5: icehouse.v1.Usage.decode_duration:type_name -> google.protobuf.Duration
-	4, // 6: icehouse.v1.Usage.time_to_first_token:type_name -> google.protobuf.Duration
-	4, // 7: icehouse.v1.Usage.total_duration:type_name -> google.protobuf.Duration
-	5, // 8: icehouse.v1.Usage.speculation_limit:type_name -> icehouse.v1.SpeculationLimit
-	9, // [9:9] is the sub-list for method output_type
-	9, // [9:9] is the sub-list for method input_type
-	9, // [9:9] is the sub-list for extension type_name
-	9, // [9:9] is the sub-list for extension extendee
-	0, // [0:9] is the sub-list for field type_name
+	8,  // 0: icehouse.v1.CacheReport.restore_duration:type_name -> google.protobuf.Duration
+	1,  // 1: icehouse.v1.CacheReport.limit:type_name -> icehouse.v1.ReuseLimit
+	4,  // 2: icehouse.v1.CacheReport.divergence:type_name -> icehouse.v1.PrefixDivergence
+	6,  // 3: icehouse.v1.CacheReport.prompt_changes:type_name -> icehouse.v1.PromptChange
+	5,  // 4: icehouse.v1.PrefixDivergence.prompt_token:type_name -> icehouse.v1.DivergentToken
+	5,  // 5: icehouse.v1.PrefixDivergence.cached_token:type_name -> icehouse.v1.DivergentToken
+	2,  // 6: icehouse.v1.PromptChange.kind:type_name -> icehouse.v1.PromptChangeKind
+	8,  // 7: icehouse.v1.Usage.queue_duration:type_name -> google.protobuf.Duration
+	8,  // 8: icehouse.v1.Usage.restore_duration:type_name -> google.protobuf.Duration
+	8,  // 9: icehouse.v1.Usage.prefill_duration:type_name -> google.protobuf.Duration
+	8,  // 10: icehouse.v1.Usage.decode_duration:type_name -> google.protobuf.Duration
+	8,  // 11: icehouse.v1.Usage.time_to_first_token:type_name -> google.protobuf.Duration
+	8,  // 12: icehouse.v1.Usage.total_duration:type_name -> google.protobuf.Duration
+	9,  // 13: icehouse.v1.Usage.speculation_limit:type_name -> icehouse.v1.SpeculationLimit
+	14, // [14:14] is the sub-list for method output_type
+	14, // [14:14] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_usage_proto_init() }
@@ -519,8 +802,8 @@ func file_icehouse_v1_usage_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_usage_proto_rawDesc), len(file_icehouse_v1_usage_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   2,
+			NumEnums:      3,
+			NumMessages:   5,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

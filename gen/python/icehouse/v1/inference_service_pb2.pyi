@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     COMPLETIONS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
     Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
@@ -81,6 +82,13 @@ class GenerateRequest(_message.Message):
     adapter: _builtins.str
     """The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
     different adapters share no cache. Absent: the model by itself.
+    """
+    session_id: _builtins.str
+    """The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
+    [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
+    on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
+    that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
+    (one that is not written as above is passed over), else none.
     """
     @_builtins.property
     def chat(self) -> _prompt_pb2.ChatPrompt:
@@ -148,10 +156,11 @@ class GenerateRequest(_message.Message):
         completions: _builtins.int = ...,
         speculation: _speculation_pb2.Speculation | None = ...,
         adapter: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

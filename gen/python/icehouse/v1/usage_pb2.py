@@ -26,19 +26,27 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from icehouse.v1 import speculation_pb2 as icehouse_dot_v1_dot_speculation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17icehouse/v1/usage.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dicehouse/v1/speculation.proto\"\xa9\x01\n\x0b\x43\x61\x63heReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x12\n\nram_tokens\x18\x02 \x01(\x05\x12\x12\n\nssd_tokens\x18\x03 \x01(\x05\x12\x33\n\x10restore_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05limit\x18\x05 \x01(\x0e\x32\x17.icehouse.v1.ReuseLimit\"\x9f\x04\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\x12\x12\n\nram_tokens\x18\x03 \x01(\x05\x12\x12\n\nssd_tokens\x18\x04 \x01(\x05\x12\x15\n\routput_tokens\x18\x05 \x01(\x05\x12\x31\n\x0equeue_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10restore_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x64raft_tokens\x18\x19 \x01(\x05\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x1a \x01(\x05\x12\x38\n\x11speculation_limit\x18\x1b \x01(\x0e\x32\x1d.icehouse.v1.SpeculationLimit*\xc4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05*\xad\x02\n\nReuseLimit\x12\x1b\n\x17REUSE_LIMIT_UNSPECIFIED\x10\x00\x12\x14\n\x10REUSE_LIMIT_NONE\x10\x01\x12\x18\n\x14REUSE_LIMIT_NO_MATCH\x10\x02\x12\x18\n\x14REUSE_LIMIT_DIVERGED\x10\x03\x12\x1d\n\x19REUSE_LIMIT_NO_CHECKPOINT\x10\x04\x12 \n\x1cREUSE_LIMIT_RECOMPUTE_FASTER\x10\x05\x12\x1b\n\x17REUSE_LIMIT_LOAD_FAILED\x10\x06\x12\x1c\n\x18REUSE_LIMIT_SWITCHED_OFF\x10\x07\x12\x1b\n\x17REUSE_LIMIT_UNSUPPORTED\x10\x08\x12\x1f\n\x1bREUSE_LIMIT_PROMPT_LOGPROBS\x10\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17icehouse/v1/usage.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dicehouse/v1/speculation.proto\"\x8f\x02\n\x0b\x43\x61\x63heReport\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x12\n\nram_tokens\x18\x02 \x01(\x05\x12\x12\n\nssd_tokens\x18\x03 \x01(\x05\x12\x33\n\x10restore_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05limit\x18\x05 \x01(\x0e\x32\x17.icehouse.v1.ReuseLimit\x12\x31\n\ndivergence\x18\x06 \x01(\x0b\x32\x1d.icehouse.v1.PrefixDivergence\x12\x31\n\x0eprompt_changes\x18\x07 \x03(\x0b\x32\x19.icehouse.v1.PromptChange\"\x8d\x01\n\x10PrefixDivergence\x12\x13\n\x0btoken_index\x18\x01 \x01(\x05\x12\x31\n\x0cprompt_token\x18\x02 \x01(\x0b\x32\x1b.icehouse.v1.DivergentToken\x12\x31\n\x0c\x63\x61\x63hed_token\x18\x03 \x01(\x0b\x32\x1b.icehouse.v1.DivergentToken\"*\n\x0e\x44ivergentToken\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\"J\n\x0cPromptChange\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.icehouse.v1.PromptChangeKind\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\"\x9f\x04\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\x12\x12\n\nram_tokens\x18\x03 \x01(\x05\x12\x12\n\nssd_tokens\x18\x04 \x01(\x05\x12\x15\n\routput_tokens\x18\x05 \x01(\x05\x12\x31\n\x0equeue_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10restore_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x64raft_tokens\x18\x19 \x01(\x05\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x1a \x01(\x05\x12\x38\n\x11speculation_limit\x18\x1b \x01(\x0e\x32\x1d.icehouse.v1.SpeculationLimit*\xc4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05*\xad\x02\n\nReuseLimit\x12\x1b\n\x17REUSE_LIMIT_UNSPECIFIED\x10\x00\x12\x14\n\x10REUSE_LIMIT_NONE\x10\x01\x12\x18\n\x14REUSE_LIMIT_NO_MATCH\x10\x02\x12\x18\n\x14REUSE_LIMIT_DIVERGED\x10\x03\x12\x1d\n\x19REUSE_LIMIT_NO_CHECKPOINT\x10\x04\x12 \n\x1cREUSE_LIMIT_RECOMPUTE_FASTER\x10\x05\x12\x1b\n\x17REUSE_LIMIT_LOAD_FAILED\x10\x06\x12\x1c\n\x18REUSE_LIMIT_SWITCHED_OFF\x10\x07\x12\x1b\n\x17REUSE_LIMIT_UNSUPPORTED\x10\x08\x12\x1f\n\x1bREUSE_LIMIT_PROMPT_LOGPROBS\x10\t*\xb1\x01\n\x10PromptChangeKind\x12\"\n\x1ePROMPT_CHANGE_KIND_UNSPECIFIED\x10\x00\x12+\n\'PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED\x10\x01\x12\'\n#PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED\x10\x02\x12#\n\x1fPROMPT_CHANGE_KIND_TOOLS_SORTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.usage_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=822
-  _globals['_FINISHREASON']._serialized_end=1018
-  _globals['_REUSELIMIT']._serialized_start=1021
-  _globals['_REUSELIMIT']._serialized_end=1322
+  _globals['_FINISHREASON']._serialized_start=1188
+  _globals['_FINISHREASON']._serialized_end=1384
+  _globals['_REUSELIMIT']._serialized_start=1387
+  _globals['_REUSELIMIT']._serialized_end=1688
+  _globals['_PROMPTCHANGEKIND']._serialized_start=1691
+  _globals['_PROMPTCHANGEKIND']._serialized_end=1868
   _globals['_CACHEREPORT']._serialized_start=104
-  _globals['_CACHEREPORT']._serialized_end=273
-  _globals['_USAGE']._serialized_start=276
-  _globals['_USAGE']._serialized_end=819
+  _globals['_CACHEREPORT']._serialized_end=375
+  _globals['_PREFIXDIVERGENCE']._serialized_start=378
+  _globals['_PREFIXDIVERGENCE']._serialized_end=519
+  _globals['_DIVERGENTTOKEN']._serialized_start=521
+  _globals['_DIVERGENTTOKEN']._serialized_end=563
+  _globals['_PROMPTCHANGE']._serialized_start=565
+  _globals['_PROMPTCHANGE']._serialized_end=639
+  _globals['_USAGE']._serialized_start=642
+  _globals['_USAGE']._serialized_end=1185
 # @@protoc_insertion_point(module_scope)

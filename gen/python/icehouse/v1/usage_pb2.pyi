@@ -3,9 +3,11 @@
 isort:skip_file
 What a request cost, what it reused and why it ended."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from icehouse.v1 import speculation_pb2 as _speculation_pb2
 import builtins as _builtins
@@ -115,6 +117,34 @@ REUSE_LIMIT_PROMPT_LOGPROBS: ReuseLimit.ValueType  # 9
 """The log probabilities of the prompt were asked for, so all of it was computed."""
 Global___ReuseLimit: _TypeAlias = ReuseLimit  # noqa: Y015
 
+class _PromptChangeKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PromptChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PromptChangeKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROMPT_CHANGE_KIND_UNSPECIFIED: _PromptChangeKind.ValueType  # 0
+    """Never sent."""
+    PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED: _PromptChangeKind.ValueType  # 1
+    """Lines of `name=value` pairs with one called `cch` were taken out of the first system message."""
+    PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED: _PromptChangeKind.ValueType  # 2
+    """The keys of tools' parameters were put in alphabetical order."""
+    PROMPT_CHANGE_KIND_TOOLS_SORTED: _PromptChangeKind.ValueType  # 3
+    """The tools were put in alphabetical order."""
+
+class PromptChangeKind(_PromptChangeKind, metaclass=_PromptChangeKindEnumTypeWrapper):
+    """What a conversation may be relieved of."""
+
+PROMPT_CHANGE_KIND_UNSPECIFIED: PromptChangeKind.ValueType  # 0
+"""Never sent."""
+PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED: PromptChangeKind.ValueType  # 1
+"""Lines of `name=value` pairs with one called `cch` were taken out of the first system message."""
+PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED: PromptChangeKind.ValueType  # 2
+"""The keys of tools' parameters were put in alphabetical order."""
+PROMPT_CHANGE_KIND_TOOLS_SORTED: PromptChangeKind.ValueType  # 3
+"""The tools were put in alphabetical order."""
+Global___PromptChangeKind: _TypeAlias = PromptChangeKind  # noqa: Y015
+
 @_typing.final
 class CacheReport(_message.Message):
     """What of the prompt was reused and from where."""
@@ -126,6 +156,8 @@ class CacheReport(_message.Message):
     SSD_TOKENS_FIELD_NUMBER: _builtins.int
     RESTORE_DURATION_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
+    PROMPT_CHANGES_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens not prefilled: `ram_tokens` + `ssd_tokens`. 0 to prompt tokens - 1."""
     ram_tokens: _builtins.int
@@ -138,6 +170,21 @@ class CacheReport(_message.Message):
     def restore_duration(self) -> _duration_pb2.Duration:
         """From the decision to restore until the sequence could run."""
 
+    @_builtins.property
+    def divergence(self) -> Global___PrefixDivergence:
+        """Where the prompt parts from one that is cached, when it has more than half in common with it: all before
+        the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
+        the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
+        `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
+        with all that are known, or the report is of a call that tells none (Embed, Rerank).
+        """
+
+    @_builtins.property
+    def prompt_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptChange]:
+        """What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
+        so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -146,14 +193,102 @@ class CacheReport(_message.Message):
         ssd_tokens: _builtins.int = ...,
         restore_duration: _duration_pb2.Duration | None = ...,
         limit: Global___ReuseLimit.ValueType = ...,
+        divergence: Global___PrefixDivergence | None = ...,
+        prompt_changes: _abc.Iterable[Global___PromptChange] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["restore_duration", b"restore_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["divergence", b"divergence", "restore_duration", b"restore_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "limit", b"limit", "ram_tokens", b"ram_tokens", "restore_duration", b"restore_duration", "ssd_tokens", b"ssd_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "divergence", b"divergence", "limit", b"limit", "prompt_changes", b"prompt_changes", "ram_tokens", b"ram_tokens", "restore_duration", b"restore_duration", "ssd_tokens", b"ssd_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheReport: _TypeAlias = CacheReport  # noqa: Y015
+
+@_typing.final
+class PrefixDivergence(_message.Message):
+    """Where a prompt stops to be what a cached one is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_FIELD_NUMBER: _builtins.int
+    token_index: _builtins.int
+    """Position in the prompt of the first token that differs, from 0."""
+    @_builtins.property
+    def prompt_token(self) -> Global___DivergentToken:
+        """The prompt's token there."""
+
+    @_builtins.property
+    def cached_token(self) -> Global___DivergentToken:
+        """The cached prompt's token there."""
+
+    def __init__(
+        self,
+        *,
+        token_index: _builtins.int = ...,
+        prompt_token: Global___DivergentToken | None = ...,
+        cached_token: Global___DivergentToken | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cached_token", b"cached_token", "prompt_token", b"prompt_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token", b"cached_token", "prompt_token", b"prompt_token", "token_index", b"token_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixDivergence: _TypeAlias = PrefixDivergence  # noqa: Y015
+
+@_typing.final
+class DivergentToken(_message.Message):
+    """A token of one of two prompts that differ."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Its id."""
+    text: _builtins.str
+    """Its text; U+FFFD where it is a part of a character."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DivergentToken: _TypeAlias = DivergentToken  # noqa: Y015
+
+@_typing.final
+class PromptChange(_message.Message):
+    """One change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    kind: Global___PromptChangeKind.ValueType
+    """What was changed."""
+    count: _builtins.int
+    """Of how many lines, or tools."""
+    def __init__(
+        self,
+        *,
+        kind: Global___PromptChangeKind.ValueType = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptChange: _TypeAlias = PromptChange  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

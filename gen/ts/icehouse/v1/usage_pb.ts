@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/usage.proto.
  */
 export const file_icehouse_v1_usage: GenFile = /*@__PURE__*/
-  fileDesc("ChdpY2Vob3VzZS92MS91c2FnZS5wcm90bxILaWNlaG91c2UudjEiqQEKC0NhY2hlUmVwb3J0EhUKDWNhY2hlZF90b2tlbnMYASABKAUSEgoKcmFtX3Rva2VucxgCIAEoBRISCgpzc2RfdG9rZW5zGAMgASgFEjMKEHJlc3RvcmVfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoFbGltaXQYBSABKA4yFy5pY2Vob3VzZS52MS5SZXVzZUxpbWl0Ip8ECgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgFEhUKDWNhY2hlZF90b2tlbnMYAiABKAUSEgoKcmFtX3Rva2VucxgDIAEoBRISCgpzc2RfdG9rZW5zGAQgASgFEhUKDW91dHB1dF90b2tlbnMYBSABKAUSMQoOcXVldWVfZHVyYXRpb24YBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoQcmVzdG9yZV9kdXJhdGlvbhgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIzChBwcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjIKD2RlY29kZV9kdXJhdGlvbhgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI2ChN0aW1lX3RvX2ZpcnN0X3Rva2VuGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjEKDnRvdGFsX2R1cmF0aW9uGAsgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhQKDGRyYWZ0X3Rva2VucxgZIAEoBRIdChVhY2NlcHRlZF9kcmFmdF90b2tlbnMYGiABKAUSOAoRc3BlY3VsYXRpb25fbGltaXQYGyABKA4yHS5pY2Vob3VzZS52MS5TcGVjdWxhdGlvbkxpbWl0KsQBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhwKGEZJTklTSF9SRUFTT05fU1RPUF9UT0tFThABEh0KGUZJTklTSF9SRUFTT05fU1RPUF9TVFJJTkcQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADEiAKHEZJTklTSF9SRUFTT05fQ09OVEVYVF9MRU5HVEgQBBIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBSqtAgoKUmV1c2VMaW1pdBIbChdSRVVTRV9MSU1JVF9VTlNQRUNJRklFRBAAEhQKEFJFVVNFX0xJTUlUX05PTkUQARIYChRSRVVTRV9MSU1JVF9OT19NQVRDSBACEhgKFFJFVVNFX0xJTUlUX0RJVkVSR0VEEAMSHQoZUkVVU0VfTElNSVRfTk9fQ0hFQ0tQT0lOVBAEEiAKHFJFVVNFX0xJTUlUX1JFQ09NUFVURV9GQVNURVIQBRIbChdSRVVTRV9MSU1JVF9MT0FEX0ZBSUxFRBAGEhwKGFJFVVNFX0xJTUlUX1NXSVRDSEVEX09GRhAHEhsKF1JFVVNFX0xJTUlUX1VOU1VQUE9SVEVEEAgSHwobUkVVU0VfTElNSVRfUFJPTVBUX0xPR1BST0JTEAliBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_speculation]);
+  fileDesc("ChdpY2Vob3VzZS92MS91c2FnZS5wcm90bxILaWNlaG91c2UudjEijwIKC0NhY2hlUmVwb3J0EhUKDWNhY2hlZF90b2tlbnMYASABKAUSEgoKcmFtX3Rva2VucxgCIAEoBRISCgpzc2RfdG9rZW5zGAMgASgFEjMKEHJlc3RvcmVfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoFbGltaXQYBSABKA4yFy5pY2Vob3VzZS52MS5SZXVzZUxpbWl0EjEKCmRpdmVyZ2VuY2UYBiABKAsyHS5pY2Vob3VzZS52MS5QcmVmaXhEaXZlcmdlbmNlEjEKDnByb21wdF9jaGFuZ2VzGAcgAygLMhkuaWNlaG91c2UudjEuUHJvbXB0Q2hhbmdlIo0BChBQcmVmaXhEaXZlcmdlbmNlEhMKC3Rva2VuX2luZGV4GAEgASgFEjEKDHByb21wdF90b2tlbhgCIAEoCzIbLmljZWhvdXNlLnYxLkRpdmVyZ2VudFRva2VuEjEKDGNhY2hlZF90b2tlbhgDIAEoCzIbLmljZWhvdXNlLnYxLkRpdmVyZ2VudFRva2VuIioKDkRpdmVyZ2VudFRva2VuEgoKAmlkGAEgASgFEgwKBHRleHQYAiABKAkiSgoMUHJvbXB0Q2hhbmdlEisKBGtpbmQYASABKA4yHS5pY2Vob3VzZS52MS5Qcm9tcHRDaGFuZ2VLaW5kEg0KBWNvdW50GAIgASgFIp8ECgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgFEhUKDWNhY2hlZF90b2tlbnMYAiABKAUSEgoKcmFtX3Rva2VucxgDIAEoBRISCgpzc2RfdG9rZW5zGAQgASgFEhUKDW91dHB1dF90b2tlbnMYBSABKAUSMQoOcXVldWVfZHVyYXRpb24YBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoQcmVzdG9yZV9kdXJhdGlvbhgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIzChBwcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjIKD2RlY29kZV9kdXJhdGlvbhgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI2ChN0aW1lX3RvX2ZpcnN0X3Rva2VuGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjEKDnRvdGFsX2R1cmF0aW9uGAsgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhQKDGRyYWZ0X3Rva2VucxgZIAEoBRIdChVhY2NlcHRlZF9kcmFmdF90b2tlbnMYGiABKAUSOAoRc3BlY3VsYXRpb25fbGltaXQYGyABKA4yHS5pY2Vob3VzZS52MS5TcGVjdWxhdGlvbkxpbWl0KsQBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhwKGEZJTklTSF9SRUFTT05fU1RPUF9UT0tFThABEh0KGUZJTklTSF9SRUFTT05fU1RPUF9TVFJJTkcQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADEiAKHEZJTklTSF9SRUFTT05fQ09OVEVYVF9MRU5HVEgQBBIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBSqtAgoKUmV1c2VMaW1pdBIbChdSRVVTRV9MSU1JVF9VTlNQRUNJRklFRBAAEhQKEFJFVVNFX0xJTUlUX05PTkUQARIYChRSRVVTRV9MSU1JVF9OT19NQVRDSBACEhgKFFJFVVNFX0xJTUlUX0RJVkVSR0VEEAMSHQoZUkVVU0VfTElNSVRfTk9fQ0hFQ0tQT0lOVBAEEiAKHFJFVVNFX0xJTUlUX1JFQ09NUFVURV9GQVNURVIQBRIbChdSRVVTRV9MSU1JVF9MT0FEX0ZBSUxFRBAGEhwKGFJFVVNFX0xJTUlUX1NXSVRDSEVEX09GRhAHEhsKF1JFVVNFX0xJTUlUX1VOU1VQUE9SVEVEEAgSHwobUkVVU0VfTElNSVRfUFJPTVBUX0xPR1BST0JTEAkqsQEKEFByb21wdENoYW5nZUtpbmQSIgoeUFJPTVBUX0NIQU5HRV9LSU5EX1VOU1BFQ0lGSUVEEAASKwonUFJPTVBUX0NIQU5HRV9LSU5EX0JJTExJTkdfTElORV9EUk9QUEVEEAESJwojUFJPTVBUX0NIQU5HRV9LSU5EX1RPT0xfS0VZU19TT1JURUQQAhIjCh9QUk9NUFRfQ0hBTkdFX0tJTkRfVE9PTFNfU09SVEVEEANiBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_speculation]);
 
 /**
  * What of the prompt was reused and from where.
@@ -58,6 +58,25 @@ export type CacheReport = Message<"icehouse.v1.CacheReport"> & {
    * @generated from field: icehouse.v1.ReuseLimit limit = 5;
    */
   limit: ReuseLimit;
+
+  /**
+   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
+   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
+   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
+   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
+   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   *
+   * @generated from field: icehouse.v1.PrefixDivergence divergence = 6;
+   */
+  divergence?: PrefixDivergence | undefined;
+
+  /**
+   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
+   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   *
+   * @generated from field: repeated icehouse.v1.PromptChange prompt_changes = 7;
+   */
+  promptChanges: PromptChange[];
 };
 
 /**
@@ -66,6 +85,97 @@ export type CacheReport = Message<"icehouse.v1.CacheReport"> & {
  */
 export const CacheReportSchema: GenMessage<CacheReport> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_usage, 0);
+
+/**
+ * Where a prompt stops to be what a cached one is.
+ *
+ * @generated from message icehouse.v1.PrefixDivergence
+ */
+export type PrefixDivergence = Message<"icehouse.v1.PrefixDivergence"> & {
+  /**
+   * Position in the prompt of the first token that differs, from 0.
+   *
+   * @generated from field: int32 token_index = 1;
+   */
+  tokenIndex: number;
+
+  /**
+   * The prompt's token there.
+   *
+   * @generated from field: icehouse.v1.DivergentToken prompt_token = 2;
+   */
+  promptToken?: DivergentToken | undefined;
+
+  /**
+   * The cached prompt's token there.
+   *
+   * @generated from field: icehouse.v1.DivergentToken cached_token = 3;
+   */
+  cachedToken?: DivergentToken | undefined;
+};
+
+/**
+ * Describes the message icehouse.v1.PrefixDivergence.
+ * Use `create(PrefixDivergenceSchema)` to create a new message.
+ */
+export const PrefixDivergenceSchema: GenMessage<PrefixDivergence> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_usage, 1);
+
+/**
+ * A token of one of two prompts that differ.
+ *
+ * @generated from message icehouse.v1.DivergentToken
+ */
+export type DivergentToken = Message<"icehouse.v1.DivergentToken"> & {
+  /**
+   * Its id.
+   *
+   * @generated from field: int32 id = 1;
+   */
+  id: number;
+
+  /**
+   * Its text; U+FFFD where it is a part of a character.
+   *
+   * @generated from field: string text = 2;
+   */
+  text: string;
+};
+
+/**
+ * Describes the message icehouse.v1.DivergentToken.
+ * Use `create(DivergentTokenSchema)` to create a new message.
+ */
+export const DivergentTokenSchema: GenMessage<DivergentToken> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_usage, 2);
+
+/**
+ * One change.
+ *
+ * @generated from message icehouse.v1.PromptChange
+ */
+export type PromptChange = Message<"icehouse.v1.PromptChange"> & {
+  /**
+   * What was changed.
+   *
+   * @generated from field: icehouse.v1.PromptChangeKind kind = 1;
+   */
+  kind: PromptChangeKind;
+
+  /**
+   * Of how many lines, or tools.
+   *
+   * @generated from field: int32 count = 2;
+   */
+  count: number;
+};
+
+/**
+ * Describes the message icehouse.v1.PromptChange.
+ * Use `create(PromptChangeSchema)` to create a new message.
+ */
+export const PromptChangeSchema: GenMessage<PromptChange> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_usage, 3);
 
 /**
  * What one request cost. Durations are measured on the server.
@@ -178,7 +288,7 @@ export type Usage = Message<"icehouse.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_usage, 1);
+  messageDesc(file_icehouse_v1_usage, 4);
 
 /**
  * Why generation ended.
@@ -319,4 +429,45 @@ export enum ReuseLimit {
  */
 export const ReuseLimitSchema: GenEnum<ReuseLimit> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_usage, 1);
+
+/**
+ * What a conversation may be relieved of.
+ *
+ * @generated from enum icehouse.v1.PromptChangeKind
+ */
+export enum PromptChangeKind {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: PROMPT_CHANGE_KIND_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Lines of `name=value` pairs with one called `cch` were taken out of the first system message.
+   *
+   * @generated from enum value: PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED = 1;
+   */
+  BILLING_LINE_DROPPED = 1,
+
+  /**
+   * The keys of tools' parameters were put in alphabetical order.
+   *
+   * @generated from enum value: PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED = 2;
+   */
+  TOOL_KEYS_SORTED = 2,
+
+  /**
+   * The tools were put in alphabetical order.
+   *
+   * @generated from enum value: PROMPT_CHANGE_KIND_TOOLS_SORTED = 3;
+   */
+  TOOLS_SORTED = 3,
+}
+
+/**
+ * Describes the enum icehouse.v1.PromptChangeKind.
+ */
+export const PromptChangeKindSchema: GenEnum<PromptChangeKind> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_usage, 2);
 

@@ -167,7 +167,7 @@ class PrefixCache:
         if sequence.measures_prompt:
             return PrefixPlan((), 0, CacheReport(limit=ReuseLimit.PROMPT_LOGPROBS))
         root = self.root(request.scope)
-        plan = self._planner.plan(
+        plan = self._planner.plan_with_divergence(
             root=root,
             token_ids=sequence.input_token_ids,
             with_ssd=with_ssd and self.storage is not None,
@@ -195,7 +195,7 @@ class PrefixCache:
     def explain(self, command: Explain) -> Explanation:
         """Say what would be reused of a prompt, and how long that would take; notes no use."""
         prompt = command.prompt_token_ids
-        plan = self._planner.plan(
+        plan = self._planner.plan_with_divergence(
             root=self.root(command.scope),
             token_ids=prompt,
             with_ssd=self.storage is not None,

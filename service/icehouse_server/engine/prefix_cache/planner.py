@@ -13,6 +13,7 @@ from icehouse_server.averages import MovingAverage
 from icehouse_server.domain.blocks import BlockHeader, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.prefix_cache.divergence import find_divergence
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, Match
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
@@ -20,6 +21,7 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.storage.loads import PlannedBlock
 
 _ADOPT_WEIGHT = 0.3
+_MAY_DIVERGE = (ReuseLimit.NO_MATCH, ReuseLimit.DIVERGED, ReuseLimit.NO_CHECKPOINT)
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,6 +83,34 @@ class Planner:
         shared_root: BlockHash | None = None,
     ) -> PrefixPlan:
         """Plan for a prompt whose last token always runs."""
+        return self._plan(root, token_ids, with_ssd=with_ssd, shared_root=shared_root)[0]
+
+    def plan_with_divergence(
+        self,
+        *,
+        root: BlockHash,
+        token_ids: Sequence[int],
+        with_ssd: bool,
+        shared_root: BlockHash | None = None,
+    ) -> PrefixPlan:
+        """As `plan`, and have the report say where the prompt parts from a cached one of its own tenant."""
+        plan, known_token_count = self._plan(root, token_ids, with_ssd=with_ssd, shared_root=shared_root)
+        if plan.report.limit not in _MAY_DIVERGE:
+            return plan
+        divergence = find_divergence(
+            self.index,
+            root=root,
+            token_ids=token_ids,
+            known=plan.entries,
+            known_token_count=known_token_count,
+            is_own=shared_root in (None, root),
+        )
+        return dataclasses.replace(plan, report=dataclasses.replace(plan.report, divergence=divergence))
+
+    def _plan(
+        self, root: BlockHash, token_ids: Sequence[int], *, with_ssd: bool, shared_root: BlockHash | None
+    ) -> tuple[PrefixPlan, int]:
+        """Return the plan, and how many tokens match at all."""
         limit = len(token_ids) - 1
         find = functools.partial(
             self.index.match, root=root, token_ids=token_ids, token_limit=limit, shared_root=shared_root
@@ -94,7 +124,7 @@ class Planner:
         if plan.to_load and self.settings.may_recompute and self._recompute_is_faster(plan):
             match = find(with_ssd=False)
             plan = self._split(match, token_ids, ReuseLimit.RECOMPUTE_FASTER)
-        return plan
+        return plan, match.known_token_count
 
     def ssd_bytes(self, plan: PrefixPlan) -> int:
         """Return how much the plan reads."""

@@ -30,6 +30,8 @@ def facts_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
         facts["reason"] = record.reason
     if record.tenant:
         facts["tenant"] = record.tenant
+    if record.session_id:
+        facts["session_id"] = record.session_id
     if record.prompt_token_count:
         facts["prompt_tokens"] = record.prompt_token_count
     if record.started is not None:

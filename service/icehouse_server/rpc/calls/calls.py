@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ import grpc
 from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord, Operation, TraceContext
 from icehouse_server.domain.events import Event, Finished, Started, Usage
+from icehouse_server.domain.ids import CALLER_NAME_PATTERN
 from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
@@ -49,6 +50,8 @@ class Call:
     started: Started | None = None
     usage: Usage | None = None
     operation: Operation | None = None
+    session_id: str = ""
+    """The conversation it is a turn of: of its metadata, until the request names one."""
 
     def note(self, event: Event) -> None:
         """Take what an event tells of the request's cost."""
@@ -64,8 +67,9 @@ class Call:
 class Calls:
     """Lets calls in and sees them out. Owned by the event loop."""
 
-    def __init__(self, *, clock: Clock, watchers: Watchers) -> None:
+    def __init__(self, *, clock: Clock, watchers: Watchers, session_keys: Sequence[str] = ()) -> None:
         self._clock = clock
+        self._session_keys = session_keys
         self._watchers = watchers
         self._pace = RefusalPace()
         self._running_count = 0
@@ -93,6 +97,7 @@ class Calls:
             self._deadline_time(context),
             callers.current.get(),
             operation=operation,
+            session_id=_session_id(context, self._session_keys),
         )
         self._running_count += 1
         self._idle.clear()
@@ -163,6 +168,7 @@ class Calls:
             usage=call.usage,
             trace=_trace_context(context),
             operation=call.operation,
+            session_id=call.session_id,
         )
         # Before the status leaves: a stop does not wait for readers who do not take theirs.
         self._running_count -= 1
@@ -182,6 +188,15 @@ async def end(context: Context, status: grpc.Status) -> None:
     except grpc.aio.InternalError:
         # The connection ended before the status could leave.
         raise asyncio.CancelledError from None
+
+
+def _session_id(context: Context, keys: Sequence[str]) -> str:
+    """Return the first of these keys' values. One that no log could show as it is counts as not there."""
+    if not keys:
+        return ""
+    found = dict(context.invocation_metadata() or ())
+    values = (found.get(key) for key in keys)
+    return next((v for v in values if isinstance(v, str) and CALLER_NAME_PATTERN.fullmatch(v)), "")
 
 
 def _trace_context(context: Context) -> TraceContext:

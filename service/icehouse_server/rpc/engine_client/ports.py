@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
@@ -86,6 +86,10 @@ class TokenizerPort(Protocol):
 
     def spell(self, text: str) -> list[int]:
         """Return the tokens of a piece of text by itself, without a start token."""
+        ...
+
+    def decode_with_markers(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included but those that begin, end or pad a text."""
         ...
 
     def piece(self, token_id: int) -> str:

@@ -25,6 +25,8 @@ from icehouse_server.domain.events import (
     Started,
 )
 from icehouse_server.rpc.messages.responses import (
+    NO_NOTES,
+    ReportNotes,
     Spell,
     delta_proto,
     finished_proto,
@@ -62,8 +64,16 @@ class Reply:
     """One output's events to the messages of a stream. Without a splitter everything is text."""
 
     def __init__(
-        self, *, request_id: str, model_id: str, seed: int, splitter: ReplySplitter | None, piece: Spell
+        self,
+        *,
+        request_id: str,
+        model_id: str,
+        seed: int,
+        splitter: ReplySplitter | None,
+        piece: Spell,
+        notes: ReportNotes = NO_NOTES,
     ) -> None:
+        self._notes = notes
         self._piece = piece
         self._request_id = request_id
         self._model_id = model_id
@@ -75,7 +85,11 @@ class Reply:
         match event:
             case Started():
                 started = started_proto(
-                    event, request_id=self._request_id, model_id=self._model_id, seed=self._seed
+                    event,
+                    request_id=self._request_id,
+                    model_id=self._model_id,
+                    seed=self._seed,
+                    notes=self._notes,
                 )
                 return [inference.StreamResponse(started=started)]
             case PrefillProgress():

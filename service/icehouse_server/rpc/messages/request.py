@@ -68,4 +68,5 @@ def request_of(
         adapter=AdapterName(message.adapter),
         shared_tenant=shared_tenant_of(policy, call.caller, shared_prefix_grants),
         priority=priority_of(message.priority),
+        session_id=call.session_id,
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from icehouse.v1 import adapter_pb2, logprobs_pb2, model_service_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
+from icehouse_server.domain.chat import PromptChange, PromptChangeKind
 from icehouse_server.domain.events import (
     CacheReport,
     Delta,
+    Divergence,
     Finished,
     FinishReason,
     PrefillProgress,
@@ -46,14 +49,49 @@ REUSE_LIMITS = {
 }
 
 
-def cache_report_proto(report: CacheReport) -> usage_pb2.CacheReport:
+_CHANGE_KINDS = {
+    PromptChangeKind.BILLING_LINE_DROPPED: usage_pb2.PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED,
+    PromptChangeKind.TOOL_KEYS_SORTED: usage_pb2.PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED,
+    PromptChangeKind.TOOLS_SORTED: usage_pb2.PROMPT_CHANGE_KIND_TOOLS_SORTED,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportNotes:
+    """What goes into a cache report beside what the engine tells."""
+
+    text: Spell | None = None
+    """A token id's text; None where the caller may not be told of the cached prompts of this tenant."""
+    changes: tuple[PromptChange, ...] = ()
+
+
+NO_NOTES = ReportNotes()
+
+
+def cache_report_proto(report: CacheReport, notes: ReportNotes = NO_NOTES) -> usage_pb2.CacheReport:
     """Return what was reused."""
     return usage_pb2.CacheReport(
+        divergence=_divergence_proto(report.divergence, notes.text),
+        prompt_changes=[
+            usage_pb2.PromptChange(kind=_CHANGE_KINDS[change.kind], count=change.count)
+            for change in notes.changes
+        ],
         cached_tokens=report.cached_token_count,
         ram_tokens=report.ram_token_count,
         ssd_tokens=report.ssd_token_count,
         restore_duration=duration_proto(report.restore_s),
         limit=REUSE_LIMITS[report.limit],
+    )
+
+
+def _divergence_proto(divergence: Divergence | None, text: Spell | None) -> usage_pb2.PrefixDivergence | None:
+    if divergence is None or text is None:
+        return None
+    prompt_id, cached_id = divergence.prompt_token_id, divergence.cached_token_id
+    return usage_pb2.PrefixDivergence(
+        token_index=divergence.token_index,
+        prompt_token=usage_pb2.DivergentToken(id=prompt_id, text=text(prompt_id)),
+        cached_token=usage_pb2.DivergentToken(id=cached_id, text=text(cached_id)),
     )
 
 
@@ -77,13 +115,15 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
     )
 
 
-def started_proto(event: Started, *, request_id: str, model_id: str, seed: int) -> inference.Started:
+def started_proto(
+    event: Started, *, request_id: str, model_id: str, seed: int, notes: ReportNotes = NO_NOTES
+) -> inference.Started:
     """Return the first event of a stream."""
     return inference.Started(
         request_id=request_id,
         model=model_id,
         prompt_tokens=event.prompt_token_count,
-        cache=cache_report_proto(event.cache),
+        cache=cache_report_proto(event.cache, notes),
         queue_duration=duration_proto(event.queue_s),
         seed=seed,
     )

@@ -14,7 +14,7 @@ from icehouse_server.domain.cache_stats import CacheStats, TenantShare
 from icehouse_server.domain.stats import ServerStats
 from icehouse_server.rpc.access.tenants import Account, Tenants
 from icehouse_server.rpc.messages.proto_map import duration_proto, fill, to_proto
-from icehouse_server.rpc.messages.responses import cache_report_proto
+from icehouse_server.rpc.messages.responses import NO_NOTES, ReportNotes, cache_report_proto
 
 DAMAGED_HASH_LIMIT = 1000
 """Most names in one VerifyResponse."""
@@ -28,13 +28,13 @@ def stats_response(stats: ServerStats) -> inference_service_pb2.CacheStatsRespon
 
 
 def explain_response(
-    explanation: Explanation, *, prompt_token_count: int
+    explanation: Explanation, *, prompt_token_count: int, notes: ReportNotes = NO_NOTES
 ) -> cache_service_pb2.ExplainResponse:
     """Return what would be reused."""
     warm_s, cold_s = explanation.predicted_ttft_s, explanation.predicted_cold_ttft_s
     return cache_service_pb2.ExplainResponse(
         prompt_tokens=prompt_token_count,
-        cache=cache_report_proto(explanation.cache),
+        cache=cache_report_proto(explanation.cache, notes),
         blocks=[_block_match(block) for block in explanation.blocks],
         predicted_time_to_first_token=None if warm_s is None else duration_proto(warm_s),
         predicted_time_to_first_token_cold=None if cold_s is None else duration_proto(cold_s),

@@ -7,7 +7,6 @@ The check of token ids that a caller sends.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -15,14 +14,13 @@ from google.protobuf.duration_pb2 import Duration
 from icehouse.v1 import cache_policy_pb2, logprobs_pb2
 
 from icehouse_server.config import ServerConfig
-from icehouse_server.domain.ids import DEFAULT_TENANT, RequestId, Tenant
+from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, RequestId, Tenant
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
 
-REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 TENANT_BYTE_LIMIT = 128
 PRIORITY_LIMIT = 100
 TOP_LOGPROB_COUNT_LIMIT = 20
@@ -88,9 +86,16 @@ def request_id_of(request_id: str, *, generated: str) -> RequestId:
     """Return the caller's request id, or `generated` when there is none."""
     if not request_id:
         return RequestId(generated)
-    if REQUEST_ID_PATTERN.fullmatch(request_id) is None:
+    if CALLER_NAME_PATTERN.fullmatch(request_id) is None:
         refuse_value("request_id", request_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
     return RequestId(request_id)
+
+
+def session_id_of(session_id: str) -> str:
+    """Return the caller's name for a conversation; raises InvalidRequest for one that could not be logged."""
+    if CALLER_NAME_PATTERN.fullmatch(session_id) is None:
+        refuse_value("session_id", session_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
+    return session_id
 
 
 def max_output_tokens_of(value: int, config: ServerConfig) -> int:

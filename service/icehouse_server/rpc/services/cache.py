@@ -79,9 +79,11 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             scope = scope_of(request, call)
             shared = self._generation.shared_tenant_of(request.cache, call)
             shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
-            token_ids = await self._generation.read_prompt(request, request.WhichOneof("prompt"), call=call)
+            kind = request.WhichOneof("prompt")
+            read = self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
+            token_ids, notes = await read
             explanation = await self._submit(Explain(token_ids, scope, shared_scope), Explanation)
-            return explain_response(explanation, prompt_token_count=len(token_ids))
+            return explain_response(explanation, prompt_token_count=len(token_ids), notes=notes)
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
         """Run the prompt without output."""
@@ -117,7 +119,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
             refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
         kind = request.WhichOneof("prompt")
-        prompt = unchecked(request, lambda: prompt_of(request, kind, model.info))
+        normalizes = self._generation.normalizes(whole.tenant)
+        prompt = unchecked(request, lambda: prompt_of(request, kind, model.info, normalizes=normalizes))
         prepared = await self._generation.prepare(Unread(model, whole, prompt), call=call)
         replies = prepared.new_replies()
         async with self._generation.run(prepared.requests, call=call, on_stall=on_stall) as events:
@@ -125,7 +128,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 if isinstance(event, Finished):
                     finished = messages.WarmResponse(
                         request_id=prepared.request.request_id,
-                        cache=cache_report_proto(event.usage.cache),
+                        cache=cache_report_proto(event.usage.cache, prepared.notes),
                         usage=usage_proto(event.usage),
                     )
                     yield messages.WarmWithProgressResponse(finished=finished)
@@ -160,7 +163,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         call: Call,
     ) -> PinReport:
         scope = scope_of(request, call)
-        token_ids = await self._generation.read_prompt(request, request.WhichOneof("prompt"), call=call)
+        kind = request.WhichOneof("prompt")
+        token_ids, _ = await self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
         return await self._submit(command(token_ids, scope), PinReport)
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
@@ -180,7 +184,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 call.caller.require_operator("evicting everything")
                 check_model(request.model, self._router.require_model().info)
                 return evict_response(await self._submit(Evict(None), EvictReport))
-            token_ids = await self._generation.read_prompt(request, kind, call=call)
+            token_ids, _ = await self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
             return evict_response(await self._submit(Evict(token_ids, scope), EvictReport))
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:

@@ -19,6 +19,7 @@ from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.request import RunMessage, request_of
+from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.messages.sampling import spellings
 from icehouse_server.rpc.messages.validation import check_adapter, check_model, shared_tenant_of
 from icehouse_server.rpc.services.grammars import GrammarCompilers
@@ -72,6 +73,10 @@ class Generation:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
+    def normalizes(self, tenant: Tenant) -> bool:
+        """Whether this tenant's conversations are normalised before they are rendered."""
+        return self._tenants.limits.normalizes(tenant)
+
     async def prepare(self, unread: Unread, *, call: Call) -> Prepared:
         """Return what the engine is asked, with all that takes the tokenizer; raises what refuses it."""
         model, request = unread.model, unread.request
@@ -87,10 +92,14 @@ class Generation:
             grammar=await self._grammars.compile(unread.form) if unread.form is not None else None,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
-        return Prepared(model, request, prompt.chat, unread.completion_count)
+        notes = notes_of(prompt, model, tenant=request.tenant, call=call)
+        return Prepared(model, request, prompt.chat, unread.completion_count, notes)
 
-    async def read_prompt(self, message: PromptMessage, kind: str | None, *, call: Call) -> tuple[int, ...]:
-        """Return the tokens of a prompt that the engine does not run; raises what refuses them.
+    async def read_prompt(
+        self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: Call
+    ) -> tuple[tuple[int, ...], ReportNotes]:
+        """Return the tokens of a prompt that the engine does not run, and what is to be noted of them; raises
+        what refuses them.
 
         `kind` is the prompt's set field.
         """
@@ -98,11 +107,12 @@ class Generation:
         check_model(message.model, model.info)
         check_adapter(message.adapter, model.info)
         call.model_id = model.info.model_id
-        prompt = unchecked(message, lambda: prompt_of(message, kind, model.info))
+        normalizes = self.normalizes(tenant)
+        prompt = unchecked(message, lambda: prompt_of(message, kind, model.info, normalizes=normalizes))
         self.charge(0, call=call)
-        token_ids = (await self._read(prompt, model, call)).token_ids
-        self.charge(len(token_ids), call=call)
-        return token_ids
+        read = await self._read(prompt, model, call)
+        self.charge(len(read.token_ids), call=call)
+        return read.token_ids, notes_of(read, model, tenant=tenant, call=call)
 
     def charge(self, token_count: int, *, call: Call) -> None:
         """Count tokens of a call that the engine runs nothing for; raises Overloaded as a request would."""
@@ -163,6 +173,23 @@ class Generation:
             for request_id, outbox in zip(opened, outboxes.all, strict=True):
                 if self._router.release(request_id, outbox):
                     self._engine.cancel(request_id)
+
+
+def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Call) -> ReportNotes:
+    """Return what a prompt's cache report says beside what the engine tells.
+
+    Where a prompt parts from a cached one is for the tenant that both are of: an operator who acts for
+    another one is not told.
+    """
+    tokenizer = model.tokenizer
+
+    def text(token_id: int) -> str:
+        return tokenizer.decode_with_markers((token_id,)) or tokenizer.piece(token_id)
+
+    return ReportNotes(
+        text=text if call.caller.tenant in (None, tenant) else None,
+        changes=() if prompt.chat is None else prompt.chat.changes,
+    )
 
 
 async def _events(outboxes: Outboxes, stays: Sequence[Stay], call: Call) -> AsyncIterator[tuple[int, Event]]:

@@ -9,6 +9,7 @@ from icehouse.v1 import inference_service_pb2_grpc
 
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import CacheReport, Finished
+from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.response_format import response_format_of
@@ -20,6 +21,7 @@ from icehouse_server.rpc.messages.validation import (
     completions_of,
     logprobs_of,
     max_output_tokens_of,
+    session_id_of,
     stop_of,
 )
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
@@ -55,7 +57,8 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                     if isinstance(event, Finished):
                         caches[index] = event.usage.cache
             return total.response(
-                [cache_report_proto(cache) for cache in caches], lists_completions=request.completions > 0
+                [cache_report_proto(cache, prepared.notes) for cache in caches],
+                lists_completions=request.completions > 0,
             )
         # `Calls` turns every error into a status and raises that.
         raise AssertionError("a call that answered nothing ended well")
@@ -83,9 +86,11 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             model = self._router.require_model()
             check_model(request.model, model.info)
             kind = request.WhichOneof("prompt")
+            normalizes = self._generation.normalizes(call.caller.tenant or DEFAULT_TENANT)
 
             def answer() -> messages.TokenizeResponse:
-                found = pieces(text_prompt_of(request, kind, model.info), model)
+                prompt = text_prompt_of(request, kind, model.info, normalizes=normalizes)
+                found = pieces(prompt, model)
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
 
@@ -105,7 +110,10 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     async def prepare(self, request: messages.GenerateRequest, call: Call) -> Prepared:
         """Return what the engine is asked; what needs no tokenizer is refused first: that costs nothing."""
         model = self._router.require_model()
+        if request.session_id:
+            call.session_id = session_id_of(request.session_id)
         whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
+        normalizes = self._generation.normalizes(whole.tenant)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
         sampling = sampling_of(
             request.sampling,
@@ -129,7 +137,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             bad_words=bad_words_of(request.sampling.bad_words),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
             completion_count=completions_of(request.completions, sampling, self._config),
-            prompt=unchecked(request, lambda: prompt_of(request, kind, model.info, choice)),
+            prompt=unchecked(
+                request, lambda: prompt_of(request, kind, model.info, choice, normalizes=normalizes)
+            ),
         )
         return await self._generation.prepare(unread, call=call)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
+from icehouse_server.rpc.messages.responses import NO_NOTES, ReportNotes
 from icehouse_server.text.reply_parser import ReplySplitter
 
 
@@ -21,6 +22,8 @@ class RenderedConversation:
 
     conversation: Conversation
     rendered: RenderedChat
+    changes: tuple[PromptChange, ...] = ()
+    """What was changed of it before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Prepared:
     request: GenerationRequest
     chat: RenderedConversation | None
     completion_count: int = 1
+    notes: ReportNotes = NO_NOTES
+    """What its cache reports say beside what the engine tells."""
 
     @property
     def requests(self) -> tuple[GenerationRequest, ...]:
@@ -48,6 +53,7 @@ class Prepared:
             seed=request.sampling.seed,
             splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
+            notes=self.notes,
         )
 
     def _new_splitter(self, request: GenerationRequest) -> ReplySplitter | None:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
-from icehouse_server.domain.chat import Conversation
+from icehouse_server.domain.chat import Conversation, PromptChange
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.response_format import ResponseFormat
@@ -26,6 +26,7 @@ from icehouse_server.rpc.engine_client.ports import ServedModel, TokenizerPort
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.validation import check_token_ids
 from icehouse_server.rpc.services.prepared import RenderedConversation
+from icehouse_server.text.prompt_normalizer import normalized
 
 Result = TypeVar("Result")
 
@@ -58,6 +59,8 @@ class Chat:
 
     conversation: Conversation
     field: str = "chat"
+    changes: tuple[PromptChange, ...] = ()
+    """What the normaliser changed of it."""
 
     @property
     def size_bytes(self) -> int:
@@ -133,11 +136,20 @@ class PromptMessage(TextMessage, Protocol):
 
 
 def text_prompt_of(
-    message: TextMessage, kind: str | None, info: ModelInfo, choice: tool_pb2.ToolChoice | None = None
+    message: TextMessage,
+    kind: str | None,
+    info: ModelInfo,
+    choice: tool_pb2.ToolChoice | None = None,
+    *,
+    normalizes: bool = False,
 ) -> Text | Chat:
     """Return the prompt that `kind` (the oneof's set field) names; raises InvalidRequest."""
     if kind == "chat":
-        return Chat(conversation_of(message.chat, tools=message.tools, choice=choice, info=info))
+        conversation = conversation_of(message.chat, tools=message.tools, choice=choice, info=info)
+        if not normalizes:
+            return Chat(conversation)
+        conversation, changes = normalized(conversation)
+        return Chat(conversation, changes=changes)
     check_no_tools(message.tools, choice)
     if kind == "text":
         return Text(message.text)
@@ -145,15 +157,23 @@ def text_prompt_of(
 
 
 def prompt_of(
-    message: PromptMessage, kind: str | None, info: ModelInfo, choice: tool_pb2.ToolChoice | None = None
+    message: PromptMessage,
+    kind: str | None,
+    info: ModelInfo,
+    choice: tool_pb2.ToolChoice | None = None,
+    *,
+    normalizes: bool = False,
 ) -> Prompt:
-    """Return the prompt that `kind` names, not empty; raises InvalidRequest."""
+    """Return the prompt that `kind` names, not empty; raises InvalidRequest.
+
+    A conversation is normalised first where `normalizes` says so.
+    """
     if kind is None:
         raise _missing("`text`, `chat` or `tokens`")
     if kind == "tokens":
         check_no_tools(message.tools, choice)
         return _tokens_of(message.tokens, info)
-    prompt = text_prompt_of(message, kind, info, choice)
+    prompt = text_prompt_of(message, kind, info, choice, normalizes=normalizes)
     if isinstance(prompt, Text) and not prompt.text:
         raise _empty("text")
     return prompt
@@ -286,7 +306,8 @@ def _tokens(prompt: Text | Chat, tokenizer: TokenizerPort) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(tokenizer.encode(prompt.text)))
     rendered = tokenizer.render_chat(prompt.conversation)
-    return ReadPrompt(rendered.token_ids, RenderedConversation(prompt.conversation, rendered))
+    chat = RenderedConversation(prompt.conversation, rendered, prompt.changes)
+    return ReadPrompt(rendered.token_ids, chat)
 
 
 def _check_bytes(prompt: Text | Chat, *, limit_bytes: int) -> None:

@@ -1,0 +1,127 @@
+"""What is volatile in agents' prompts goes, the rest stays word for word, and it is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    PromptChange,
+    PromptChangeKind,
+    Tool,
+    ToolCall,
+)
+from icehouse_server.text.prompt_normalizer import normalized
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1.36.fd9; cc_entrypoint=cli; cch=a1b2c;"
+RULES = "You are an agent.\nBe brief; a=b; x=1."
+DROPPED = (PromptChange(PromptChangeKind.BILLING_LINE_DROPPED, 1),)
+
+
+def asked(system: str, *, role: str = "system", tools: tuple[Tool, ...] = ()) -> Conversation:
+    return Conversation((ChatMessage(role, system), ChatMessage("user", "Hi")), tools=tools)
+
+
+def tool(name: str, **parameters: object) -> Tool:
+    return Tool(name, "", parameters)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize(
+    ("system", "left"),
+    [
+        (f"{HEADER}\n{RULES}", RULES),
+        # Parts are joined without a separator.
+        (f"{HEADER}{RULES}", RULES),
+        (f"{RULES}\n{HEADER}\n", f"{RULES}\n"),
+        (f"{RULES}\n{HEADER}", f"{RULES}\n"),
+        (f"cch=1f2e\n{RULES}", RULES),
+        (f"cc_version=1; cch=1f2e \n{RULES}", RULES),
+    ],
+)
+def test_a_billing_line_of_the_first_system_message_is_dropped(role: str, system: str, left: str) -> None:
+    conversation, changes = normalized(asked(system, role=role))
+    assert [message.content for message in conversation.messages] == [left, "Hi"]
+    assert changes == DROPPED
+
+
+def test_a_message_that_was_nothing_else_goes_with_it_unless_it_is_the_only_one() -> None:
+    conversation, changes = normalized(asked(f"{HEADER}\n"))
+    assert [message.role for message in conversation.messages] == ["user"] and changes == DROPPED
+    alone = Conversation((ChatMessage("system", HEADER),))
+    assert normalized(alone) == (alone, ())
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        RULES,
+        "cch=5 means five.",
+        "The header has cch=a1b2c; in it.",
+        "mode=fast; speed=high;",
+        "See https://example.com/?cch=1",
+        "a: b=c; Then some words; cch=1;",
+    ],
+)
+def test_other_lines_stay(system: str) -> None:
+    conversation = asked(system)
+    assert normalized(conversation) == (conversation, ())
+
+
+def test_later_system_messages_and_other_turns_stay() -> None:
+    conversation = Conversation(
+        (ChatMessage("user", HEADER), ChatMessage("system", RULES), ChatMessage("system", HEADER))
+    )
+    assert normalized(conversation) == (conversation, ())
+
+
+def test_tools_come_in_one_order_with_their_keys() -> None:
+    first = asked(RULES, tools=(tool("b", type="object", properties={"y": {}, "x": {}}), tool("a", a=[3, 1])))
+    second = asked(
+        RULES, tools=(tool("a", a=[3, 1]), tool("b", properties={"x": {}, "y": {}}, type="object"))
+    )
+    one, changes = normalized(first)
+    other, _ = normalized(second)
+    assert json.dumps([t.parameters for t in one.tools]) == json.dumps([t.parameters for t in other.tools])
+    assert [t.name for t in one.tools] == ["a", "b"] and one.tools[0].parameters == {"a": [3, 1]}
+    assert list(one.tools[1].parameters["properties"]) == ["x", "y"]
+    assert changes == (
+        PromptChange(PromptChangeKind.TOOL_KEYS_SORTED, 1),
+        PromptChange(PromptChangeKind.TOOLS_SORTED, 2),
+    )
+    assert normalized(one) == (one, ())
+
+
+def test_calls_of_earlier_turns_stay_as_they_were_drawn() -> None:
+    call = ToolCall("1", "b", '{"y": 1, "x": 2}')
+    turns = (ChatMessage("user", "Hi"), ChatMessage("assistant", "", tool_calls=(call,), token_ids=(1, 2)))
+    conversation = Conversation(turns, tools=(tool("b"), tool("a")))
+    assert normalized(conversation)[0].messages == turns
+
+
+def test_a_schema_as_deep_as_the_reader_takes_is_put_in_order() -> None:
+    depth = 400
+    text = '{"b":1,"a":' * depth + "{}" + "}" * depth
+    conversation, changes = normalized(asked(RULES, tools=(tool("t", **json.loads(text)),)))
+    assert [change.kind for change in changes] == [PromptChangeKind.TOOL_KEYS_SORTED]
+    assert json.dumps(conversation.tools[0].parameters).startswith('{"a": {"a": ')
+
+
+@given(st.text(alphabet="ab=;: \ncch", max_size=60))
+def test_every_other_line_is_kept(system: str) -> None:
+    conversation = asked(system)
+    changed, changes = normalized(conversation)
+    kept = changed.messages[0].content if len(changed.messages) == 2 else ""
+    assert bool(changes) == (changed != conversation)
+    lines = [line for line in system.split("\n") if "cch=" not in line and line.strip()]
+    assert [line for line in kept.split("\n") if line in lines] == lines
+
+
+def test_a_long_message_takes_time_in_proportion_to_it() -> None:
+    # As hard as it gets for a pattern of pairs: nothing but pairs, and never an end.
+    conversation = asked("a=b=c.d;" * 20_000 + " ")
+    assert normalized(conversation)[1] == ()
