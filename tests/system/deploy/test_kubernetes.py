@@ -133,7 +133,7 @@ def test_the_environment_is_a_configuration_that_starts(way: str) -> None:
     assert named <= own
     assert config.server.host == config.telemetry.metrics_host == "0.0.0.0"
     assert ports_of(way) == {"grpc": config.server.port, "metrics": config.telemetry.metrics_port}
-    assert config.security.authenticates
+    assert config.security.authenticates and config.fleet.worker_enabled
     # Exactly one of them: TLS, or somebody who says that something else protects it.
     assert (
         (config.security.tls_certificate is None) is config.security.allow_insecure_public is (way == "all")
@@ -224,6 +224,8 @@ def test_a_worker_may_do_little_and_keeps_what_it_computed(way: str) -> None:
 
 def test_no_image_says_who_may_do_without_what() -> None:
     for image in IMAGES:
+        # What a gateway's worker needs is in it.
+        assert "fleet" in re.findall(r"'\.\[([a-z,]+)\]'", image.read_text())[0].split(",")
         assert "ICEHOUSE_SECURITY" not in dict(instructions(image))["ENV"]
         assert "insecure" not in " ".join(rest for _, rest in instructions(image)).lower()
 
@@ -263,6 +265,7 @@ def test_the_compose_file_starts_two_workers_and_shows_the_gateway_to_this_machi
         assert "ports" not in worker and worker["networks"] == ["workers"]
         config = load_config(environ={**baked, **worker["environment"]}).config
         assert config.server.host == "0.0.0.0" and config.security.allow_insecure_public
+        assert config.fleet.worker_enabled
         assert_starts_the_server(["icehouse", *worker["command"]])
         assert worker["healthcheck"]["test"] == ["CMD", "icehouse", "health"]
         assert int(worker["stop_grace_period"].removesuffix("s")) > stop_budget_s()
