@@ -29,6 +29,8 @@ _FLAGS: Mapping[str, str] = {
     "max-rerank-documents": "8",
     "max-message-bytes": str(MESSAGE_BYTE_LIMIT),
     "grammar-timeout-s": "2",
+    # A caller that has no core for a while is not to be taken for lost, and its calls cut off.
+    "keepalive-s": "3600",
     "block-token-count": "16",
     "min-prefix-token-count": "16",
     "ram-bytes": str(8 << 20),
