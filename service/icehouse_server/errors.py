@@ -66,6 +66,8 @@ class Reason(enum.StrEnum):
     BLOCK_NOT_FOUND = "BLOCK_NOT_FOUND"
     EMBEDDING_UNSUPPORTED = "EMBEDDING_UNSUPPORTED"
     CACHE_UNSUPPORTED = "CACHE_UNSUPPORTED"
+    EVENTS_EXPIRED = "EVENTS_EXPIRED"
+    EVENTS_LOST = "EVENTS_LOST"
 
 
 class IcehouseError(Exception):
@@ -142,6 +144,14 @@ class EngineFailed(IcehouseError):
 
 class ModelOutputInvalid(IcehouseError):
     """The model computed no numbers for this request; the others go on (INTERNAL)."""
+
+
+class EventsExpired(IcehouseError):
+    """The events that a subscriber wants to go on from are kept no longer (OUT_OF_RANGE)."""
+
+
+class EventsLost(IcehouseError):
+    """A subscriber fell behind what is kept (DATA_LOSS)."""
 
 
 class ConfigError(IcehouseError):

@@ -40,6 +40,7 @@ ROOMS = (
     "rpc.messages",
     "rpc.client",  # above the messages: it reads them back through their map
     "rpc.monitoring",
+    "rpc.kv_events",
     "rpc.services",
     "rpc.worker",
     "rpc",
@@ -80,6 +81,8 @@ OWNERS = {
     "prometheus_client": ("telemetry.prometheus",),
     "opentelemetry": ("telemetry.spans",),
     "smg_grpc_proto": ("rpc.worker.",),
+    "zmq": ("rpc.kv_events.zmq_publisher",),
+    "msgpack": ("rpc.kv_events.zmq_publisher",),
     "huggingface_hub": ("bootstrap.model_source",),
     "safetensors": ("demo.weights",),
     "tokenizers": ("demo.conversion", "demo.gemma", "demo.smollm2", "demo.tokenizer"),

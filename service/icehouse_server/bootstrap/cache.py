@@ -14,6 +14,7 @@ from icehouse_server.bootstrap.preload import runs_on_cpu
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, Config, TenantConfig
 from icehouse_server.domain.ids import Fingerprint
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
@@ -49,6 +50,8 @@ class CacheParts:
     ram_limit_bytes: Callable[[], int]
     adopt_budget_s: float
     storage: Storage | None
+    log: BlockLog = dataclasses.field(default_factory=BlockLog)
+    """What comes to the tiers and leaves them, for KV events."""
 
     def open_controller(self, runner: ModelRunner, clock: Clock) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
@@ -58,6 +61,7 @@ class CacheParts:
             runner=runner.blocks,
             storage=self.storage,
             clock=clock,
+            log=self.log,
         )
         return CacheController(
             cache=cache, runner=runner.blocks, clock=clock, adopt_budget_s=self.adopt_budget_s

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
+from icehouse_server.bootstrap.kv_events import KvEventParts
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import LocalModel
 from icehouse_server.bootstrap.preload import openblas_loaded, runs_on_cpu
@@ -73,6 +74,7 @@ class Server:
     storage: Storage | None
     """None without an SSD tier."""
     telemetry: TelemetryParts
+    kv_events: KvEventParts
 
 
 def build_server(
@@ -88,14 +90,7 @@ def build_server(
     runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
-        settings=RunnerSettings(
-            is_pipelined=not runs_on_cpu(),
-            attention=Attention(config.engine.attention),
-            is_memory_wired=config.engine.wired_memory,
-            block_token_count=config.cache.block_token_count,
-            kv_bits=config.cache.kv_bits,
-            kv_group_size=config.cache.kv_group_size,
-        ),
+        settings=runner_settings(config),
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
         draft_source=draft_source(config.model, draft),
@@ -124,6 +119,7 @@ def build_server(
         clock=clock,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
     )
+    kv_events = KvEventParts(config, cache.log, engine=engine, router=router, clock=clock)
     rpc = RpcServer(
         config=config,
         engine=engine,
@@ -131,10 +127,28 @@ def build_server(
         clock=clock,
         grammars=grammar_compiler(config, source, tokenizer),
         telemetry=telemetry.watchers,
-        worker=worker_parts(config, source, running_limit=limits.running_limit),
+        worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
     return Server(
-        engine=engine, rpc=rpc, router=router, clock=clock, storage=cache.storage, telemetry=telemetry
+        engine=engine,
+        rpc=rpc,
+        router=router,
+        clock=clock,
+        storage=cache.storage,
+        telemetry=telemetry,
+        kv_events=kv_events,
+    )
+
+
+def runner_settings(config: Config) -> RunnerSettings:
+    """Return how the model is run here."""
+    return RunnerSettings(
+        is_pipelined=not runs_on_cpu(),
+        attention=Attention(config.engine.attention),
+        is_memory_wired=config.engine.wired_memory,
+        block_token_count=config.cache.block_token_count,
+        kv_bits=config.cache.kv_bits,
+        kv_group_size=config.cache.kv_group_size,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from icehouse_server.config import Config
 from icehouse_server.engine.runner.model_loader import ModelSource, read_config, read_generation_config
 from icehouse_server.errors import ConfigError, Reason, extra_command
+from icehouse_server.rpc.kv_events.source import KvEventSource
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
@@ -17,12 +18,19 @@ if TYPE_CHECKING:
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def worker_parts(config: Config, source: ModelSource, *, running_limit: int) -> WorkerParts | None:
+def worker_parts(
+    config: Config,
+    source: ModelSource,
+    *,
+    running_limit: int,
+    kv_events: KvEventSource | None = None,
+) -> WorkerParts | None:
     """Return what the worker protocol needs, None where it is off; raises ConfigError without its extra."""
     if not config.fleet.worker_enabled:
         return None
     try:
         # Of an optional extra.
+        from icehouse_server.rpc.worker.kv_events import KvEventStreams
         from icehouse_server.rpc.worker.parts import ServedFolder, WorkerParts
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -48,7 +56,8 @@ def worker_parts(config: Config, source: ModelSource, *, running_limit: int) -> 
                 if isinstance(generation.get(key), int | float)
             },
             read_archive=functools.partial(read_tokenizer_archive, source.path),
-        )
+        ),
+        kv_events=None if kv_events is None else KvEventStreams(kv_events),
     )
 
 

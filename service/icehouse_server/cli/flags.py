@@ -26,6 +26,7 @@ _PANELS = {
     "engine": "Engine",
     "cache": "Prefix cache",
     "fleet": "Fleet",
+    "kv_events": "KV events",
     "telemetry": "Telemetry",
     "log": "Log",
 }

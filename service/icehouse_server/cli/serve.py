@@ -70,10 +70,12 @@ async def _serve(config: Config, clock: Clock) -> None:
     address = await server.rpc.start()
     try:
         server.telemetry.start(server.rpc.poller)
+        server.kv_events.start(address)
         _open_storage(server, config, narrator)
     except IcehouseError:
         server.telemetry.stop()
         await server.rpc.stop(grace_s=0)
+        await server.kv_events.stop()
         raise
     server.engine.start()
     try:
@@ -165,6 +167,7 @@ async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
                 await server.rpc.stop(grace_s=grace_s + 1)
         except TimeoutError:
             _log.error("stuck_calls_abandoned", extra={"waited_s": grace_s + 1 + _EDGE_S})
+        await server.kv_events.stop()
         ending_s = _STUCK_S + server.engine.flush_timeout_s
         ended = await asyncio.to_thread(server.engine.join, timeout_s=ending_s)
         closed = True

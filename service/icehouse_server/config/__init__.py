@@ -2,7 +2,7 @@
 
 from icehouse_server.config.cache import CacheConfig
 from icehouse_server.config.connection import ConnectionConfig
-from icehouse_server.config.fleet import FleetConfig
+from icehouse_server.config.fleet import FleetConfig, KvEventsConfig
 from icehouse_server.config.load import LoadedConfig, load_config
 from icehouse_server.config.model import ModelConfig
 from icehouse_server.config.sections import SETTINGS, Config, EngineConfig, LogConfig, ServerConfig
@@ -17,6 +17,7 @@ __all__ = [
     "ConnectionConfig",
     "EngineConfig",
     "FleetConfig",
+    "KvEventsConfig",
     "LoadedConfig",
     "LogConfig",
     "ModelConfig",

@@ -1,10 +1,10 @@
-"""Fleet settings: what makes a server a worker behind a gateway."""
+"""Fleet settings: what makes a server a worker behind a gateway, and what gateways are told of its blocks."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.config.setting import Kind, setting
+from icehouse_server.config.setting import MIB, Kind, setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,4 +16,52 @@ class FleetConfig:
         Kind.SWITCH,
         "Serve vllm.grpc.engine.VllmEngine beside the API, on the same port, for gateways such as SMG; needs "
         "the extra `fleet`.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """Events over gRPC are there for whoever may subscribe; over ZeroMQ they are off unless asked for."""
+
+    zmq_endpoint: str | None = setting(
+        None,
+        Kind.TEXT,
+        "ZeroMQ endpoint that llm-d is told of blocks at: `tcp://127.0.0.1:5557` or `tcp://*:5557` listens, "
+        "`connect:tcp://host:5557` connects to a subscriber that listens; absent: none. Whoever reaches it "
+        "reads prompts' tokens: it asks for no credentials.",
+        flag="--kv-events-zmq-endpoint",
+    )
+    zmq_topic: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Topic of the ZeroMQ messages; absent: `kv@<address>@<model>` with the address and the model's name "
+        "that are served.",
+        flag="--kv-events-zmq-topic",
+    )
+    zmq_tenant: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Tenant whose blocks are told over ZeroMQ, where messages cannot name one; absent: the default one.",
+        flag="--kv-events-zmq-tenant",
+    )
+    interval_ms: float = setting(
+        50.0,
+        Kind.MILLISECONDS,
+        "How often subscribers are told what has changed.",
+        minimum=1,
+        flag="--kv-events-interval-ms",
+    )
+    replay_bytes: int = setting(
+        32 * MIB,
+        Kind.BYTES,
+        "Events kept for subscribers that fall behind or come back; who was overtaken begins anew.",
+        minimum=64 * 1024,
+        flag="--kv-events-replay-bytes",
+    )
+    block_limit: int = setting(
+        262_144,
+        Kind.COUNT,
+        "Blocks that are told at most; each takes some 1.5 kB while anybody subscribes.",
+        minimum=1,
+        flag="--kv-events-block-limit",
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from icehouse_server.config.cache import CacheConfig
 from icehouse_server.config.connection import ConnectionConfig
-from icehouse_server.config.fleet import FleetConfig
+from icehouse_server.config.fleet import FleetConfig, KvEventsConfig
 from icehouse_server.config.model import ModelConfig
 from icehouse_server.config.security import SecurityConfig
 from icehouse_server.config.setting import MIB, Kind, Setting, setting, settings_of
@@ -230,6 +230,7 @@ class Config:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
+    kv_events: KvEventsConfig = dataclasses.field(default_factory=KvEventsConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
@@ -243,6 +244,7 @@ SECTIONS: dict[str, type[Any]] = {
     "engine": EngineConfig,
     "cache": CacheConfig,
     "fleet": FleetConfig,
+    "kv_events": KvEventsConfig,
     "telemetry": TelemetryConfig,
     "log": LogConfig,
 }

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 
 from icehouse_server.domain.events import CacheReport
-from icehouse_server.domain.ids import DEFAULT_SCOPE, BlockHash, CacheScope
+from icehouse_server.domain.ids import DEFAULT_SCOPE, BlockHash, CacheScope, Tenant
 
 
 class Tier(enum.Enum):
@@ -145,5 +145,49 @@ class VerifyReport:
         )
 
 
-CacheCommand = Explain | Pin | Unpin | Evict | Verify | ListStored
-CacheAnswer = Explanation | PinReport | EvictReport | VerifyReport | StoredBlocks
+@dataclasses.dataclass(frozen=True, slots=True)
+class BeginListing:
+    """Tell every known block into the block log, and every change from now on. Answered by `Listing`."""
+
+    tenants: tuple[Tenant, ...]
+    """Whose blocks are to be known as theirs, even if they have not asked for anything yet."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContinueListing:
+    """Tell the next slice. Answered by `Listing`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """How many blocks are still to be told."""
+
+    left_count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadTokens:
+    """Which tokens are in these blocks on SSD? Answered by `BlockTokens`."""
+
+    block_hashes: tuple[BlockHash, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """The tokens of one block."""
+
+    hash: BlockHash
+    token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockTokens:
+    """The blocks that could be read; the others are damaged or gone."""
+
+    blocks: tuple[KnownTokens, ...]
+
+
+CacheCommand = (
+    Explain | Pin | Unpin | Evict | Verify | ListStored | BeginListing | ContinueListing | ReadTokens
+)
+CacheAnswer = Explanation | PinReport | EvictReport | VerifyReport | StoredBlocks | Listing | BlockTokens

@@ -43,6 +43,22 @@ class EngineStats:
     memory_limit_bytes: int = 0
     parked_total: int = 0
     """Times a sequence gave way to memory pressure and went on later."""
+    kv_used_bytes: int = 0
+    """What the KV of running sequences takes, with the room it has to grow into; the cache's is not in it."""
+    kv_limit_bytes: int = 0
+    """What KV may take beside the model; 0 without a limit."""
+    drafted_token_total: int = 0
+    accepted_draft_token_total: int = 0
+
+    @property
+    def kv_usage_ratio(self) -> float:
+        """Of what KV may take, what it takes; 0 without a limit."""
+        return min(1.0, self.kv_used_bytes / self.kv_limit_bytes) if self.kv_limit_bytes > 0 else 0.0
+
+    @property
+    def running_count(self) -> int:
+        """Requests that were let in and have not ended."""
+        return self.loading_count + self.prefilling_count + self.decoding_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

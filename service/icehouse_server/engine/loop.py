@@ -396,6 +396,8 @@ class EngineLoop:
             if token.error is not None:
                 self._requests.fail(sequence, token.error)
                 continue
+            if token.drafts is not None:
+                self.counters.note_drafts(token.drafts)
             end = self._output.take_token(sequence, token, now)
             self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
@@ -428,6 +430,8 @@ class EngineLoop:
             active_memory_bytes=memory.active_bytes,
             peak_memory_bytes=memory.peak_bytes,
             memory_limit_bytes=self._preemption.guard.limit_bytes,
+            kv_used_bytes=self._preemption.guard.held_bytes(self._scheduler.running),
+            kv_limit_bytes=self._preemption.guard.kv_limit_bytes,
         )
 
 

@@ -6,10 +6,11 @@ conventions for generative AI. Nothing is counted per token.
 
 from __future__ import annotations
 
+import enum
 from typing import Protocol
 
 from icehouse_server.domain.call import PROVIDER, CallRecord, Operation, WireRecord
-from icehouse_server.domain.events import Usage
+from icehouse_server.domain.events import CacheReport, Usage
 from icehouse_server.telemetry.metric import Kind, Metric
 
 _CALL_BUCKETS_S = (
@@ -118,6 +119,15 @@ PREFILL_TIME = Metric(
     (),
     _REQUEST_BUCKETS_S,
 )
+FIRST_TOKEN_BY_REUSE = Metric(
+    "icehouse.request.first_token.duration",
+    Kind.HISTOGRAM,
+    "s",
+    "From a request's arrival to its first token, by where its prompt's beginning came from: nowhere (cold), "
+    "RAM alone, or SSD too.",
+    ("icehouse.reuse",),
+    _FIRST_TOKEN_BUCKETS_S,
+)
 PROMPT_TOKENS = Metric(
     "icehouse.request.prompt.tokens",
     Kind.HISTOGRAM,
@@ -138,8 +148,19 @@ OUTPUT_TOKENS = Metric(
 CALL_METRICS: tuple[Metric, ...] = (
     *(CALLS_STARTED, CALL_DURATION, CALL_SENT, CALL_RECEIVED, CALLS_REFUSED),
     *(REQUEST_DURATION, FIRST_TOKEN, PER_TOKEN, QUEUE_TIME, RESTORE_TIME, PREFILL_TIME),
+    FIRST_TOKEN_BY_REUSE,
     *(PROMPT_TOKENS, OUTPUT_TOKENS),
 )
+
+
+class Reuse(enum.StrEnum):
+    """Where a prompt's beginning came from."""
+
+    COLD = "cold"
+    """Nowhere: all of it was computed."""
+    RAM = "ram"
+    SSD = "ssd"
+    """From SSD, at least in part."""
 
 
 class Meter(Protocol):
@@ -189,6 +210,8 @@ class CallMetrics:
         meter.observe(OUTPUT_TOKENS, usage.output_token_count)
         if usage.cache.cached_token_count:
             meter.observe(RESTORE_TIME, usage.cache.restore_s)
+        if usage.output_token_count:
+            meter.observe(FIRST_TOKEN_BY_REUSE, usage.ttft_s, (_reuse_of(usage.cache),))
 
     def _operation_ended(self, operation: Operation, record: CallRecord) -> None:
         labels, error_type = (operation.value, PROVIDER, record.model_id), record.error_type
@@ -202,3 +225,9 @@ class CallMetrics:
             self._meter.observe(FIRST_TOKEN, usage.ttft_s, labels)
         if usage.output_token_count > 1:
             self._meter.observe(PER_TOKEN, usage.decode_s / (usage.output_token_count - 1), labels)
+
+
+def _reuse_of(cache: CacheReport) -> Reuse:
+    if not cache.cached_token_count:
+        return Reuse.COLD
+    return Reuse.SSD if cache.ssd_token_count else Reuse.RAM

@@ -44,6 +44,12 @@ def _tokens(s: Snapshot) -> Iterable[Value]:
         yield ("output",), s.engine.output_token_total
 
 
+def _drafts(s: Snapshot) -> Iterable[Value]:
+    if s.engine is not None:
+        yield ("accepted",), s.engine.accepted_draft_token_total
+        yield ("rejected",), s.engine.drafted_token_total - s.engine.accepted_draft_token_total
+
+
 def _state(s: Snapshot) -> Iterable[Value]:
     for state in EngineState:
         yield (state.name.lower(),), float(s.state is state)
@@ -72,6 +78,30 @@ ENGINE_METRICS: tuple[Observed, ...] = (
     ),
     gauge("icehouse.engine.uptime", "s", "Since the engine started.", _engine(lambda e: e.uptime_s)),
     gauge("icehouse.engine.requests", "{request}", "Requests by phase.", _requests, "icehouse.phase"),
+    gauge(
+        "icehouse.engine.running",
+        "{request}",
+        "Requests that were let in and have not ended: they load, prefill or decode.",
+        _engine(lambda e: e.running_count),
+    ),
+    gauge(
+        "icehouse.engine.kv.usage",
+        "1",
+        "Of what KV may take beside the model, what running requests take; 0 without a limit.",
+        _engine(lambda e: e.kv_usage_ratio),
+    ),
+    gauge(
+        "icehouse.engine.kv.used",
+        "By",
+        "KV of running requests, with the room it has to grow into; the prefix cache is not in it.",
+        _engine(lambda e: e.kv_used_bytes),
+    ),
+    gauge(
+        "icehouse.engine.kv.limit",
+        "By",
+        "What KV may take beside the model; 0 is unlimited.",
+        _engine(lambda e: e.kv_limit_bytes),
+    ),
     gauge(
         "icehouse.engine.waiting.limit",
         "{request}",
@@ -108,6 +138,13 @@ ENGINE_METRICS: tuple[Observed, ...] = (
         "{request}",
         "Times a running request gave way for want of memory and went on later.",
         _engine(lambda e: e.parked_total),
+    ),
+    counter(
+        "icehouse.engine.draft.tokens",
+        "{token}",
+        "Draft tokens of speculation, by what became of them.",
+        _drafts,
+        "icehouse.outcome",
     ),
     counter("icehouse.engine.tokens", "{token}", "Tokens by where they came from.", _tokens, "icehouse.kind"),
     counter("icehouse.engine.steps", "{step}", "Steps of the loop.", _engine(lambda e: e.step_total)),

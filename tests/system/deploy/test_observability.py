@@ -13,6 +13,7 @@ import pytest
 import yaml
 from icehouse_server.config import SETTINGS
 from icehouse_server.errors import Reason
+from icehouse_server.telemetry.call_metrics import Reuse
 from icehouse_server.telemetry.metric import Kind, Metric
 from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 
@@ -25,6 +26,11 @@ DASHBOARD: dict[str, Any] = json.loads((FOLDER / "grafana-dashboard.json").read_
 ALERTS: list[dict[str, Any]] = [
     rule
     for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
+RECORDS: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((FOLDER / "vllm-rules.yaml").read_text())["groups"]
     for rule in group["rules"]
 ]
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -51,6 +57,7 @@ def label_values() -> dict[tuple[str, str], set[str]]:
 
 
 VALUES = label_values()
+VALUES["icehouse_request_first_token_duration_seconds_bucket", "icehouse_reuse"] = set(Reuse)
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:
@@ -124,6 +131,23 @@ def test_a_query_matches_values_that_occur(title: str, expression: str) -> None:
             assert set(matcher.value.split("|")) <= known, f"{title}: {matcher.value}"
 
 
+PICKER_GAUGES = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
+
+
+def test_the_rules_rename_what_is_exported() -> None:
+    names = [rule["record"] for rule in RECORDS]
+    assert len(set(names)) == len(names) and set(names) >= PICKER_GAUGES
+    for rule in RECORDS:
+        for selector, _, left_out in selectors(promql.parse(rule["expr"])):
+            metric = SERIES[selector.name]
+            assert set(left_out) <= set(metric.prometheus_labels), rule["record"]
+            is_counted = metric.kind is not Kind.GAUGE
+            assert rule["record"].endswith(("_total", "_bucket")) is is_counted, rule["record"]
+            for matcher in selector.matchers.matchers:
+                known = VALUES[selector.name, matcher.name]
+                assert set(matcher.value.split("|")) <= known, rule["record"]
+
+
 def test_the_dashboard_hangs_together() -> None:
     everything = DASHBOARD["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
@@ -164,7 +188,7 @@ def test_the_flags_of_the_page_exist() -> None:
 
 def test_prometheus_is_told_of_the_rules() -> None:
     settings = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
-    assert settings["rule_files"] == ["alerts.yaml"]
+    assert settings["rule_files"] == ["alerts.yaml", "vllm-rules.yaml"]
     assert [job["job_name"] for job in settings["scrape_configs"]] == ["icehouse"]
 
 

@@ -30,6 +30,7 @@ from tests.system.sim.checks import (
 )
 from tests.system.sim.commands import CommandIssuer
 from tests.system.sim.disk import SimDisk, lose_last_transactions, rot
+from tests.system.sim.event_watch import EventWatch
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.system.sim.pinning import PinWatch
@@ -77,7 +78,9 @@ class Scenario:
         stems = [bytes(self.dice.choices(ALPHABET, k=40)) for _ in range(2)]
         self._texts: list[tuple[int, ...]] = [tuple(stem) for stem in stems]
         self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
+        self._event_dice = random.Random(-3 * 10**6 - seed)
         self._served = self._new_server(None)
+        self._events = EventWatch(self._served, self.ledger, self._event_dice)
 
     @property
     def seen(self) -> Counter[str]:
@@ -214,6 +217,7 @@ class Scenario:
         for _ in range(self.dice.choice((1, 2, 6, 25))):
             self._served.step_engine()
             self._pins.look(self._served)
+            self._events.look()
             check_ram(self._served)
 
     def _step_storage(self) -> None:
@@ -238,6 +242,7 @@ class Scenario:
         self._check()
         check_rest(served)
         check_agreement(served)
+        self._events.check()
         if not self.ledger.io_errors(served):
             check_pins_agree(served)
         if served.storage is not None and not served.is_storage_dead:
@@ -341,6 +346,7 @@ class Scenario:
         model = self._life.model if self.dice.random() < 0.8 else 1 - self._life.model
         self._life = Life(self._life.number + 1, model, directory, self._served.disk.mtime_ns)
         self._served = self._new_server(disk)
+        self._events = EventWatch(self._served, self.ledger, self._event_dice)
         if self.dice.random() < 0.1:
             self._served.disk.crash_in = self.dice.randint(1, 40)
         self._say(f"life {self._life.number} with model {model}")

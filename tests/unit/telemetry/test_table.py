@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.call import WireRecord
+from icehouse_server.domain.events import CacheReport
 from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import StartError
-from icehouse_server.telemetry.call_metrics import CALL_METRICS, CallMetrics
+from icehouse_server.telemetry.call_metrics import CALL_METRICS, FIRST_TOKEN_BY_REUSE, CallMetrics
 from icehouse_server.telemetry.metric import Kind, Metric
 from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
 from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fixtures.telemetry.facts import EMPTY, SNAPSHOT, call_record
+from tests.fixtures.telemetry.facts import EMPTY, SNAPSHOT, USAGE, call_record
 
 UNITS = {"s", "By", "By/s", "{token}/s", "1"}
 
 # Numbers of the snapshots that no metric shows, and why.
 NOT_SHOWN = {
     "prompt_token_total": "the sum of two kinds of icehouse.engine.tokens",
+    "drafted_token_total": "the sum of both kinds of icehouse.engine.draft.tokens",
     "block_token_limit": "a setting",
     "tail_count": "of interest inside the cache only",
     "p90_s": "the median is enough for a graph",
@@ -175,6 +177,28 @@ def test_requests_are_counted_by_stage(scrape: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("ram_count", "ssd_count", "reuse"), [(0, 0, "cold"), (3, 0, "ram"), (0, 3, "ssd"), (3, 3, "ssd")]
+)
+def test_the_first_token_is_timed_by_where_the_prompt_came_from(
+    ram_count: int, ssd_count: int, reuse: str
+) -> None:
+    told: list[tuple[str, ...]] = []
+
+    class Meter:
+        def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
+            pass
+
+        def observe(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
+            if metric is FIRST_TOKEN_BY_REUSE:
+                assert value == USAGE.ttft_s
+                told.append(labels)
+
+    cache = CacheReport(ram_token_count=ram_count, ssd_token_count=ssd_count)
+    CallMetrics(Meter()).call_ended(call_record(usage=dataclasses.replace(USAGE, cache=cache)))
+    assert told == [(reuse,)]
+
+
 def test_a_request_is_timed_under_what_it_asked_for_and_why_it_failed(scrape: Any) -> None:
     found = scrape(EMPTY)["gen_ai_server_request_duration_seconds"].samples
     labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "error_type")
@@ -224,4 +248,5 @@ def test_no_metric_is_counted_per_token_or_per_request_name() -> None:
         "gen_ai.provider.name",
         "gen_ai.request.model",
         "error.type",
+        "icehouse.reuse",
     }

@@ -78,9 +78,18 @@ type EngineStats struct {
 	// What the engine may use. 0: no limit.
 	MemoryLimitBytes int64 `protobuf:"varint,25,opt,name=memory_limit_bytes,json=memoryLimitBytes,proto3" json:"memory_limit_bytes,omitempty"`
 	// Times a running request gave way to others for want of memory, and went on later.
-	ParkedTotal   int64 `protobuf:"varint,26,opt,name=parked_total,json=parkedTotal,proto3" json:"parked_total,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ParkedTotal int64 `protobuf:"varint,26,opt,name=parked_total,json=parkedTotal,proto3" json:"parked_total,omitempty"`
+	// Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
+	// holds is not in it: that gives way.
+	KvUsedBytes int64 `protobuf:"varint,27,opt,name=kv_used_bytes,json=kvUsedBytes,proto3" json:"kv_used_bytes,omitempty"`
+	// Most bytes that KV may take beside the model. 0: no limit.
+	KvLimitBytes int64 `protobuf:"varint,28,opt,name=kv_limit_bytes,json=kvLimitBytes,proto3" json:"kv_limit_bytes,omitempty"`
+	// Draft tokens that speculation proposed.
+	DraftedTokenTotal int64 `protobuf:"varint,29,opt,name=drafted_token_total,json=draftedTokenTotal,proto3" json:"drafted_token_total,omitempty"`
+	// Of these, tokens that came true.
+	AcceptedDraftTokenTotal int64 `protobuf:"varint,30,opt,name=accepted_draft_token_total,json=acceptedDraftTokenTotal,proto3" json:"accepted_draft_token_total,omitempty"`
+	unknownFields           protoimpl.UnknownFields
+	sizeCache               protoimpl.SizeCache
 }
 
 func (x *EngineStats) Reset() {
@@ -295,11 +304,40 @@ func (x *EngineStats) GetParkedTotal() int64 {
 	return 0
 }
 
+func (x *EngineStats) GetKvUsedBytes() int64 {
+	if x != nil {
+		return x.KvUsedBytes
+	}
+	return 0
+}
+
+func (x *EngineStats) GetKvLimitBytes() int64 {
+	if x != nil {
+		return x.KvLimitBytes
+	}
+	return 0
+}
+
+func (x *EngineStats) GetDraftedTokenTotal() int64 {
+	if x != nil {
+		return x.DraftedTokenTotal
+	}
+	return 0
+}
+
+func (x *EngineStats) GetAcceptedDraftTokenTotal() int64 {
+	if x != nil {
+		return x.AcceptedDraftTokenTotal
+	}
+	return 0
+}
+
 var File_icehouse_v1_engine_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\n" +
-	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xfe\b\n" +
+	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb5\n" +
+	"\n" +
 	"\vEngineStats\x121\n" +
 	"\x06uptime\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x06uptime\x12#\n" +
 	"\rmailbox_count\x18\x02 \x01(\x03R\fmailboxCount\x12#\n" +
@@ -328,7 +366,11 @@ const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\x13active_memory_bytes\x18\x17 \x01(\x03R\x11activeMemoryBytes\x12*\n" +
 	"\x11peak_memory_bytes\x18\x18 \x01(\x03R\x0fpeakMemoryBytes\x12,\n" +
 	"\x12memory_limit_bytes\x18\x19 \x01(\x03R\x10memoryLimitBytes\x12!\n" +
-	"\fparked_total\x18\x1a \x01(\x03R\vparkedTotalb\x06proto3"
+	"\fparked_total\x18\x1a \x01(\x03R\vparkedTotal\x12\"\n" +
+	"\rkv_used_bytes\x18\x1b \x01(\x03R\vkvUsedBytes\x12$\n" +
+	"\x0ekv_limit_bytes\x18\x1c \x01(\x03R\fkvLimitBytes\x12.\n" +
+	"\x13drafted_token_total\x18\x1d \x01(\x03R\x11draftedTokenTotal\x12;\n" +
+	"\x1aaccepted_draft_token_total\x18\x1e \x01(\x03R\x17acceptedDraftTokenTotalb\x06proto3"
 
 var (
 	file_icehouse_v1_engine_stats_proto_rawDescOnce sync.Once

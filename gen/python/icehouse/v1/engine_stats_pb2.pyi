@@ -49,6 +49,10 @@ class EngineStats(_message.Message):
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     PARKED_TOTAL_FIELD_NUMBER: _builtins.int
+    KV_USED_BYTES_FIELD_NUMBER: _builtins.int
+    KV_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKEN_TOTAL_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKEN_TOTAL_FIELD_NUMBER: _builtins.int
     mailbox_count: _builtins.int
     """Messages waiting for the inference thread."""
     mailbox_limit: _builtins.int
@@ -95,6 +99,16 @@ class EngineStats(_message.Message):
     """What the engine may use. 0: no limit."""
     parked_total: _builtins.int
     """Times a running request gave way to others for want of memory, and went on later."""
+    kv_used_bytes: _builtins.int
+    """Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
+    holds is not in it: that gives way.
+    """
+    kv_limit_bytes: _builtins.int
+    """Most bytes that KV may take beside the model. 0: no limit."""
+    drafted_token_total: _builtins.int
+    """Draft tokens that speculation proposed."""
+    accepted_draft_token_total: _builtins.int
+    """Of these, tokens that came true."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
         """Since the engine started."""
@@ -136,10 +150,14 @@ class EngineStats(_message.Message):
         peak_memory_bytes: _builtins.int = ...,
         memory_limit_bytes: _builtins.int = ...,
         parked_total: _builtins.int = ...,
+        kv_used_bytes: _builtins.int = ...,
+        kv_limit_bytes: _builtins.int = ...,
+        drafted_token_total: _builtins.int = ...,
+        accepted_draft_token_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "failed_total", b"failed_total", "finished_total", b"finished_total", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_total", b"accepted_draft_token_total", "accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "drafted_token_total", b"drafted_token_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

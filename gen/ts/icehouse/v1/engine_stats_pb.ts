@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/engine_stats.proto.
  */
 export const file_icehouse_v1_engine_stats: GenFile = /*@__PURE__*/
-  fileDesc("Ch5pY2Vob3VzZS92MS9lbmdpbmVfc3RhdHMucHJvdG8SC2ljZWhvdXNlLnYxIugFCgtFbmdpbmVTdGF0cxIpCgZ1cHRpbWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbWFpbGJveF9jb3VudBgCIAEoAxIVCg1tYWlsYm94X2xpbWl0GAMgASgDEhUKDXdhaXRpbmdfY291bnQYBCABKAMSFQoNd2FpdGluZ19saW1pdBgFIAEoAxIVCg1sb2FkaW5nX2NvdW50GAYgASgDEhgKEHByZWZpbGxpbmdfY291bnQYByABKAMSFgoOZGVjb2RpbmdfY291bnQYCCABKAMSFgoOZGVjb2RpbmdfbGltaXQYCSABKAMSEgoKc3RlcF90b3RhbBgKIAEoAxIyCg9kZWNvZGVfc3RlcF9wNTAYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMgoPZGVjb2RlX3N0ZXBfcDk5GAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiEKGXByZWZpbGxfdG9rZW5zX3Blcl9zZWNvbmQYDSABKAESFgoOYWNjZXB0ZWRfdG90YWwYDiABKAMSFgoOcmVqZWN0ZWRfdG90YWwYDyABKAMSFgoOZmluaXNoZWRfdG90YWwYECABKAMSFwoPY2FuY2VsbGVkX3RvdGFsGBEgASgDEhQKDGZhaWxlZF90b3RhbBgSIAEoAxIaChJwcm9tcHRfdG9rZW5fdG90YWwYEyABKAMSGgoSY2FjaGVkX3Rva2VuX3RvdGFsGBQgASgDEh0KFXByZWZpbGxlZF90b2tlbl90b3RhbBgVIAEoAxIaChJvdXRwdXRfdG9rZW5fdG90YWwYFiABKAMSGwoTYWN0aXZlX21lbW9yeV9ieXRlcxgXIAEoAxIZChFwZWFrX21lbW9yeV9ieXRlcxgYIAEoAxIaChJtZW1vcnlfbGltaXRfYnl0ZXMYGSABKAMSFAoMcGFya2VkX3RvdGFsGBogASgDYgZwcm90bzM", [file_google_protobuf_duration]);
+  fileDesc("Ch5pY2Vob3VzZS92MS9lbmdpbmVfc3RhdHMucHJvdG8SC2ljZWhvdXNlLnYxItgGCgtFbmdpbmVTdGF0cxIpCgZ1cHRpbWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbWFpbGJveF9jb3VudBgCIAEoAxIVCg1tYWlsYm94X2xpbWl0GAMgASgDEhUKDXdhaXRpbmdfY291bnQYBCABKAMSFQoNd2FpdGluZ19saW1pdBgFIAEoAxIVCg1sb2FkaW5nX2NvdW50GAYgASgDEhgKEHByZWZpbGxpbmdfY291bnQYByABKAMSFgoOZGVjb2RpbmdfY291bnQYCCABKAMSFgoOZGVjb2RpbmdfbGltaXQYCSABKAMSEgoKc3RlcF90b3RhbBgKIAEoAxIyCg9kZWNvZGVfc3RlcF9wNTAYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMgoPZGVjb2RlX3N0ZXBfcDk5GAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiEKGXByZWZpbGxfdG9rZW5zX3Blcl9zZWNvbmQYDSABKAESFgoOYWNjZXB0ZWRfdG90YWwYDiABKAMSFgoOcmVqZWN0ZWRfdG90YWwYDyABKAMSFgoOZmluaXNoZWRfdG90YWwYECABKAMSFwoPY2FuY2VsbGVkX3RvdGFsGBEgASgDEhQKDGZhaWxlZF90b3RhbBgSIAEoAxIaChJwcm9tcHRfdG9rZW5fdG90YWwYEyABKAMSGgoSY2FjaGVkX3Rva2VuX3RvdGFsGBQgASgDEh0KFXByZWZpbGxlZF90b2tlbl90b3RhbBgVIAEoAxIaChJvdXRwdXRfdG9rZW5fdG90YWwYFiABKAMSGwoTYWN0aXZlX21lbW9yeV9ieXRlcxgXIAEoAxIZChFwZWFrX21lbW9yeV9ieXRlcxgYIAEoAxIaChJtZW1vcnlfbGltaXRfYnl0ZXMYGSABKAMSFAoMcGFya2VkX3RvdGFsGBogASgDEhUKDWt2X3VzZWRfYnl0ZXMYGyABKAMSFgoOa3ZfbGltaXRfYnl0ZXMYHCABKAMSGwoTZHJhZnRlZF90b2tlbl90b3RhbBgdIAEoAxIiChphY2NlcHRlZF9kcmFmdF90b2tlbl90b3RhbBgeIAEoA2IGcHJvdG8z", [file_google_protobuf_duration]);
 
 /**
  * The engine's counters. `*_count` are now, `*_total` since start.
@@ -203,6 +203,35 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
    * @generated from field: int64 parked_total = 26;
    */
   parkedTotal: bigint;
+
+  /**
+   * Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
+   * holds is not in it: that gives way.
+   *
+   * @generated from field: int64 kv_used_bytes = 27;
+   */
+  kvUsedBytes: bigint;
+
+  /**
+   * Most bytes that KV may take beside the model. 0: no limit.
+   *
+   * @generated from field: int64 kv_limit_bytes = 28;
+   */
+  kvLimitBytes: bigint;
+
+  /**
+   * Draft tokens that speculation proposed.
+   *
+   * @generated from field: int64 drafted_token_total = 29;
+   */
+  draftedTokenTotal: bigint;
+
+  /**
+   * Of these, tokens that came true.
+   *
+   * @generated from field: int64 accepted_draft_token_total = 30;
+   */
+  acceptedDraftTokenTotal: bigint;
 };
 
 /**

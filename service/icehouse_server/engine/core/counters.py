@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 from icehouse_server.averages import MovingAverage, quantile
+from icehouse_server.domain.request import DraftCounts
 from icehouse_server.domain.stats import EngineStats
 
 _KEPT_STEP_COUNT = 512
@@ -33,6 +34,11 @@ class Counters:
     def note_decode_step(self, elapsed_s: float) -> None:
         """Account for a pass in which rows drew their next token."""
         self._decode_steps_s.append(elapsed_s)
+
+    def note_drafts(self, step: DraftCounts) -> None:
+        """Account for what one row's speculation came to in a pass."""
+        self.stats.drafted_token_total += step.proposed_count
+        self.stats.accepted_draft_token_total += step.accepted_count
 
     def note_finished(self, service_s: float) -> None:
         """Account for a request that ran to its end."""

@@ -18,6 +18,7 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, CacheScope, RequestId
 from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
@@ -48,18 +49,21 @@ class PrefixCache:
         runner: CacheRunner,
         storage: StoragePort | None,
         clock: Clock,
+        log: BlockLog | None = None,
     ) -> None:
         self.settings = settings
         self.facts = facts
         self._runner = runner
         self._clock = clock
-        self._index = BlockIndex(IndexRules(facts, settings.block_token_count, settings.name_secret))
+        self.log = log = BlockLog() if log is None else log
+        block_token_count = settings.block_token_count
+        self._index = BlockIndex(IndexRules(facts, block_token_count, settings.name_secret), log)
         self._ram = RamTier(
-            limit_bytes=settings.ram_limit_bytes, block_token_count=settings.block_token_count
+            limit_bytes=settings.ram_limit_bytes, block_token_count=block_token_count, log=log
         )
         self._rates = Rates()
         self._counters = PrefixCounters()
-        self._quotas = TenantQuotas(settings, index=self._index, ram=self._ram)
+        self._quotas = TenantQuotas(settings, index=self._index, ram=self._ram, log=log)
         self._spills = Spills(
             settings,
             facts=facts,
@@ -98,8 +102,7 @@ class PrefixCache:
 
     @property
     def can_share(self) -> bool:
-        """Whether any block that one sequence just computed lets another one start there; else only what was
-        captured at the end of a prompt, or of a sequence, does."""
+        """Whether another sequence can start at any block just computed, not only at an end."""
         return self.is_supported and self.facts.has_kv and not self.facts.needs_checkpoint
 
     @property
@@ -273,8 +276,7 @@ class PrefixCache:
     # Blocks on their way into RAM, and out of it.
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> list[BlockHash]:
-        """Keep the blocks that are complete at the sequence's position; with `is_end` the tail too. Return
-        their names."""
+        """Keep what is complete at the sequence's position, with `is_end` the tail too; return the names."""
         if not self.may_write(sequence):
             return []
         size = self.settings.block_token_count
@@ -314,8 +316,7 @@ class PrefixCache:
     ) -> int:
         """Let go of blocks in RAM so that requests have memory; return the bytes that are free now.
 
-        Urgent, blocks are dropped; else those that the SSD tier takes, for `request_id`, are free when they
-        are written.
+        Urgent, blocks are dropped; else what the SSD tier takes, for `request_id`, is free when written.
         """
         if is_urgent:
             return self._eviction.yield_bytes(size_bytes, spared=spared)

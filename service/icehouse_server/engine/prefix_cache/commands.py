@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterator
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import (
+    BeginListing,
+    BlockTokens,
     CacheAnswer,
     CacheCommand,
+    ContinueListing,
     Evict,
     EvictReport,
     Explain,
     Explanation,
+    KnownTokens,
     ListStored,
     Pin,
     PinReport,
+    ReadTokens,
     StoredBlocks,
     Unpin,
     VerifyReport,
@@ -27,9 +32,10 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.listing import BlockListing
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
-from icehouse_server.storage.loads import HeadsRead, LoadId
+from icehouse_server.storage.loads import HeadRequest, HeadsRead, LoadId
 from icehouse_server.storage.messages import (
     Listed,
     Outcome,
@@ -73,6 +79,8 @@ class CacheCommands:
         self._clock = clock
         self._load_ids = load_ids
         self._early: list[Command] = []
+        self._listing = BlockListing(cache)
+        self._readings: dict[LoadId, _Reply] = {}
         self._explanations: dict[LoadId, tuple[Explain, _Reply]] = {}
         self._queries: dict[TaskId, Callable[[CacheStats], None]] = {}
         self._evictions: dict[TaskId, tuple[EvictReport, _Reply]] = {}
@@ -120,6 +128,14 @@ class CacheCommands:
             reply(self._cache.stats(None))
         else:
             self._queries[task_id] = reply
+
+    def take_tokens(self, outcome: HeadsRead) -> bool:
+        """Answer who asked for the token ids of these blocks; they are not kept. False: nobody did."""
+        answer = self._readings.pop(outcome.load_id, None)
+        if answer is None:
+            return False
+        answer(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids) for h in outcome.headers)))
+        return True
 
     def met(self, outcome: HeadsRead) -> None:
         """Explain what waited for these headers; their tokens are known by now."""
@@ -199,6 +215,9 @@ class CacheCommands:
         for command, explained in self._explanations.values():
             explained(self._cache.explain(command))
         self._explanations.clear()
+        for told in self._readings.values():
+            told(BlockTokens(()))
+        self._readings.clear()
         waiting = [answer for _, answer in self._evictions.values()]
         waiting += [answer for _, answer in self._verifications.values()]
         waiting += [answer for _, answer in self._pin_changes.values()]
@@ -218,6 +237,12 @@ class CacheCommands:
             return self._pin(command.prompt_token_ids, command.scope, pinned=False, reply=reply)
         if isinstance(command, Evict):
             return self._evict(command, reply)
+        if isinstance(command, BeginListing):
+            return self._listing.begin(command.tenants)
+        if isinstance(command, ContinueListing):
+            return self._listing.proceed()
+        if isinstance(command, ReadTokens):
+            return self._read_tokens(command, reply)
         if self._cache.storage is None:
             raise IcehouseError(Reason.CACHE_UNSUPPORTED, "this server has no SSD tier to verify")
         if isinstance(command, ListStored):
@@ -237,6 +262,15 @@ class CacheCommands:
         ):
             return self._cache.explain(command)
         self._explanations[load_id] = (command, reply)
+        return None
+
+    def _read_tokens(self, command: ReadTokens, reply: _Reply) -> BlockTokens | None:
+        if self._cache.storage is None or not command.block_hashes:
+            return BlockTokens(())
+        load_id = LoadId(next(self._load_ids))
+        if not self._cache.storage.read_heads(HeadRequest(load_id, command.block_hashes)):
+            raise _storage_busy()
+        self._readings[load_id] = reply
         return None
 
     def _pin(

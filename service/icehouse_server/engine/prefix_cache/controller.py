@@ -100,6 +100,8 @@ class CacheController:
         if isinstance(outcome, Loaded):
             return self._loaded(outcome)
         if isinstance(outcome, HeadsRead):
+            if self.commands.take_tokens(outcome):
+                return []
             ready = self._header_fetches.met(outcome)
             self.commands.met(outcome)
             return ready

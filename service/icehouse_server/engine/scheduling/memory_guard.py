@@ -61,6 +61,17 @@ class MemoryGuard:
         together = (sequence, *beside)
         return self.growth_bytes(together) + max(self._input_pass_bytes(s) for s in together)
 
+    @property
+    def kv_limit_bytes(self) -> int:
+        """What KV may take beside the weights; 0 without a limit."""
+        if not self.limit_bytes:
+            return 0
+        return max(0, self.limit_bytes - self._weight_bytes - self._model.draft.weight_bytes)
+
+    def held_bytes(self, sequences: Iterable[Sequence]) -> int:
+        """Return what the KV of sequences takes now, with the room it has to grow into."""
+        return sum(map(self._held_bytes, sequences))
+
     def growth_bytes(self, sequences: Iterable[Sequence]) -> int:
         """Return the KV that sequences were let in for and do not hold yet."""
         return sum(max(0, self._let_in_bytes(s) - self._held_bytes(s)) for s in sequences)

@@ -172,6 +172,16 @@ TABLE: Mapping[Reason, Row] = {
         "The server, or the model, has no cache of this kind.",
         "Do without; GetModel and CacheStats say why.",
     ),
+    Reason.EVENTS_EXPIRED: Row(
+        grpc.StatusCode.OUT_OF_RANGE,
+        "The KV events to go on from are kept no longer, or another server gave the number.",
+        "Forget what was told and subscribe from 0.",
+    ),
+    Reason.EVENTS_LOST: Row(
+        grpc.StatusCode.DATA_LOSS,
+        "The subscriber fell behind the KV events that are kept.",
+        "Forget what was told and subscribe from 0; read faster, or raise `kv_events.replay_bytes`.",
+    ),
     Reason.STORE_UNUSABLE: Row(
         _PRECONDITION,
         "The SSD tier has stopped, or its folder cannot be used.",

@@ -39,6 +39,8 @@ _CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Cancelled, grpc.StatusCode.CANCELLED),
+    (errors.EventsExpired, grpc.StatusCode.OUT_OF_RANGE),
+    (errors.EventsLost, grpc.StatusCode.DATA_LOSS),
 )
 
 

@@ -34,7 +34,7 @@ def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
     """Return the report of a snapshot with counters."""
     engine, cache = snapshot.engine, snapshot.cache
     assert engine is not None, "no counters yet"
-    running_count = engine.loading_count + engine.prefilling_count + engine.decoding_count
+    running_count = engine.running_count
     memory_limit_bytes = engine.memory_limit_bytes
     named = {
         "icehouse.waiting": float(engine.waiting_count),

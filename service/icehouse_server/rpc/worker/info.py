@@ -84,24 +84,10 @@ def load_proto(snapshot: Snapshot, folder: ServedFolder, queues: Queues) -> work
         gen_throughput=snapshot.rates.output_tokens_per_s,
         cache_hit_rate=hit_ratio,
     )
-    capacity_bytes, used_bytes = kv_bytes(snapshot)
-    if capacity_bytes:
-        load.token_usage = load.utilization = used_bytes / capacity_bytes
+    if engine is not None and engine.kv_limit_bytes:
+        # Cached blocks give way to requests, so they do not count as used.
+        load.token_usage = load.utilization = engine.kv_usage_ratio
         if snapshot.model is not None and (token_bytes := snapshot.model.kv_bytes_per_token):
-            load.max_total_num_tokens = capacity_bytes // token_bytes
-            load.num_used_tokens = used_bytes // token_bytes
+            load.max_total_num_tokens = engine.kv_limit_bytes // token_bytes
+            load.num_used_tokens = engine.kv_used_bytes // token_bytes
     return load
-
-
-def kv_bytes(snapshot: Snapshot) -> tuple[int, int]:
-    """Return how much memory there is for KV and how much of it requests take; zeros where unknown.
-
-    Cached blocks give way to requests, so they do not count as taken.
-    """
-    engine, model = snapshot.engine, snapshot.model
-    if engine is None or model is None:
-        return 0, 0
-    capacity = max(0, engine.memory_limit_bytes - model.resident_bytes)
-    cached = snapshot.cache.ram.size_bytes if snapshot.cache is not None else 0
-    used = max(0, engine.active_memory_bytes - model.resident_bytes - cached)
-    return capacity, min(used, capacity)

@@ -34,12 +34,15 @@ class KvEventSource(Protocol):
     """What the block store tells of itself, as this protocol has it. Event loop."""
 
     def subscribe(
-        self, request: common_pb2.SubscribeKvEventsRequest, caller: Caller
+        self,
+        request: common_pb2.SubscribeKvEventsRequest,
+        caller: Caller,
+        load: Callable[[], vllm_engine_pb2.SchedulerLoad],
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Yield batches until the engine is READY no longer; closing it ends the subscription.
 
-        Tells of the caller's tenant alone, unless it is an operator. Raises an IcehouseError when the number
-        to resume from is no longer known.
+        Tells of the caller's tenant alone, unless it is an operator, and beside it of the `load`. Raises an
+        IcehouseError when the number to resume from is no longer known.
         """
         ...
 

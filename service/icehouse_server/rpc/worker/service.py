@@ -213,19 +213,17 @@ class VllmEngineService:
     ) -> messages.GetLoadsResponse:
         """Answer with how busy the server is."""
         async with self._calls.call("GetLoads", context):
-            snapshot = self._observation.poller.latest
-            uses = self._observation.stats.tenant_uses()
-            load = load_proto(
-                snapshot,
-                self._worker.folder,
-                Queues(
-                    running_count=sum(use.running_count for use in uses),
-                    waiting_count=sum(use.waiting_count for use in uses),
-                    waiting_token_count=self._running.waiting_token_count,
-                ),
-            )
             now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
-            return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=[load])
+            return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=[self._load()])
+
+    def _load(self) -> messages.SchedulerLoad:
+        uses = self._observation.stats.tenant_uses()
+        queues = Queues(
+            running_count=sum(use.running_count for use in uses),
+            waiting_count=sum(use.waiting_count for use in uses),
+            waiting_token_count=self._running.waiting_token_count,
+        )
+        return load_proto(self._observation.poller.latest, self._worker.folder, queues)
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
@@ -272,7 +270,7 @@ class VllmEngineService:
                 _unsupported("KV events")
             # A gateway waits for the headers, which may be long before the first event.
             await timer.begin(context)
-            async with contextlib.aclosing(source.subscribe(request, call.caller)) as batches:
+            async with contextlib.aclosing(source.subscribe(request, call.caller, self._load)) as batches:
                 async for batch in batches:
                     await timer.write(context, batch)
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from icehouse.v1 import inference_service_pb2 as native
 from icehouse_server.domain.cache_commands import Evict, EvictReport
-from icehouse_server.domain.cache_stats import CacheStats, TierStats
 from icehouse_server.domain.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import CacheUse, GenerationRequest, Logprob, Pooling, TokenLogprobs
@@ -355,16 +354,15 @@ async def test_loads_are_of_now_where_the_edge_counts_them(served: RunningServer
     while len(served.engine.submitted) < 2:
         await served.settle()
     served.engine.stats = EngineStats(
-        prompt_token_total=100, cached_token_total=25, memory_limit_bytes=14_000, active_memory_bytes=8_000
+        prompt_token_total=100, cached_token_total=25, kv_limit_bytes=10_000, kv_used_bytes=2_000
     )
-    served.engine.cache_stats = CacheStats(ram=TierStats(size_bytes=2_000))
     await served.server.poller.sample()
     response = await served.worker.GetLoads(messages.GetLoadsRequest())
     [load] = response.loads
     assert (response.dp_rank_count, response.timestamp[:4]) == (1, "2023")
     assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (1, 1, 2)
     assert (load.cache_hit_rate, load.num_waiting_uncached_tokens) == (0.25, round(5 * 0.75))
-    # 4,000 bytes of weights and 2,000 of cached blocks are not the requests'; a token takes 128.
+    # A token takes 128 bytes.
     assert (load.token_usage, load.max_total_num_tokens, load.num_used_tokens) == (0.2, 10_000 // 128, 15)
     assert load.max_running_requests == 64
     waiting.cancel()
@@ -431,7 +429,7 @@ class Source:
         self.closed = asyncio.Event()
         self.asked: list[int] = []
 
-    async def subscribe(self, request: Any, caller: Any) -> AsyncGenerator[Any, None]:
+    async def subscribe(self, request: Any, caller: Any, load: Any) -> AsyncGenerator[Any, None]:
         self.asked.append(request.start_sequence_number)
         try:
             yield common.KvEventBatch(sequence_number=7)

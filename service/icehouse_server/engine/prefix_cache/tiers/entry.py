@@ -7,6 +7,7 @@ import dataclasses
 from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
 from icehouse_server.domain.cache_commands import BlockMatch, Tier
 from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.engine.core.block_log import Came, KvTier
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,6 +62,12 @@ class Entry:
     def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
         """Whether this region can be had from RAM, or with `with_ssd` from either tier."""
         return kind in self.ram or (with_ssd and kind in self.ssd)
+
+    def came_to(self, tier: KvTier) -> Came:
+        """Return what the block log says of it."""
+        return Came(
+            tier, self.hash, self.parent, self.start_token_index == 0, self.token_count, self.token_ids
+        )
 
     def header(self, fingerprint: Fingerprint, block_token_limit: int) -> BlockHeader:
         """Return the block's facts; only for a block whose tokens are known."""

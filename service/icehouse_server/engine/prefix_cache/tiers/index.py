@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from icehouse_server.domain.blocks import RegionKind, block_hash, prefix_hashes
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.children import Children
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, Spilling
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
@@ -111,7 +112,8 @@ class _Candidate:
 class BlockIndex:
     """All blocks of the served fingerprint, by hash and by parent, and those on their way to SSD."""
 
-    def __init__(self, rules: IndexRules) -> None:
+    def __init__(self, rules: IndexRules, log: BlockLog) -> None:
+        self._log = log
         self.rules = rules
         self._entries: dict[BlockHash, Entry] = {}
         self._children = Children()
@@ -176,14 +178,18 @@ class BlockIndex:
                 self._sizes.clear()
             self._sizes[sizes] = {kind: size for kind, size in found if size}
         # One for all blocks of the same sizes, and so not to be changed: a third of what each would take.
-        entry.ssd = self._sizes[sizes]
+        is_new, entry.ssd = not entry.ssd, self._sizes[sizes]
         entry.ssd_bytes = record.file_bytes
+        if is_new and self._log.is_on:
+            self._log.note(entry.came_to(KvTier.SSD))
         return entry
 
     def forget_stored(self, block: BlockHash) -> Entry | None:
         """Note that a block is gone from SSD; return its entry when the index knew it."""
         entry = self._entries.get(block)
         if entry is not None:
+            if entry.ssd and self._log.is_on:
+                self._log.note(Left(KvTier.SSD, block))
             entry.ssd, entry.ssd_bytes = {}, 0
             self.discard_if_empty(entry)
         return entry

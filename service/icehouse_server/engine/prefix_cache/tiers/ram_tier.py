@@ -16,6 +16,7 @@ from operator import attrgetter
 from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.cache_stats import TierStats
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.storage.tier_counts import TierCounts
 
@@ -33,8 +34,9 @@ def add_bytes(account: collections.Counter[_Owner], owner: _Owner, change_bytes:
 class RamTier:
     """Keeps account of which entries hold arrays. Eviction is decided by the caller, who may spill."""
 
-    def __init__(self, *, limit_bytes: int, block_token_count: int) -> None:
+    def __init__(self, *, limit_bytes: int, block_token_count: int, log: BlockLog) -> None:
         self.limit_bytes = limit_bytes
+        self._log = log
         self.used_bytes = 0
         self.stats = TierStats()
         """What left the tier since start."""
@@ -66,7 +68,10 @@ class RamTier:
         """Add regions to an entry; the caller has made space."""
         before = entry.ram_bytes
         is_new = entry.hash not in self._order and entry.hash not in self._pinned
+        had_none = not entry.ram
         entry.ram.update(regions)
+        if had_none and self._log.is_on:
+            self._log.note(entry.came_to(KvTier.RAM))
         self._account(entry, entry.ram_bytes - before)
         if is_new:
             self._counts.add(
@@ -153,6 +158,8 @@ class RamTier:
             is_pinned=entry.is_pinned,
         )
         entry.ram.clear()
+        if self._log.is_on:
+            self._log.note(Left(KvTier.RAM, entry.hash))
         return True
 
     def snapshot(self, *, now: float) -> TierStats:

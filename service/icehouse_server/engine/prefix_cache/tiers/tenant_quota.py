@@ -22,6 +22,7 @@ from icehouse_server.domain.ids import (
     CacheScope,
     Tenant,
 )
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier, add_bytes
@@ -51,8 +52,9 @@ class PinExcess:
 class TenantQuotas:
     """Roots of tenants, and the bytes below each."""
 
-    def __init__(self, settings: PrefixSettings, *, index: BlockIndex, ram: RamTier) -> None:
+    def __init__(self, settings: PrefixSettings, *, index: BlockIndex, ram: RamTier, log: BlockLog) -> None:
         self._settings = settings
+        self._log = log
         self._limits = settings.quotas
         self._adapters: dict[AdapterName, AdapterDigest | None] = {NO_ADAPTER: None, **settings.adapters}
         self._index = index
@@ -182,11 +184,13 @@ class TenantQuotas:
             for name, digest in self._adapters.items()
         }
         self._roots[tenant] = roots
+        self._log.add_roots({root: CacheScope(tenant, name) for name, root in roots.items()})
         self._kin |= dict.fromkeys(roots.values(), frozenset(roots.values()))
         if len(self._roots) > ROOT_LIMIT:
             _, forgotten = self._roots.popitem(last=False)
             for root in set(forgotten.values()):
                 del self._kin[root]
+                self._log.drop_root(root)
 
     def _kin_of(self, owner: BlockHash | None) -> frozenset[BlockHash | None]:
         """Return all roots of the tenant whose root this is; alone while the tenant has not asked yet."""

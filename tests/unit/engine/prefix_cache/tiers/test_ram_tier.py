@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import TierStats
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 
@@ -11,7 +12,7 @@ from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, SizedRegion, root_of
 
 
 def tier_with(count: int, *, limit_bytes: int = 100, size_bytes: int = 10) -> tuple[RamTier, list[Entry]]:
-    tier = RamTier(limit_bytes=limit_bytes, block_token_count=SIZE)
+    tier = RamTier(limit_bytes=limit_bytes, block_token_count=SIZE, log=BlockLog())
     entries = Shelf().chain(list(range(count * SIZE)))
     for entry in entries:
         tier.put(entry, {RegionKind.KV: SizedRegion(size_bytes)})

@@ -8,6 +8,7 @@ import pytest
 from icehouse_server.domain.blocks import HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import RequestId
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.eviction import RamEviction
@@ -60,7 +61,9 @@ def bench(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1
     shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
     runner = TokenRunner(CacheFacts())
     limits = settings(spill_policy=policy, min_prefix_token_count=min_prefix)
-    quotas = TenantQuotas(limits, index=shelf.index, ram=RamTier(limit_bytes=0, block_token_count=SIZE))
+    log = BlockLog()
+    ram = RamTier(limit_bytes=0, block_token_count=SIZE, log=log)
+    quotas = TenantQuotas(limits, index=shelf.index, ram=ram, log=log)
     spills = Spills(
         limits,
         facts=CacheFacts(),
@@ -136,7 +139,7 @@ def test_a_lost_tier_takes_its_queue_along() -> None:
     entry = made.block()
     made.spills.send(entry, request_id=None)
     RamEviction(
-        ram=RamTier(limit_bytes=0, block_token_count=SIZE),
+        ram=RamTier(limit_bytes=0, block_token_count=SIZE, log=BlockLog()),
         index=made.shelf.index,
         spills=made.spills,
         quotas=made.quotas,

@@ -1,0 +1,1 @@
+"""KV events from the block log to subscribers."""

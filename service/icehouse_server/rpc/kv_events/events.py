@@ -1,0 +1,87 @@
+"""KV events: which whole blocks this server can reuse, told to gateways that route prompts by it.
+
+Tails are not told, nor a block whose prefix is not whole: nobody could route by either. A block's name is cut
+to the 64 bits that gateways keep; they hash its tokens by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+from icehouse_server.engine.core.block_log import KvTier
+
+CUT_BYTES = 8
+"""Of a block's name, in events."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvBlock:
+    """One whole block of a chain that begins at a prompt's first token."""
+
+    hash: int
+    """Signed, 64 bits."""
+    parent: int | None
+    """None for a prompt's first block."""
+    packed_token_ids: bytes
+    """As `blocks.pack_tokens` has them."""
+    scope: CacheScope
+
+    @property
+    def token_count(self) -> int:
+        return len(self.packed_token_ids) // 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A tier holds the block now."""
+
+    block: KvBlock
+    tier: KvTier
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.block.scope.tenant
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A tier holds the block no longer."""
+
+    hash: int
+    tier: KvTier
+    tenant: Tenant
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """Forget all that was told before: what follows is the whole."""
+
+
+KvEvent = BlockStored | BlockRemoved | BlocksCleared
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SnapshotChunk:
+    """Which part of a state a batch is: such batches end at the number that the state was taken at."""
+
+    index: int
+    chunk_count: int
+    stored_count: int
+    """`BlockStored` events of the whole state."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvBatch:
+    """Events that happened together. Numbers rise by one, and go on where a restarted server begins anew."""
+
+    sequence_number: int
+    time: float
+    """`Clock.wall`."""
+    events: tuple[KvEvent, ...]
+    snapshot: SnapshotChunk | None = None
+
+
+def cut(name: BlockHash) -> int:
+    """Return the first 64 bits of a block's name as a signed number."""
+    return int.from_bytes(name[:CUT_BYTES], "big", signed=True)

@@ -1,0 +1,168 @@
+"""ZeroMQ publisher: one tenant's KV events as llm-d reads them, three frames a batch.
+
+Owned by the event loop, and fed as batches are made, so that it can miss none. Publishing never waits: a
+subscriber that stalls loses messages in its own queue, of bounded length, and sees that numbers are missing.
+One that comes late is told everything again, a little at a time; to the others that is nothing new.
+
+Topic, number of 8 bytes (big-endian), msgpack of [time, events, rank]; an event is an array that begins with
+its name, as vLLM has them. Of the optional package pyzmq: imported only where an endpoint is configured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Callable, Iterable
+
+import msgpack
+import zmq
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import unpack_tokens
+from icehouse_server.domain.ids import BlockHash, Tenant
+from icehouse_server.engine.core.block_log import KvTier
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
+from icehouse_server.rpc.kv_events.feed import BATCH_TOKEN_COUNT
+from icehouse_server.rpc.kv_events.source import CONNECT_PREFIX, KvEventSource
+
+_QUEUE_LIMIT = 1_000
+"""Messages, of some 100 kB at most, that wait for one subscriber; more are lost to it."""
+_RETELL_S = 5.0
+"""Between two times that everything is told again, whoever comes meanwhile."""
+_MEDIA = {KvTier.RAM: "GPU", KvTier.SSD: "CPU"}
+"""llm-d weighs a second tier by this name, and less than the first."""
+_MASK = (1 << 64) - 1
+
+
+class ZmqPublisher:
+    """Listens, or connects to a subscriber that does."""
+
+    def __init__(
+        self, source: KvEventSource, *, endpoint: str, topic: Callable[[], str], tenant: Tenant, clock: Clock
+    ) -> None:
+        self._source = source
+        self._endpoint = endpoint
+        self._topic = topic
+        self._tenant = tenant
+        self._clock = clock
+        self._number = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.XPUB)
+        self._to_retell: collections.deque[BlockHash] = collections.deque()
+        self._is_retelling_due = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> str:
+        """Open the endpoint and tell everything to whoever comes; return where."""
+        endpoint = self.open()
+        self._task = asyncio.create_task(self._run(), name="kv-events-zmq")
+        return endpoint
+
+    def open(self) -> str:
+        """Publish from now on; return where. Raises StartError when the endpoint cannot be had."""
+        # Every subscription is heard of, a topic's second one too: whoever comes is told everything.
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            if self._endpoint.startswith(CONNECT_PREFIX):
+                self._socket.connect(self._endpoint.removeprefix(CONNECT_PREFIX))
+            else:
+                self._socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise StartError(
+                Reason.ADDRESS_IN_USE,
+                f"the ZeroMQ endpoint {self._endpoint!r} cannot be had: {error}; "
+                "choose another kv_events.zmq_endpoint",
+                metadata={"endpoint": self._endpoint},
+            ) from error
+        self._source.feed.add_sink(self.publish)
+        self._source.follow(self._tenant)
+        endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return endpoint
+
+    async def stop(self) -> None:
+        """Close the endpoint; what was not sent yet is lost."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._context.destroy(linger=0)
+
+    def publish(self, batch: KvBatch) -> None:
+        """Send what of a batch is this tenant's."""
+        self._send([event for event in batch.events if self._is_mine(event)], time=batch.time)
+
+    def turn(self) -> bool:
+        """See who has come, and tell everything again, a batch of it; whether anybody has come."""
+        has_come = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                has_come |= self._socket.recv(zmq.NOBLOCK).startswith(b"\x01")
+        self._is_retelling_due |= has_come
+        self._retell()
+        return has_come
+
+    async def _run(self) -> None:
+        retold_time = -_RETELL_S
+        while True:
+            self.turn()
+            if self._is_retelling_due and self._clock.monotonic() - retold_time >= _RETELL_S:
+                self.begin_retelling()
+                retold_time = self._clock.monotonic()
+            await asyncio.sleep(self._source.interval_s)
+
+    def begin_retelling(self) -> None:
+        """Tell every block again, beginning with the next turn."""
+        self._is_retelling_due = False
+        self._to_retell = collections.deque(self._source.mirror.told_names())
+
+    def _retell(self) -> None:
+        """Tell of blocks as they are now, whatever they were when the retelling began."""
+        events: list[KvEvent] = []
+        token_count = 0
+        while self._to_retell and token_count < BATCH_TOKEN_COUNT:
+            for block, held in self._source.mirror.told_of(self._to_retell.popleft()):
+                events += [BlockStored(block, tier) for tier in held]
+                token_count += block.token_count * len(held)
+        self._send([event for event in events if self._is_mine(event)], time=self._clock.wall())
+
+    def _is_mine(self, event: KvEvent) -> bool:
+        return isinstance(event, BlockStored | BlockRemoved) and event.tenant == self._tenant
+
+    def _send(self, events: Iterable[KvEvent], *, time: float) -> None:
+        packed = pack_batch(events, time=time)
+        if packed is None:
+            return
+        frames = [self._topic().encode(), self._number.to_bytes(8, "big"), packed]
+        self._number += 1
+        with contextlib.suppress(zmq.Again):  # nobody there that connects, or its queue is full
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+def pack_batch(events: Iterable[KvEvent], *, time: float) -> bytes | None:
+    """Return the third frame of a message; None for no events."""
+    rows = [_row(event) for event in events]
+    if not rows:
+        return None
+    packed = msgpack.packb([time, rows, 0], use_single_float=False)
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def _row(event: KvEvent) -> list[object]:
+    if isinstance(event, BlockStored):
+        block = event.block
+        parent = None if block.parent is None else block.parent & _MASK
+        tokens = list(unpack_tokens(block.packed_token_ids))
+        adapter = block.scope.adapter or None
+        return [
+            *("BlockStored", [block.hash & _MASK], parent, tokens, block.token_count),
+            *(None, _MEDIA[event.tier], adapter),
+        ]
+    if isinstance(event, BlockRemoved):
+        return ["BlockRemoved", [event.hash & _MASK], _MEDIA[event.tier]]
+    return ["AllBlocksCleared"]

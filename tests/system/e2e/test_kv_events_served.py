@@ -1,0 +1,101 @@
+"""A served model tells of its blocks over ZeroMQ; a restarted one of what is on its SSD, tokens included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from icehouse.v1 import inference_service_pb2 as pb
+from icehouse_server.domain.blocks import block_hash, root_hash
+from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
+
+from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.whole_server import BOUND_S, WholeServer, whole_server
+
+zmq = pytest.importorskip("zmq", reason="pyzmq comes with the extra fleet")
+msgpack = pytest.importorskip("msgpack", reason="msgpack comes with the extra fleet")
+
+BLOCK = 16
+TOKENS = tuple(range(5, 5 + 2 * BLOCK + 3))
+
+
+class Subscriber:
+    """Listens, as llm-d's picker may; whoever serves connects to it."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt_string(zmq.SUBSCRIBE, "kv@")
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.topics: set[bytes] = set()
+
+    async def read(self, *, count: int) -> list[Any]:
+        """Return the next events, as many at least."""
+        events: list[Any] = []
+        async with asyncio.timeout(BOUND_S):
+            while len(events) < count:
+                if not self._socket.poll(0):
+                    await asyncio.sleep(0)
+                    continue
+                topic, _, packed = self._socket.recv_multipart()
+                self.topics.add(topic)
+                events += msgpack.unpackb(packed)[1]
+        return events
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@contextlib.asynccontextmanager
+async def served_for(subscriber: Subscriber, folder: Path) -> AsyncIterator[WholeServer]:
+    async with whole_server(
+        folder / "model",
+        folder / "ssd",
+        cache__block_token_count=BLOCK,
+        cache__min_prefix_token_count=0,
+        kv_events__zmq_endpoint=f"connect:tcp://127.0.0.1:{subscriber.port}",
+        kv_events__interval_ms=1.0,
+    ) as served:
+        yield served
+
+
+def names(fingerprint: Fingerprint) -> list[int]:
+    """Return the two whole blocks' names as messages have them."""
+    made, parent = [], root_hash(fingerprint=fingerprint, tenant=DEFAULT_TENANT)
+    for start in range(0, 2 * BLOCK, BLOCK):
+        parent = block_hash(parent=parent, token_ids=TOKENS[start : start + BLOCK])
+        made.append(int.from_bytes(parent[:8], "big"))
+    return made
+
+
+async def test_blocks_are_told_as_they_come_and_again_after_a_restart(tmp_path: Path) -> None:
+    tiny_model_dir(tmp_path, "llama", name="model")
+    subscriber = Subscriber()
+    async with served_for(subscriber, tmp_path) as served:
+        request = pb.GenerateRequest(max_output_tokens=1)
+        request.tokens.ids.extend(TOKENS)
+        await served.inference.Generate(request)
+        first = await subscriber.read(count=2)
+        model = served.served.router.require_model().info
+    fingerprint = Fingerprint(bytes.fromhex(model.fingerprint_hex))
+    one, two = names(fingerprint)
+    tokens = [list(TOKENS[:BLOCK]), list(TOKENS[BLOCK : 2 * BLOCK])]
+    in_ram: list[list[Any]] = [
+        ["BlockStored", [one], None, tokens[0], BLOCK, None, "GPU", None],
+        ["BlockStored", [two], one, tokens[1], BLOCK, None, "GPU", None],
+    ]
+    assert [event for event in first if event[6:7] == ["GPU"]][:2] == in_ram
+    (topic,) = subscriber.topics
+    assert topic.startswith(b"kv@127.0.0.1:") and topic.endswith(b"@tiny")
+    async with served_for(subscriber, tmp_path):
+        found: list[Any] = []
+        on_ssd = [[*event[:6], "CPU", None] for event in in_ram]
+        while not all(event in found for event in on_ssd):
+            found += await subscriber.read(count=1)
+    assert found.index(on_ssd[0]) < found.index(on_ssd[1])
+    subscriber.close()

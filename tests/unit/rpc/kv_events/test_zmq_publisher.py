@@ -1,0 +1,197 @@
+"""ZeroMQ messages to the byte, and as a subscriber of one's own reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.blocks import pack_tokens
+from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
+from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier, Left, RootsKnown
+from icehouse_server.errors import StartError
+from icehouse_server.rpc.kv_events.events import BlockRemoved, BlocksCleared, BlockStored, KvBlock
+
+from tests.fixtures.kv_event_source import source_of
+
+zmq = pytest.importorskip("zmq", reason="pyzmq comes with the extra fleet")
+msgpack = pytest.importorskip("msgpack", reason="msgpack comes with the extra fleet")
+
+from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher, pack_batch  # noqa: E402
+
+FIRST = KvBlock(0x0102030405060708, None, pack_tokens([1, 2, 300, 70_000]), CacheScope())
+SECOND = KvBlock(-2, FIRST.hash, pack_tokens([5, 6, 7, 8]), CacheScope(adapter=AdapterName("formal")))
+
+GOLDEN = bytes.fromhex(
+    "93"  # [time, events, rank]
+    "cb41d954fc40100000"  # 1700000000.25
+    "93"
+    "98ab426c6f636b53746f726564"  # ["BlockStored", ...] of eight
+    "91cf0102030405060708"  # [hash]
+    "c0"  # no parent
+    "940102cd012cce00011170"  # token ids
+    "04"  # block size
+    "c0a3475055c0"  # no number of an adapter, "GPU", no adapter
+    "98ab426c6f636b53746f726564"
+    "91cffffffffffffffffe"  # -2 as 64 bits
+    "cf0102030405060708"  # its parent
+    "9405060708"
+    "04"
+    "c0a3435055a6666f726d616c"  # "CPU", "formal"
+    "93ac426c6f636b52656d6f766564"  # ["BlockRemoved", ...] of three
+    "91cf0102030405060708"
+    "a3475055"
+    "00"  # rank
+)
+
+
+def test_a_batch_is_these_bytes() -> None:
+    events = [
+        BlockStored(FIRST, KvTier.RAM),
+        BlockStored(SECOND, KvTier.SSD),
+        BlockRemoved(FIRST.hash, KvTier.RAM, Tenant("")),
+    ]
+    assert pack_batch(events, time=1_700_000_000.25) == GOLDEN
+
+
+def test_nothing_is_no_message_and_all_is_cleared_by_its_name() -> None:
+    assert pack_batch([], time=0.0) is None
+    packed = pack_batch([BlocksCleared()], time=0.0)
+    assert packed is not None and msgpack.unpackb(packed) == [0.0, [["AllBlocksCleared"]], 0]
+
+
+ROOTS = {Tenant(""): BlockHash(b"o" * 32), Tenant("other"): BlockHash(b"p" * 32)}
+
+
+def block(number: int, tenant: str = "") -> Came:
+    name = BlockHash(number.to_bytes(8, "big") * 4)
+    return Came(KvTier.RAM, name, ROOTS[Tenant(tenant)], True, 4, (number,) * 4)
+
+
+class Published:
+    """A publisher on a loopback port and what its source is fed with."""
+
+    def __init__(self) -> None:
+        self.source = source_of(BlockLog(), block_token_count=4)
+        self.publisher = ZmqPublisher(
+            self.source,
+            endpoint="tcp://127.0.0.1:*",
+            topic=lambda: "kv@here@model",
+            tenant=Tenant(""),
+            clock=SystemClock(),
+        )
+        self.tell(RootsKnown(tuple((root, CacheScope(tenant)) for tenant, root in ROOTS.items())))
+        self.endpoint = self.publisher.open()
+        self.sockets: list[Any] = []
+        self.context = zmq.Context()
+
+    def tell(self, *changes: Change) -> None:
+        self.source.feed.publish(self.source.mirror.apply(changes))
+
+    async def subscriber(self) -> Any:
+        """Return a subscriber that the publisher has heard of."""
+        socket = self.context.socket(zmq.SUB)
+        self.sockets.append(socket)
+        socket.setsockopt_string(zmq.SUBSCRIBE, "kv@")
+        socket.connect(self.endpoint)
+        while not self.publisher.turn():
+            await asyncio.sleep(0)
+        return socket
+
+    async def read(self, socket: Any) -> tuple[int, list[Any]]:
+        """Return number and events of the next message."""
+        while not socket.poll(0):
+            self.publisher.turn()
+            await asyncio.sleep(0)
+        topic, number, packed = socket.recv_multipart()
+        assert topic == b"kv@here@model" and len(number) == 8
+        _, events, rank = msgpack.unpackb(packed)
+        assert rank == 0
+        return int.from_bytes(number, "big"), events
+
+    async def close(self) -> None:
+        for socket in self.sockets:
+            socket.close(linger=0)
+        self.context.term()
+        await self.publisher.stop()
+
+
+@pytest.fixture
+async def published() -> AsyncIterator[Published]:
+    made = Published()
+    yield made
+    await made.close()
+
+
+async def test_a_subscriber_reads_one_tenants_events_in_order(published: Published) -> None:
+    socket = await published.subscriber()
+    published.tell(block(1), block(2, "other"))
+    published.tell(block(3, "other"))
+    published.tell(Left(KvTier.RAM, block(1).name), Left(KvTier.RAM, block(2, "other").name))
+    first = await published.read(socket)
+    assert first == (0, [["BlockStored", [1], None, [1, 1, 1, 1], 4, None, "GPU", None]])
+    assert await published.read(socket) == (1, [["BlockRemoved", [1], "GPU"]])
+
+
+async def test_whoever_comes_late_is_told_everything_as_it_is_then(published: Published) -> None:
+    published.tell(block(1), block(2), block(3), block(4, "other"))
+    socket = await published.subscriber()
+    published.publisher.begin_retelling()
+    published.tell(Left(KvTier.RAM, block(2).name))
+    _, removed = await published.read(socket)
+    assert removed == [["BlockRemoved", [2], "GPU"]]
+    _, events = await published.read(socket)
+    assert [event[:2] for event in events] == [["BlockStored", [1]], ["BlockStored", [3]]]
+
+
+async def test_a_subscriber_that_reads_nothing_holds_nobody_up(published: Published) -> None:
+    stalled = await published.subscriber()
+    for number in range(3_000):
+        published.tell(block(number))
+    reader = await published.subscriber()
+    published.tell(block(5_000))
+    number, _ = await published.read(reader)
+    assert number == 3_000
+    assert (await published.read(stalled))[0] == 0
+
+
+async def test_an_endpoint_that_is_taken_is_named(published: Published) -> None:
+    second = ZmqPublisher(
+        published.source,
+        endpoint=published.endpoint,
+        topic=lambda: "kv@a@b",
+        tenant=Tenant(""),
+        clock=SystemClock(),
+    )
+    with pytest.raises(StartError, match=r"127\.0\.0\.1"):
+        second.open()
+
+
+async def test_it_connects_to_a_subscriber_that_listens() -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt_string(zmq.SUBSCRIBE, "")
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    source = source_of(BlockLog(), block_token_count=4)
+    source.feed.publish(source.mirror.apply([RootsKnown(((ROOTS[Tenant("")], CacheScope()),))]))
+    publisher = ZmqPublisher(
+        source,
+        endpoint=f"connect:tcp://127.0.0.1:{port}",
+        topic=lambda: "kv@a@b",
+        tenant=Tenant(""),
+        clock=SystemClock(),
+    )
+    publisher.open()
+    while not publisher.turn():
+        # A socket subscribes with its new connections when it is looked at.
+        assert not socket.poll(0)
+        await asyncio.sleep(0)
+    source.feed.publish(source.mirror.apply([block(1)]))
+    while not socket.poll(0):
+        await asyncio.sleep(0)
+    assert socket.recv_multipart()[1] == bytes(8)
+    socket.close(linger=0)
+    context.term()
+    await publisher.stop()

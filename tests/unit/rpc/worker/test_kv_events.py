@@ -1,0 +1,181 @@
+"""KV events as gateways read them: places, salts, snapshots, and a load record on everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from icehouse_server.domain.blocks import pack_tokens
+from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
+from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, RootsKnown
+from icehouse_server.errors import EventsExpired, EventsLost
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.kv_events.events import (
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    KvBatch,
+    KvBlock,
+    SnapshotChunk,
+)
+from icehouse_server.rpc.kv_events.source import KvEventSource
+
+from tests.fixtures.kv_event_source import source_of
+
+pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extra fleet")
+
+from icehouse_server.rpc.worker.kv_events import KvEventStreams, LoadRecords, batch_proto
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as worker
+
+OWN, OTHER = Tenant(""), Tenant("other")
+ROOTS = {OWN: BlockHash(b"o" * 32), OTHER: BlockHash(b"p" * 32)}
+FIRST = KvBlock(-5, None, pack_tokens([1, 2, 3, 4]), CacheScope(OTHER, AdapterName("formal")))
+SECOND = KvBlock(6, -5, pack_tokens([5, 6, 7, 8]), CacheScope())
+
+
+def load(**changes: Any) -> worker.SchedulerLoad:
+    return worker.SchedulerLoad(
+        **{"num_running_reqs": 2, "token_usage": 0.5, "cache_hit_rate": 0.9, "num_used_tokens": 7, **changes}
+    )
+
+
+def test_an_event_is_told_with_its_place() -> None:
+    events = (
+        BlocksCleared(),
+        BlockStored(FIRST, KvTier.SSD),
+        BlockStored(SECOND, KvTier.RAM),
+        BlockRemoved(6, KvTier.RAM, OWN),
+    )
+    cleared, first, second, removed = batch_proto(KvBatch(9, 1.5, events), OWN).events
+    assert cleared.WhichOneof("data") == "cleared"
+    assert first.stored == common.KvBlocksStored(
+        blocks=[common.KvBlock(block_hash=-5, token_ids=[1, 2, 3, 4], block_size=4)],
+        tier=common.KV_CACHE_TIER_HOST,
+        medium="CPU",
+        locality=common.KV_CACHE_LOCALITY_LOCAL,
+        lora_name="formal",
+        cache_salt="other",
+    )
+    assert (second.stored.parent_block_hash, second.stored.tier) == (-5, common.KV_CACHE_TIER_DEVICE)
+    assert not second.stored.HasField("cache_salt") and not second.stored.HasField("lora_name")
+    assert removed.removed == common.KvBlocksRemoved(
+        block_hashes=[6], tier=common.KV_CACHE_TIER_DEVICE, medium="GPU"
+    )
+
+
+def test_what_is_not_the_subscribers_own_has_a_salt() -> None:
+    batch = KvBatch(9, 1.5, (BlockStored(FIRST, KvTier.RAM), BlockStored(SECOND, KvTier.RAM)))
+    salts = {own: [e.stored.cache_salt for e in batch_proto(batch, own).events] for own in (OWN, OTHER)}
+    assert salts[OWN] == ["other", ""] and salts[OTHER][0] == "" and salts[OTHER][1] != ""
+
+
+def test_a_part_of_a_snapshot_says_which() -> None:
+    batch = KvBatch(9, 1.5, (BlocksCleared(),), SnapshotChunk(1, 3, 40))
+    message = batch_proto(batch, OWN)
+    assert (message.sequence_number, message.timestamp) == (9, 1.5)
+    assert message.snapshot == common.KvSnapshotChunk(index=1, count=3, blocks=40)
+
+
+def test_load_records_are_numbered_and_whole_where_they_stand_alone() -> None:
+    now = [load()]
+    records = LoadRecords(lambda: now[0])
+    first, second = records.beside_events(), records.beside_events()
+    assert (first.sample, second.sample) == (1, 2)
+    assert (second.running_requests, second.token_usage, second.active_token_usage) == (2, 0.5, 0.5)
+    assert first.HasField("cache_hit_rate") and not second.HasField("cache_hit_rate")
+    assert records.alone(is_due=False) is None
+    now[0] = load(num_waiting_reqs=1)
+    changed = records.alone(is_due=False)
+    assert changed is not None and changed.load_only and changed.waiting_requests == 1
+    assert changed.HasField("num_used_tokens") and records.alone(is_due=False) is None
+    heartbeat = records.alone(is_due=True)
+    assert heartbeat is not None and heartbeat.sample == 4
+
+
+class Stream:
+    """A subscription, and the source that it reads."""
+
+    def __init__(self, source: KvEventSource, caller: Caller = UNPROVED, *, after_number: int = 0) -> None:
+        request = common.SubscribeKvEventsRequest(start_sequence_number=after_number)
+        self.batches = KvEventStreams(source).subscribe(request, caller, load)
+
+    async def next(self) -> common.KvEventBatch:
+        async with asyncio.timeout(60):
+            return await anext(self.batches)
+
+
+def block(number: int, tenant: Tenant = OWN) -> Came:
+    name = BlockHash(number.to_bytes(8, "big") * 4)
+    return Came(KvTier.RAM, name, ROOTS[tenant], True, 4, (number,) * 4)
+
+
+@pytest.fixture
+async def source() -> AsyncIterator[KvEventSource]:
+    made = source_of(BlockLog(), block_token_count=4)
+    tell(made, RootsKnown(tuple((root, CacheScope(tenant)) for tenant, root in ROOTS.items())))
+    yield made
+
+
+def tell(source: KvEventSource, *changes: Any) -> None:
+    source.feed.publish(source.mirror.apply(changes))
+
+
+async def test_a_subscriber_gets_the_state_then_what_changes(source: KvEventSource) -> None:
+    tell(source, block(1), block(2, OTHER))
+    stream = Stream(source)
+    state = await stream.next()
+    assert state.snapshot.blocks == 2 and len(state.events) == 3 and state.load.sample == 1
+    assert not state.load.load_only
+    tell(source, Left(KvTier.RAM, block(1).name))
+    change = await stream.next()
+    assert change.sequence_number == state.sequence_number + 1
+    assert change.events[0].removed.block_hashes == [1] and not change.HasField("snapshot")
+    await stream.batches.aclose()
+
+
+async def test_a_silent_server_is_heard_of_by_its_load(source: KvEventSource) -> None:
+    stream = Stream(source)
+    state = await stream.next()
+    waiting = asyncio.ensure_future(stream.next())
+    await asyncio.sleep(0)
+    source.clock.now += 2.0  # type: ignore[attr-defined]
+    heartbeat = await waiting
+    assert heartbeat.load.load_only and not heartbeat.events
+    assert heartbeat.sequence_number == state.sequence_number
+    await stream.batches.aclose()
+
+
+async def test_a_tenant_is_told_of_its_own_alone(source: KvEventSource) -> None:
+    tell(source, block(1), block(2, OTHER))
+    stream = Stream(source, Caller(OTHER, Role.TENANT))
+    state = await stream.next()
+    assert [e.stored.blocks[0].block_hash for e in state.events if e.HasField("stored")] == [2]
+    tell(source, block(3))
+    assert not (await stream.next()).events
+    await stream.batches.aclose()
+
+
+async def test_a_number_of_another_life_is_out_of_range(source: KvEventSource) -> None:
+    with pytest.raises(EventsExpired):
+        await Stream(source, after_number=7).next()
+
+
+async def test_a_subscriber_that_was_overtaken_is_told(source: KvEventSource) -> None:
+    stream = Stream(source)
+    await stream.next()
+    source.feed._replay_limit_bytes = 1_000
+    for number in range(50):
+        tell(source, block(number))
+    with pytest.raises(EventsLost):
+        await stream.next()
+
+
+async def test_a_stream_ends_with_the_engine(source: KvEventSource) -> None:
+    stream = Stream(source)
+    await stream.next()
+    source.left_ready.set()
+    with pytest.raises(StopAsyncIteration):
+        await stream.next()
