@@ -42,6 +42,9 @@ _EDGE_S = 5.0
 _WORK_S = 2.0
 """How long a text being tokenized, or a format being compiled, may go on when all else has ended."""
 
+_END_S = 5.0
+"""How long Python may take to close the event loop, when nothing else goes on."""
+
 _LOOK_S = 0.02
 
 _STUCK_S = 10.0
@@ -92,6 +95,7 @@ async def _serve(config: Config, clock: Clock) -> None:
         await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator)
     has_failed = router.state is EngineState.FAILED
     await _leave_stuck_work(1 if has_failed else 0)
+    _bound_end(1 if has_failed else 0)
     if has_failed:
         raise server.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
 
@@ -192,6 +196,18 @@ async def _leave_stuck_work(code: int) -> None:
             _log.error("stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": _WORK_S})
             _leave(code)
         await asyncio.sleep(_LOOK_S)
+
+
+def _bound_end(code: int) -> None:
+    """Have the process end soon, whatever closing the event loop and gRPC's own teardown wait for."""
+
+    def abandon() -> None:
+        _log.error("stuck_end_abandoned", extra={"waited_s": _END_S})
+        _leave(code)
+
+    timer = threading.Timer(_END_S, abandon)
+    timer.daemon = True
+    timer.start()
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:

@@ -46,6 +46,8 @@ def stop_budget_s() -> float:
         + config.cache.flush_timeout_s
         + serve._STUCK_S
         + serve._CLOSE_S
+        + serve._CLOSED_S
+        + serve._END_S
         # The edge waits a second longer than the engine.
         + 1
     )

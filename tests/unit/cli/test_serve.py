@@ -35,6 +35,35 @@ def test_stuck_work_does_not_keep_the_process(is_stuck: bool, code: int, expecte
     assert ("stuck_work_abandoned tokenizer_0" in ended.stderr) is is_stuck
 
 
+_ENDLESS = """
+import asyncio, logging, sys
+from icehouse_server.cli import serve
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+serve._END_S = 0.1
+
+async def stays() -> None:
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+async def main() -> None:
+    task = asyncio.create_task(stays())
+    await asyncio.sleep(0)
+    serve._bound_end(3)
+
+asyncio.run(main())
+"""
+
+
+def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process() -> None:
+    boot = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}\n{_ENDLESS}"
+    ended = subprocess.run([sys.executable, "-c", boot], timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 3 and "stuck_end_abandoned" in ended.stderr, ended.stderr
+
+
 async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
