@@ -14,6 +14,8 @@ Decode = Callable[[Sequence[int]], str]
 _REPLACEMENT = "\ufffd"
 _PENDING_TOKEN_LIMIT = 8
 """A character has at most four bytes, so this many undecodable tokens are garbage, not a prefix."""
+_CUT_TOKEN_LIMIT = 64
+"""Tokens that may lie in the window because each one ends inside a character."""
 _UNFINISHED_LIMIT = 3
 """Most bytes of a character that is not whole yet, and so most tokens that may hold it."""
 _CONTEXT_TOKEN_COUNT = 6
@@ -80,7 +82,20 @@ class Detokenizer:
                 sent = self._commit(head_text)
                 self._window += tail
                 return sent
+        certain = text.rstrip(_REPLACEMENT)
+        if certain and len(self._window) - self._read_index <= _CUT_TOKEN_LIMIT:
+            return self._let_go_inside(certain) or self._commit(text)
         return self._commit(text)
+
+    def _let_go_inside(self, certain: str) -> str:
+        """Emit the whole characters, where every token ends inside one: no token can be let go of."""
+        if not self._decode(self._window).startswith(self._known_text + certain):
+            return ""
+        self._known_text += certain
+        sent, self._echo = certain.removeprefix(self._echo), ""
+        self._returned_byte_count += len(sent.encode())
+        self._pending_byte_count = 0
+        return sent
 
     def _commit(self, text: str) -> str:
         self._window = self._window[self._read_index :]

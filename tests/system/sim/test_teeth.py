@@ -286,7 +286,6 @@ BREAKS: list[Break] = [
     never_sync_the_file,
     never_sync_the_folder,
     never_sync_the_folder_of_a_new_name,
-    never_sync_the_folder_of_a_replacement,
     adopt_without_a_sync,
     leak_a_pin,
     evict_what_is_pinned,
@@ -313,8 +312,13 @@ def test_some_story_notices(break_it: Break, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_long_search_notices_an_unlink_before_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut must fall between two verbs of one eviction: rare enough to need thousands of stories."""
-    unlink_before_the_row(monkeypatch)
+@pytest.mark.parametrize(
+    "break_it",
+    [unlink_before_the_row, never_sync_the_folder_of_a_replacement],
+    ids=lambda break_it: break_it.__name__,
+)
+def test_a_long_search_notices_what_is_rare(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must fall between two verbs of one eviction or replacement: thousands of stories."""
+    break_it(monkeypatch)
     with pytest.raises(SimulationFailed, match="play it again with ICEHOUSE_SIM_SEED="):
         play(range(5_000))
