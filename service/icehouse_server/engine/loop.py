@@ -178,23 +178,26 @@ class EngineLoop:
 
     def _take_in(self, timeout_s: float) -> None:
         messages = self._mailbox.take_all(timeout_s=timeout_s)
-        if self._is_idle and any(isinstance(message, Submit) for message in messages):
-            messages += self._rest_of_burst()
         for message in messages:
             self._receive(message)
+        if self._is_idle and any(isinstance(message, Submit) for message in messages):
+            self._take_rest_of_burst()
         if not self._has_pass_to_run:
             self._output.publish()
 
-    def _rest_of_burst(self) -> list[Message]:
-        """Return what comes right behind the first work for an idle engine, so that one pass takes it all."""
-        found: list[Message] = []
+    def _take_rest_of_burst(self) -> None:
+        """Take in what comes right behind the first work for an idle engine, so that one pass has it all.
+
+        Each has its slot before the next is judged: a short queue holds those for whom there is none.
+        """
         end_time = self._clock.monotonic() + _BURST_S
         while (left_s := end_time - self._clock.monotonic()) > 0:
+            self._admit()
             more = self._mailbox.take_all(timeout_s=min(_BURST_GAP_S, left_s))
             if not more:
                 break
-            found += more
-        return found
+            for message in more:
+                self._receive(message)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit) and self.is_draining:

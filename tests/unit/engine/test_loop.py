@@ -138,6 +138,16 @@ def test_a_burst_that_finds_the_engine_idle_is_taken_in_together() -> None:
     assert len(served.scheduler.running) + served.scheduler.waiting_count == 4
 
 
+def test_a_burst_has_its_slots_before_a_short_queue_is_full() -> None:
+    served = SteppedLoop(running_limit=2, waiting_limit=1)
+    served.loop.step()
+    served.submit("first", (1, 2), max_output_tokens=5)
+    served.mailbox.later += [Submit(request(f"r{n}", (1, 2), max_output_tokens=5)) for n in range(2)]
+    served.run()
+    ends = [served.recorder.end_of(name) for name in ("first", "r0", "r1")]
+    assert all(isinstance(end, Finished) for end in ends), ends
+
+
 def test_an_idle_engine_waits_for_a_burst_but_a_moment() -> None:
     served = SteppedLoop()
     served.loop.step()
@@ -428,7 +438,6 @@ def test_a_loop_that_found_nothing_to_do_waits_though_somebody_is_in_the_queue()
         served.submit(name, (1, 2), max_output_tokens=3)
     served.loop._take_in(0.0)
     served.mailbox.waits_s.clear()
-    served.scheduler.admit(next(served.scheduler.candidates(served.clock.now)))
     served.scheduler.start_loading(served.scheduler.running[0])
     for _ in range(5):
         served.loop.step()
@@ -439,7 +448,6 @@ def test_a_wait_ends_with_the_nearest_deadline() -> None:
     served = SteppedLoop(running_limit=1)
     served.submit("loads", (1, 2), deadline_time=served.clock.now + 0.2)
     served.loop._take_in(0.0)
-    served.scheduler.admit(next(served.scheduler.candidates(served.clock.now)))
     served.scheduler.start_loading(served.scheduler.running[0])
     served.mailbox.waits_s.clear()
     served.loop.step()
