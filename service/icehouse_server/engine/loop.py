@@ -186,13 +186,9 @@ class EngineLoop:
             self._output.publish()
 
     def _take_rest_of_burst(self) -> None:
-        """Take in what comes right behind the first work for an idle engine, so that one pass has it all.
-
-        Each has its slot before the next is judged: a short queue holds those for whom there is none.
-        """
+        """Take in what comes right behind the first work for an idle engine, so that one pass has it all."""
         end_time = self._clock.monotonic() + _BURST_S
         while (left_s := end_time - self._clock.monotonic()) > 0:
-            self._admit()
             more = self._mailbox.take_all(timeout_s=min(_BURST_GAP_S, left_s))
             if not more:
                 break
@@ -203,6 +199,8 @@ class EngineLoop:
         if isinstance(message, Submit) and self.is_draining:
             self._requests.refuse(message.requests, shutting_down())
         elif isinstance(message, Submit):
+            if len(self._queue) and self._scheduler.free_slot_count:
+                self._admit()  # who has a slot does not fill a short queue for those behind
             self._requests.receive(message.requests)
         elif isinstance(message, Cancel):
             self._requests.cancel(message.request_id, message.error)

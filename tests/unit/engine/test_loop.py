@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as ReadSequence
 
+import pytest
 from icehouse_server.domain.cache_commands import Explain
 from icehouse_server.domain.events import Delta, Failed, Finished, FinishReason, PrefillProgress, Started
 from icehouse_server.domain.ids import CacheScope, RequestId, Tenant
@@ -138,11 +139,16 @@ def test_a_burst_that_finds_the_engine_idle_is_taken_in_together() -> None:
     assert len(served.scheduler.running) + served.scheduler.waiting_count == 4
 
 
-def test_a_burst_has_its_slots_before_a_short_queue_is_full() -> None:
+@pytest.mark.parametrize("at_once_count", [1, 2, 3])
+def test_a_burst_has_its_slots_before_a_short_queue_is_full(at_once_count: int) -> None:
     served = SteppedLoop(running_limit=2, waiting_limit=1)
     served.loop.step()
-    served.submit("first", (1, 2), max_output_tokens=5)
-    served.mailbox.later += [Submit(request(f"r{n}", (1, 2), max_output_tokens=5)) for n in range(2)]
+    names = ("first", "r0", "r1")
+    for name in names[:at_once_count]:
+        served.submit(name, (1, 2), max_output_tokens=5)
+    served.mailbox.later += [
+        Submit(request(name, (1, 2), max_output_tokens=5)) for name in names[at_once_count:]
+    ]
     served.run()
     ends = [served.recorder.end_of(name) for name in ("first", "r0", "r1")]
     assert all(isinstance(end, Finished) for end in ends), ends
@@ -226,12 +232,12 @@ def test_cancel_of_a_waiting_and_of_an_unknown_request() -> None:
 
 def test_a_full_queue_refuses_with_numbers() -> None:
     served = SteppedLoop(waiting_limit=2, running_limit=1)
-    for name in "abcd":
+    for name in "abcde":
         served.submit(name)
     served.loop.step()
-    refused = [n for n in "abcd" if isinstance(served.recorder.end_of(n), Failed)]
-    assert refused == ["c", "d"]
-    end = served.recorder.end_of("c")
+    refused = [n for n in "abcde" if isinstance(served.recorder.end_of(n), Failed)]
+    assert refused == ["d", "e"], "one runs and two wait"
+    end = served.recorder.end_of("d")
     assert isinstance(end, Failed) and end.error.reason is Reason.QUEUE_FULL
     assert end.error.metadata["waiting_limit"] == "2" and end.error.retry_after_s
 
@@ -448,6 +454,7 @@ def test_a_wait_ends_with_the_nearest_deadline() -> None:
     served = SteppedLoop(running_limit=1)
     served.submit("loads", (1, 2), deadline_time=served.clock.now + 0.2)
     served.loop._take_in(0.0)
+    served.loop._admit()
     served.scheduler.start_loading(served.scheduler.running[0])
     served.mailbox.waits_s.clear()
     served.loop.step()

@@ -44,10 +44,10 @@ def test_the_retry_delay_follows_the_measured_service_time() -> None:
     for service_s in (2.0, 20.0):
         served = SteppedLoop(waiting_limit=2, running_limit=1)
         measured(served, prefill_tokens_per_s=1000.0, service_s=service_s)
-        for name in "abc":
+        for name in "abcd":
             served.submit(name)
         served.loop.step()
-        end = served.recorder.end_of("c")
+        end = served.recorder.end_of("d")
         assert isinstance(end, Failed) and end.error.reason is Reason.QUEUE_FULL
         assert end.error.retry_after_s is not None
         assert end.error.metadata["queue_position"] == "2"
@@ -60,7 +60,7 @@ def test_tokens_bound_the_queue_too() -> None:
     for name in "abc":
         served.submit(name, [1] * 12)
     served.loop.step()
-    end = served.recorder.end_of("b")
+    end = served.recorder.end_of("c")
     assert isinstance(end, Failed) and end.error.metadata["waiting_token_limit"] == "20"
 
 
@@ -99,10 +99,10 @@ def test_the_retry_delay_has_bounds() -> None:
     for service_s, expected_s in ((1e6, 60.0), (1e-6, 0.1)):
         served = SteppedLoop(waiting_limit=1, running_limit=1)
         measured(served, prefill_tokens_per_s=1e9, service_s=service_s)
-        for name in "ab":
+        for name in "abc":
             served.submit(name)
         served.loop.step()
-        end = served.recorder.end_of("b")
+        end = served.recorder.end_of("c")
         assert isinstance(end, Failed) and isinstance(end.error, Overloaded)
         assert end.error.retry_after_s == expected_s
 
@@ -111,6 +111,7 @@ def test_a_retry_is_never_told_to_come_at_once() -> None:
     # Nothing is before a request of higher priority, and yet there is no place for it.
     served = SteppedLoop(waiting_limit=1, running_limit=1)
     measured(served, prefill_tokens_per_s=1e9)
+    served.submit("runs")
     served.submit("waits")
     served.submit("urgent", priority=5)
     served.loop.step()
