@@ -5,6 +5,13 @@ root of one fingerprint, tenant and LoRA adapter. Nothing process-random goes in
 same hash in every process, for ever (golden vectors in the tests). A hash tells nobody its
 tokens, but whoever guesses them can prove the guess; where blocks are encrypted on SSD the
 hash is therefore an HMAC under a secret that comes from the key.
+
+A token key is what the prefix cache knows a token by, one integer each. A token of text is its id. A token
+inside the span of an image is made of the digest of that image, the token's place in the span, and its id. So
+whatever compares, cuts and hashes runs of tokens does the same for prompts with images: the same image
+matches, one that differs in a pixel does not, nor does a run of equal ids with another image. In hash, file
+and row a run is split again: the ids, and `extra`, which says for every image that the run overlaps which
+one, where in the run, from where in its span, how much.
 """
 
 from __future__ import annotations
@@ -13,12 +20,13 @@ import dataclasses
 import enum
 import hashlib
 import hmac
-from collections.abc import Sequence
-from typing import Protocol
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from icehouse_server.domain.ids import AdapterDigest, BlockHash, Fingerprint, Tenant
+from icehouse_server.domain.ids import AdapterDigest, BlockHash, Fingerprint, ImageDigest, Tenant
 
 LAYOUT_ABI = 1
 """Version of the block file's layout. Files of another ABI are deleted, never read."""
@@ -53,7 +61,7 @@ def block_hash(
 ) -> BlockHash:
     """Return the hash of the block with these tokens below `parent`.
 
-    `extra` is the concatenated digests of non-text inputs inside the block. The token
+    `extra` says which images the block overlaps, and where (`join_keys`). The token
     count is hashed too, so that a tail and a full block never share a name by chance. With a
     `secret` nobody without it can tell whether a name is that of tokens they guessed.
     """
@@ -71,6 +79,97 @@ def prefix_hashes(
         _digest(b"".join((_BLOCK_TAG, parent, count, packed[: 4 * length])), secret)
         for length, count in counts
     ]
+
+
+TokenKeys = tuple[int, ...]
+"""One key for each token of a run."""
+
+_ID_BITS: Final = 32
+_PLACE_BITS: Final = 32
+_DIGEST_BYTES: Final = 32
+_IMAGE_FLAG: Final = 1 << (_ID_BITS + _PLACE_BITS + 8 * _DIGEST_BYTES)
+"""Keeps a digest that begins with zeros from making a token id."""
+_ID_MASK: Final = (1 << _ID_BITS) - 1
+_PART: Final = struct.Struct(f"<{_DIGEST_BYTES}sIII")
+
+
+class _Part(NamedTuple):
+    """What a run holds of one image, as it is kept in `extra`."""
+
+    digest: bytes
+    start: int
+    """Of its tokens in the run."""
+    place: int
+    """Of the first of them in the span."""
+    count: int
+
+
+def image_keys(digest: ImageDigest, token_ids: Sequence[int], *, place: int = 0) -> TokenKeys:
+    """Return the keys of tokens in an image's span, of which the first stands at `place`."""
+    assert len(digest) == _DIGEST_BYTES, len(digest)
+    image = _IMAGE_FLAG | int.from_bytes(digest, "big") << (_PLACE_BITS + _ID_BITS)
+    return tuple(image | (place + i) << _ID_BITS | token_id for i, token_id in enumerate(token_ids))
+
+
+def token_id_of(key: int) -> int:
+    """Return the id of the token."""
+    return key & _ID_MASK
+
+
+def has_image(keys: Sequence[int]) -> bool:
+    """Whether some of these tokens are of an image."""
+    return max(keys, default=0) > _ID_MASK
+
+
+def split_keys(keys: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
+    """Return the token ids of a run, and its `extra`: empty where it is text alone."""
+    if not has_image(keys):
+        return tuple(keys), b""
+    parts = b"".join(_PART.pack(*part) for part in _parts(keys))
+    return tuple(key & _ID_MASK for key in keys), parts
+
+
+def join_keys(token_ids: Sequence[int], extra: bytes) -> TokenKeys:
+    """Invert `split_keys`. Raises ValueError for what it never wrote."""
+    keys = list(token_ids)
+    if len(extra) % _PART.size:
+        raise ValueError(f"{len(extra)} bytes are no parts of images, which have {_PART.size} each")
+    for digest, start, place, count in _PART.iter_unpack(extra):
+        if not 0 < count <= len(keys) - start:
+            raise ValueError(f"{count} image tokens at {start} are not inside a block of {len(keys)}")
+        keys[start : start + count] = image_keys(digest, token_ids[start : start + count], place=place)
+    return tuple(keys)
+
+
+def key_hash(*, parent: BlockHash, keys: Sequence[int], secret: bytes = b"") -> BlockHash:
+    """Return the hash of the block with these tokens below `parent`."""
+    token_ids, extra = split_keys(keys)
+    return block_hash(parent=parent, token_ids=token_ids, extra=extra, secret=secret)
+
+
+def prefix_key_hashes(
+    *, parent: BlockHash, keys: Sequence[int], lengths: Sequence[int], secret: bytes = b""
+) -> list[BlockHash]:
+    """Return `key_hash` of the first so many of these tokens, for each length."""
+    if has_image(keys):
+        return [key_hash(parent=parent, keys=keys[:length], secret=secret) for length in lengths]
+    return prefix_hashes(parent=parent, token_ids=keys, lengths=lengths, secret=secret)
+
+
+def _parts(keys: Sequence[int]) -> Iterator[_Part]:
+    """Yield the runs of tokens that follow each other in one image's span."""
+    start = 0
+    while start < len(keys):
+        stop = start + 1
+        if keys[start] > _ID_MASK:
+            step = 1 << _ID_BITS
+            first = keys[start] & ~_ID_MASK
+            while stop < len(keys) and keys[stop] & ~_ID_MASK == first + (stop - start) * step:
+                stop += 1
+            digest = (first & ~_IMAGE_FLAG) >> (_PLACE_BITS + _ID_BITS)
+            place = first >> _ID_BITS & ((1 << _PLACE_BITS) - 1)
+            yield _Part(digest.to_bytes(_DIGEST_BYTES, "big"), start, place, stop - start)
+        start = stop
 
 
 def _digest(data: bytes, secret: bytes) -> BlockHash:
@@ -130,7 +229,7 @@ class BlockHeader:
     block_token_limit: int
     """Tokens of a full block (256 by default). Fewer tokens than this make a tail."""
     extra: bytes = b""
-    """Concatenated digests of non-text inputs inside the block; part of the hash."""
+    """Which images the block overlaps, and where (`join_keys`); part of the hash."""
 
     @property
     def token_count(self) -> int:

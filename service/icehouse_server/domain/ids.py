@@ -27,6 +27,9 @@ AdapterDigest = NewType("AdapterDigest", bytes)
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes, SHA-256 chained over parent, token ids and extra digests (see `domain.blocks`)."""
 
+ImageDigest = NewType("ImageDigest", bytes)
+"""32 bytes, SHA-256 over an image as the model's processor made it, and over the processor."""
+
 Fingerprint = NewType("Fingerprint", bytes)
 """32 bytes, SHA-256 over everything KV depends on."""
 

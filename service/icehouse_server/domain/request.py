@@ -5,19 +5,34 @@ Vectors of texts: how hidden states are pooled, and what becomes of the vector.
 Log probabilities of tokens, as the model gave them.
 
 Speculative decoding as callers ask for it and hear of it.
+
+Images as a model takes them: tensors in host memory, and where their tokens stand in the prompt.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, CacheScope, RequestId, Tenant
+from icehouse_server.domain.blocks import HostTensor, TokenKeys, image_keys
+from icehouse_server.domain.ids import (
+    DEFAULT_TENANT,
+    NO_ADAPTER,
+    AdapterName,
+    CacheScope,
+    ImageDigest,
+    RequestId,
+    Tenant,
+)
 from icehouse_server.domain.response_format import Grammar
 from icehouse_server.domain.sampling import SEED_RANGE, SamplingParams
+
+_IMAGE_TAG = b"icehouse.image.v1\x00"
 
 _PART_MARK = "#"
 """Between a call's name and the number of one of its requests. No caller's name has it."""
@@ -63,6 +78,8 @@ class GenerationRequest:
     speculation: Speculation | None = None
     session_id: str = ""
     """The conversation that it is a turn of, in the words of its caller or of a gateway; empty: none told."""
+    images: tuple[ImageSpan, ...] = ()
+    """What the model sees in the place of some of the prompt's tokens; ascending, none overlaps another."""
     pooling: Pooling | None = None
     """Asks for the prompt's pooled hidden states; every token of it then runs, and nothing is generated."""
 
@@ -75,6 +92,16 @@ class GenerationRequest:
     def shared_scope(self) -> CacheScope | None:
         """Whose KV it may start from too, if anybody's."""
         return None if self.shared_tenant is None else CacheScope(self.shared_tenant, self.adapter)
+
+    def keys(self, token_ids: tuple[int, ...]) -> TokenKeys:
+        """Return how the prefix cache knows these tokens, which begin with the prompt's."""
+        if not self.images:
+            return token_ids
+        keys = list(token_ids)
+        for span in self.images:
+            inside = slice(span.start_token_index, span.end_token_index)
+            keys[inside] = image_keys(span.image.digest, token_ids[inside])
+        return tuple(keys)
 
     def completion(self, index: int) -> GenerationRequest:
         """Return the request for another output of the same prompt; 0 is this one.
@@ -209,3 +236,43 @@ class DraftCounts:
 
 NO_DRAFTS = DraftCounts()
 """Of a request that did not ask, or has not begun."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageInput:
+    """One image, preprocessed."""
+
+    digest: ImageDigest
+    tensors: tuple[HostTensor, ...]
+    """What the vision tower reads, by the names that the model's code has for it."""
+    feature_count: int
+    """Tokens of the prompt whose embeddings the tower makes."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.data.nbytes for tensor in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image in a prompt: from its first token that the tower makes to the one behind the last."""
+
+    start_token_index: int
+    end_token_index: int
+    image: ImageInput
+
+    @property
+    def token_count(self) -> int:
+        return self.end_token_index - self.start_token_index
+
+
+def image_digest(processor_fingerprint: bytes, tensors: Sequence[HostTensor]) -> ImageDigest:
+    """Return what an image is known by: which processor made these tensors, their names, types, shapes and
+    bytes."""
+    digest = hashlib.sha256(_IMAGE_TAG + hashlib.sha256(processor_fingerprint).digest())
+    for tensor in tensors:
+        facts = f"{tensor.name}\x00{tensor.dtype}\x00{tensor.shape}\x00".encode()
+        digest.update(len(facts).to_bytes(8, "little") + facts)
+        digest.update(tensor.data.nbytes.to_bytes(8, "little"))
+        digest.update(tensor.data)
+    return ImageDigest(digest.digest())

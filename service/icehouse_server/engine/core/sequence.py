@@ -9,7 +9,7 @@ from collections.abc import Sequence as ReadSequence
 
 import numpy as np
 
-from icehouse_server.domain.blocks import Region, RegionKind
+from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
 from icehouse_server.domain.events import CacheReport, FinishReason, Started, Usage
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.domain.request import (
@@ -59,6 +59,8 @@ class Sequence:
     """`max_output_tokens`, or less when the context ends first."""
     input_token_ids: tuple[int, ...] = ()
     """What is prefilled: the prompt, and after being parked the output so far behind it."""
+    input_keys: TokenKeys = ()
+    """The same as the prefix cache knows it."""
     has_started: bool = False
     """`Started` was told; a parked sequence does not start twice."""
     park_count: int = 0
@@ -119,6 +121,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.input_token_ids:
             self.input_token_ids = self.request.prompt_token_ids
+        self.input_keys = self.request.keys(self.input_token_ids)
 
     @property
     def prefill_target(self) -> int:
@@ -208,6 +211,7 @@ class Sequence:
     def park(self) -> None:
         """Make everything so far the input of a later start. Its blocks were kept, its caches go."""
         self.input_token_ids = (*self.request.prompt_token_ids, *self.output_token_ids)
+        self.input_keys = self.request.keys(self.input_token_ids)
         self.processed_token_count = 0
         self.capture_points.clear()
         self.chain.clear()
@@ -229,9 +233,9 @@ class Sequence:
             speculation=self.request.speculation,
         )
 
-    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return tokens [start, stop) of prompt and output together."""
-        prompt = self.request.prompt_token_ids
+    def keys(self, start: int, stop: int) -> TokenKeys:
+        """Return tokens [start, stop) of prompt and output together, as the prefix cache knows them."""
+        prompt = self.input_keys[: len(self.request.prompt_token_ids)]
         if stop <= len(prompt):
             return prompt[start:stop]
         head = prompt[start:] if start < len(prompt) else ()

@@ -6,13 +6,14 @@ in decode alike, so that a cancelled request leaves its blocks behind and no ste
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, join_keys
 from icehouse_server.domain.cache_commands import Explain, Explanation
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, ReuseLimit
@@ -158,7 +159,9 @@ class PrefixCache:
         for header in headers:
             entry = self._index.get(header.hash)
             if entry is not None and entry.token_ids is None:
-                entry.token_ids = header.token_ids
+                # What is none of ours stays unknown, and is found by its name alone.
+                with contextlib.suppress(ValueError):
+                    entry.token_ids = join_keys(header.token_ids, header.extra)
 
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> PrefixPlan:
         """Say what of a prompt is reused and from where, and note the use."""
@@ -172,13 +175,13 @@ class PrefixCache:
         root = self.root(request.scope)
         plan = self._planner.plan_with_divergence(
             root=root,
-            token_ids=sequence.input_token_ids,
+            token_ids=sequence.input_keys,
             with_ssd=with_ssd and self.storage is not None,
             shared_root=self.shared_root(request.shared_scope),
         )
         own = plan.entries
         if request.shared_tenant is not None:
-            parents = {root, *self._index.chain_names(root, sequence.input_token_ids)}
+            parents = {root, *self._index.chain_names(root, sequence.input_keys)}
             own = tuple(entry for entry in own if entry.parent in parents)
         self._quotas.claim(own, root)
         self._eviction.note_use(plan.entries, now=self._clock.monotonic(), request_id=request.request_id)
@@ -189,7 +192,7 @@ class PrefixCache:
         request = sequence.request
         plan = self._planner.plan(
             root=self.root(request.scope),
-            token_ids=sequence.input_token_ids,
+            token_ids=sequence.input_keys,
             with_ssd=self.storage is not None,
             shared_root=self.shared_root(request.shared_scope),
         )
@@ -221,7 +224,7 @@ class PrefixCache:
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
-        request, tokens = sequence.request, sequence.input_token_ids[:token_count]
+        request, tokens = sequence.request, sequence.input_keys[:token_count]
         sequence.chain[:] = self._index.chain_names(self.root(request.scope), tokens)
         shared = self.shared_root(request.shared_scope)
         sequence.shared_chain[:] = [] if shared is None else self._index.chain_names(shared, tokens)
@@ -302,7 +305,7 @@ class PrefixCache:
     def promote(self, sequence: Sequence, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
         """Put regions that this sequence read from SSD into RAM, where they are not there again by now."""
         if entry.token_ids is None:
-            entry.token_ids = sequence.tokens(entry.start_token_index, entry.end_token_index)
+            entry.token_ids = sequence.keys(entry.start_token_index, entry.end_token_index)
         missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
         self._store(sequence, entry, missing)
 
@@ -455,7 +458,7 @@ class PrefixCache:
         """Put one block of the sequence into RAM unless all of it is there; return its hash."""
         root = self.root(sequence.request.scope)
         parent = sequence.chain[-1] if sequence.chain else root
-        tokens = sequence.tokens(start, stop)
+        tokens = sequence.keys(start, stop)
         kinds = self._capture_rules.kinds_at(sequence, stop)
         if not kinds:
             return self._index.name_of(parent=parent, token_ids=tokens)

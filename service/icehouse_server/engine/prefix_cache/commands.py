@@ -134,7 +134,7 @@ class CacheCommands:
         answer = self._readings.pop(outcome.load_id, None)
         if answer is None:
             return False
-        answer(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids) for h in outcome.headers)))
+        answer(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids) for h in outcome.headers if not h.extra)))
         return True
 
     def met(self, outcome: HeadsRead) -> None:

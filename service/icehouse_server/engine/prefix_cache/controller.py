@@ -218,8 +218,8 @@ class CacheController:
     def discard(self, sequence: Sequence) -> None:
         """Remove every block that a decoding sequence computed or began with: what came of them is no number,
         and it cannot be told which of them is why."""
-        token_ids = sequence.tokens(0, sequence.token_count)
-        self.cache.remove(self.cache.known_chain(token_ids, sequence.request.scope))
+        keys = sequence.keys(0, sequence.token_count)
+        self.cache.remove(self.cache.known_chain(keys, sequence.request.scope))
         sequence.unkept.clear()
 
     def _begin_empty(self, sequence: Sequence, limit: ReuseLimit) -> None:

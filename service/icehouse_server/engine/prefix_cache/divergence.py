@@ -9,6 +9,7 @@ import array
 import itertools
 from collections.abc import Iterator, Sequence
 
+from icehouse_server.domain.blocks import token_id_of
 from icehouse_server.domain.events import Divergence
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
@@ -59,7 +60,7 @@ def find_divergence(
     for entry in parted[:_CANDIDATE_LIMIT]:
         if 2 * place > len(tokens) or _shares_most(index, entry, tokens, place=place, offset=longest):
             assert entry.token_ids is not None
-            return Divergence(place, tokens[place], entry.token_ids[longest])
+            return Divergence(place, token_id_of(tokens[place]), token_id_of(entry.token_ids[longest]))
     return None
 
 
@@ -96,11 +97,13 @@ def _shares_most(
     if last < _SAMPLE_COUNT:
         return False
     cached = itertools.islice(_tokens_from(index, entry), offset, offset + _REST_TOKEN_LIMIT)
-    text = array.array("q", cached).tobytes()
+    text = array.array("q", map(hash, cached)).tobytes()  # the hash of an id is the id
     found = 0
     for number in range(_SAMPLE_COUNT):
         start = number * last // (_SAMPLE_COUNT - 1)
-        found += _has(text, array.array("q", behind[start : start + _SAMPLE_TOKEN_COUNT]).tobytes())
+        found += _has(
+            text, array.array("q", map(hash, behind[start : start + _SAMPLE_TOKEN_COUNT])).tobytes()
+        )
     return place + (len(tokens) - place) * found / _SAMPLE_COUNT > len(tokens) / 2
 
 

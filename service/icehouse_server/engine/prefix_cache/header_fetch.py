@@ -36,7 +36,7 @@ class HeaderFetches:
             return True
         load_id, request = LoadId(next(self._load_ids)), sequence.request
         if not self._cache.ask_headers(
-            load_id, sequence.input_token_ids, scope=request.scope, shared_scope=request.shared_scope
+            load_id, sequence.input_keys, scope=request.scope, shared_scope=request.shared_scope
         ):
             return False
         self._asked.add(sequence.sequence_id)

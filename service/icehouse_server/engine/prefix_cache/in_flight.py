@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence as ReadSequence
 
-from icehouse_server.domain.blocks import block_hash
+from icehouse_server.domain.blocks import TokenKeys, key_hash
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.tiers.index import common_prefix
@@ -39,8 +39,8 @@ class _Block:
     stop: int
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.sequence.input_token_ids[self.start : self.stop]
+    def token_ids(self) -> TokenKeys:
+        return self.sequence.input_keys[self.start : self.stop]
 
 
 class InFlightPrefixes:
@@ -174,9 +174,9 @@ class InFlightPrefixes:
         for start in range(0, stop, size):
             parent = blocks[-1].name if blocks else root
             end = min(start + size, stop)
-            name = self._name(parent, sequence.input_token_ids[start:end])
+            name = self._name(parent, sequence.input_keys[start:end])
             blocks.append(_Block(sequence, parent, name, start, end))
         return blocks
 
     def _name(self, parent: BlockHash, token_ids: ReadSequence[int]) -> BlockHash:
-        return block_hash(parent=parent, token_ids=token_ids, secret=self._settings.name_secret)
+        return key_hash(parent=parent, keys=token_ids, secret=self._settings.name_secret)

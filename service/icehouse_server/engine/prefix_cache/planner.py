@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 
 from icehouse_server.averages import MovingAverage
-from icehouse_server.domain.blocks import BlockHeader, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, RegionKind, split_keys
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.divergence import find_divergence
@@ -182,11 +182,13 @@ class Planner:
         if known is None:
             known = tuple(token_ids[entry.start_token_index : entry.end_token_index])
             assert self.index.name_of(parent=entry.parent, token_ids=known) == entry.hash
+        ids, extra = split_keys(known)
         return BlockHeader(
             hash=entry.hash,
             parent=entry.parent,
             fingerprint=self.settings.fingerprint,
             start_token_index=entry.start_token_index,
-            token_ids=known,
+            token_ids=ids,
             block_token_limit=self.settings.block_token_count,
+            extra=extra,
         )

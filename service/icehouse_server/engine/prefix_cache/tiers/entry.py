@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, TokenKeys, has_image, split_keys
 from icehouse_server.domain.cache_commands import BlockMatch, Tier
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.engine.core.block_log import Came, KvTier
@@ -22,13 +22,14 @@ class Spilling:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
-    """One known block. `token_ids` is None for a block on SSD that this process never saw whole."""
+    """One known block. `token_ids`, its token keys, is None for a block on SSD that this process never saw
+    whole."""
 
     hash: BlockHash
     parent: BlockHash
     start_token_index: int
     token_count: int
-    token_ids: tuple[int, ...] | None = None
+    token_ids: TokenKeys | None = None
     ram: dict[RegionKind, Region] = dataclasses.field(default_factory=dict)
     ssd: dict[RegionKind, int] = dataclasses.field(default_factory=dict)
     """Bytes of each region on SSD; empty when the block is not committed there."""
@@ -63,6 +64,11 @@ class Entry:
         """Whether this region can be had from RAM, or with `with_ssd` from either tier."""
         return kind in self.ram or (with_ssd and kind in self.ssd)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether gateways hear of it: they go by token ids, which do not tell images apart."""
+        return self.token_ids is None or not has_image(self.token_ids)
+
     def came_to(self, tier: KvTier) -> Came:
         """Return what the block log says of it."""
         return Came(
@@ -72,13 +78,15 @@ class Entry:
     def header(self, fingerprint: Fingerprint, block_token_limit: int) -> BlockHeader:
         """Return the block's facts; only for a block whose tokens are known."""
         assert self.token_ids is not None, self.hash.hex()
+        token_ids, extra = split_keys(self.token_ids)
         return BlockHeader(
             hash=self.hash,
             parent=self.parent,
             fingerprint=fingerprint,
             start_token_index=self.start_token_index,
-            token_ids=self.token_ids,
+            token_ids=token_ids,
             block_token_limit=block_token_limit,
+            extra=extra,
         )
 
 

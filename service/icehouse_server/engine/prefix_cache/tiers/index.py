@@ -2,7 +2,8 @@
 
 Inference thread only, pure data, no mlx: a block's arrays are an opaque `Region` with a size.
 The chained hash makes a flat dict the prefix tree. A short RAM hit never hides a longer SSD hit,
-because both tiers live in the same entries.
+because both tiers live in the same entries. `token_ids` are token keys here (`domain.blocks`): ids, but
+for the tokens of images.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from icehouse_server.domain.blocks import RegionKind, block_hash, prefix_hashes
+from icehouse_server.domain.blocks import RegionKind, key_hash, prefix_key_hashes
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.children import Children
@@ -132,7 +133,7 @@ class BlockIndex:
 
     def name_of(self, *, parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
         """Return the name that a block with these tokens below `parent` has here, known or not."""
-        return block_hash(parent=parent, token_ids=token_ids, secret=self.rules.name_secret)
+        return key_hash(parent=parent, keys=token_ids, secret=self.rules.name_secret)
 
     def chain_names(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
         """Return the names that the full blocks of these tokens have here, in order."""
@@ -180,7 +181,7 @@ class BlockIndex:
         # One for all blocks of the same sizes, and so not to be changed: a third of what each would take.
         is_new, entry.ssd = not entry.ssd, self._sizes[sizes]
         entry.ssd_bytes = record.file_bytes
-        if is_new and self._log.is_on:
+        if is_new and self._log.is_on and entry.is_told:
             self._log.note(entry.came_to(KvTier.SSD))
         return entry
 
@@ -342,7 +343,7 @@ class BlockIndex:
     def _named(self, parent: BlockHash, tokens: tuple[int, ...], lengths: Sequence[int]) -> Iterator[Entry]:
         """Yield the known blocks below `parent` that are the first so many of these tokens."""
         secret = self.rules.name_secret
-        names = prefix_hashes(parent=parent, token_ids=tokens, lengths=lengths, secret=secret)
+        names = prefix_key_hashes(parent=parent, keys=tokens, lengths=lengths, secret=secret)
         for name, length in zip(names, lengths, strict=True):
             entry = self._entries.get(name)
             if entry is not None and entry.token_ids in (None, tokens[:length]):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain import blocks
-from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.blocks import RegionKind, image_keys
+from icehouse_server.domain.ids import BlockHash, ImageDigest
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import IndexRules
 
@@ -373,3 +373,14 @@ def test_a_million_blocks_cost_a_lookup_what_a_thousand_do(count: int, hashed: l
     assert shelf.matched([*LONG[:SIZE], 2, 0, 1, 9]) == SIZE + 3
     assert len(shelf.index.known_chain(root=ROOT, token_ids=[*LONG[:SIZE], 2, 0, 1])) >= 2
     assert len(hashed) <= 3 * (1 + SIZE)
+
+
+def test_a_match_ends_inside_a_block_where_the_image_is_another() -> None:
+    shelf = Shelf()
+    cat, dog = (ImageDigest(bytes([number]) * 32) for number in (1, 2))
+    head, span, rest = LONG[:3], [7] * 6, LONG[3:6]
+    shelf.chain([*head, *image_keys(cat, span), *rest], ram=True)
+    assert shelf.matched([*head, *image_keys(cat, span), *rest, 1]) == 12
+    assert shelf.matched([*head, *image_keys(dog, span), *rest, 1]) == len(head)
+    assert shelf.matched([*head, *span, *rest, 1]) == len(head)
+    assert shelf.matched([*head, *image_keys(cat, span[:4]), *image_keys(dog, span[4:]), 1]) == len(head) + 4
