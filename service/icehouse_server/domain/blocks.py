@@ -101,7 +101,7 @@ class _Part(NamedTuple):
     """Of its tokens in the run."""
     place: int
     """Of the first of them in the span."""
-    count: int
+    token_count: int
 
 
 def image_keys(digest: ImageDigest, token_ids: Sequence[int], *, place: int = 0) -> TokenKeys:

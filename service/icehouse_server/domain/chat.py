@@ -21,6 +21,35 @@ class ToolCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as its caller sent it."""
+
+    data: bytes = dataclasses.field(repr=False)
+    media_type: str
+    """Empty when the caller does not say."""
+    field: str
+    """Where in the request it stands."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image between the characters of a turn's text."""
+
+    position: int
+    """Characters of the text before it; images of one position stand in order."""
+    source: ImageSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageTexts:
+    """What is written in a prompt for each of its images."""
+
+    mark: str
+    """What the model's template writes in the place of an image."""
+    texts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One turn of a conversation."""
 
@@ -32,6 +61,8 @@ class ChatMessage:
     tool_call_id: str = ""
     token_ids: tuple[int, ...] = ()
     """The tokens that were generated for this turn; empty when the caller does not say."""
+    images: tuple[PlacedImage, ...] = ()
+    """Ascending."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +105,13 @@ class Conversation:
     template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     adds_generation_prompt: bool = True
     continues_final_message: bool = False
+    image_texts: ImageTexts | None = None
+    """Set once its images were read."""
+
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        """All images, in the order in which they stand."""
+        return tuple(placed.source for message in self.messages for placed in message.images)
 
     @property
     def reads_tool_calls(self) -> bool:

@@ -85,6 +85,8 @@ class Usage:
     total_s: float
     drafts: DraftCounts = NO_DRAFTS
     """What speculation did."""
+    image_token_count: int = 0
+    """Prompt tokens in the spans of images."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ class ModelInfo:
     has_chat_template: bool
     eos_token_ids: tuple[int, ...]
     device: str
+    sees_images: bool = False
+    """Whether prompts may have images in them."""
     embedding_size: int = 0
     """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
     adapters: tuple[AdapterInfo, ...] = ()

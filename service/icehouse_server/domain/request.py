@@ -95,13 +95,18 @@ class GenerationRequest:
 
     def keys(self, token_ids: tuple[int, ...]) -> TokenKeys:
         """Return how the prefix cache knows these tokens, which begin with the prompt's."""
-        if not self.images:
-            return token_ids
-        keys = list(token_ids)
+        return keys_of(token_ids, self.images)
+
+    def image_parts(self, start: int, stop: int) -> tuple[ImagePart, ...]:
+        """Return what prompt and output have of images in [start, stop)."""
+        parts = []
         for span in self.images:
-            inside = slice(span.start_token_index, span.end_token_index)
-            keys[inside] = image_keys(span.image.digest, token_ids[inside])
-        return tuple(keys)
+            first, last = max(start, span.start_token_index), min(stop, span.end_token_index)
+            if first < last:
+                ids = self.prompt_token_ids[span.start_token_index : span.end_token_index]
+                place = first - span.start_token_index
+                parts.append(ImagePart(first - start, place, last - first, span.image, ids))
+        return tuple(parts)
 
     def completion(self, index: int) -> GenerationRequest:
         """Return the request for another output of the same prompt; 0 is this one.
@@ -264,6 +269,30 @@ class ImageSpan:
     @property
     def token_count(self) -> int:
         return self.end_token_index - self.start_token_index
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImagePart:
+    """Some tokens of a run that lie in an image's span."""
+
+    start: int
+    """Of the first of them in the run."""
+    place: int
+    """Of the first of them in the span."""
+    count: int
+    image: ImageInput
+    span_token_ids: tuple[int, ...]
+
+
+def keys_of(token_ids: tuple[int, ...], images: Sequence[ImageSpan]) -> TokenKeys:
+    """Return how the prefix cache knows tokens that images stand in the place of."""
+    if not images:
+        return token_ids
+    keys = list(token_ids)
+    for span in images:
+        inside = slice(span.start_token_index, span.end_token_index)
+        keys[inside] = image_keys(span.image.digest, token_ids[inside])
+    return tuple(keys)
 
 
 def image_digest(processor_fingerprint: bytes, tensors: Sequence[HostTensor]) -> ImageDigest:

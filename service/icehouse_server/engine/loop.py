@@ -448,6 +448,7 @@ def _chunk_of(planned: PrefillChunk) -> Chunk:
         row=sequence.decode_row() if planned.is_last else None,
         next_token_ids=tokens[planned.start + 1 : planned.stop + 1] if is_measured else (),
         wanted=request.logprobs if is_measured else None,
+        images=request.image_parts(planned.start, planned.stop) if request.images else (),
         pooling=request.pooling,
         length=sequence.kv_length,
         speculation=request.speculation,

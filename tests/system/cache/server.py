@@ -13,7 +13,7 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterName, RequestId, Tenant
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.request import CacheUse, GenerationRequest, LogprobsWanted, Speculation
+from icehouse_server.domain.request import CacheUse, GenerationRequest, ImageSpan, LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox, Message
@@ -200,6 +200,7 @@ class CacheServer:
         adapter: AdapterName = NO_ADAPTER,
         speculation: Speculation | None = None,
         logprobs: LogprobsWanted | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         """Hand in a request without waiting for it."""
         self.engine.submit(
@@ -215,6 +216,7 @@ class CacheServer:
                 speculation=speculation,
                 cache_use=cache_use,
                 logprobs=logprobs,
+                images=tuple(images),
             )
         )
 

@@ -11,6 +11,7 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, RequestId, Seque
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import (
     DraftCounts,
+    ImagePart,
     LogprobsWanted,
     Pooling,
     Speculation,
@@ -55,6 +56,8 @@ class Chunk:
     next_token_ids: Sequence[int] = ()
     """With `wanted`: the token behind each one that has one, which its logits are read for."""
     wanted: LogprobsWanted | None = None
+    images: tuple[ImagePart, ...] = ()
+    """Tokens among them that the model sees images in the place of."""
     pooling: Pooling | None = None
     length: KvLength = UNKNOWN_LENGTH
     """What is known of the sequence's length, for which its caches make room."""

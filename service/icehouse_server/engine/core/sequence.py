@@ -262,4 +262,5 @@ class Sequence:
             ttft_s=first - self.request.arrival_time,
             total_s=now - self.request.arrival_time,
             drafts=self.drafts,
+            image_token_count=sum(span.token_count for span in self.request.images),
         )

@@ -16,7 +16,7 @@ from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Drawn
 from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
-from icehouse_server.engine.runner.forward import Row
+from icehouse_server.engine.runner.forward import Features, Row
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.row import SamplingRow
@@ -30,6 +30,8 @@ class OpenSequence:
     sequence_id: SequenceId
     row: Row
     adapter: AdapterName = NO_ADAPTER
+    features: tuple[Features, ...] = ()
+    """What stands in the place of tokens of its chunk in the pass that is being built."""
     drafted: DraftedRow | None = None
     """Draft caches that read its prompt along."""
     sampling: SamplingRow | None = None

@@ -20,7 +20,9 @@ from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import ModelShape, find_int, head_size_of, keeps_scores
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.runner import mlx_lm
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.engine.runner.vision import mlx_vlm
+from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
+from icehouse_server.errors import ModelError, Reason, extra_command
 from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -58,7 +60,10 @@ class LoadedModel:
     """The model object and its config.json, later merged with generation_config.json."""
 
     model: Any
+    """What reads tokens; of a model that sees, the half that does."""
     config: dict[str, Any]
+    tower: VisionTower | None = None
+    """What makes vectors of images."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -85,6 +90,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def sees_images(path: Path) -> bool:
+    """Whether the model in a folder reads images; raises ModelError where that needs the missing extra."""
+    sees = mlx_vlm.sees(read_config(path))
+    if sees and not mlx_vlm.is_installed():
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"the model in {path} reads images, and the package mlx-vlm is not installed; install the extra, "
+            f"{extra_command('vision')}",
+            metadata={"package": "mlx-vlm"},
+        )
+    return sees
+
+
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """Load the tokenizer of a model folder; touches no mx.array, so any thread may call it."""
     config = read_config(source.path)
@@ -102,21 +120,29 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 def load(source: ModelSource) -> LoadedModel:
     """Load weights onto the device, converted to `source.dtype` when one is named."""
-    read_config(source.path)
+    sees = sees_images(source.path)
+    tower = None
     try:
-        model, config = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
+        if sees:
+            model, tower, config = mlx_vlm.read_model(source.path, lazy=True)
+        else:
+            model, config = mlx_lm.read_model(
+                source.path, lazy=True, trust_remote_code=source.trust_remote_code
+            )
         if source.adapter_path:
             model = mlx_lm.read_adapter(model, source.adapter_path)
+        parts: list[Any] = [part for part in (model, tower) if part is not None]
         if source.dtype:
-            convert(model, source.dtype)
+            for part in parts:
+                convert(part, source.dtype)
         model.eval()
-        mx.eval(model.parameters())
+        mx.eval([part.parameters() for part in parts])
     except Exception as error:  # mlx-lm has no exception tree of its own for broken folders
         raise ModelError(
             Reason.MODEL_INVALID,
             f"the model in {source.path} cannot be loaded: {one_line(error)}; is the download complete?",
         ) from error
-    return LoadedModel(model, config)
+    return LoadedModel(model, config, tower)
 
 
 def describe(
@@ -124,6 +150,8 @@ def describe(
 ) -> ModelInfo:
     """Return what is known of a loaded model."""
     weights = [array for _, array in parameters_of(loaded.model)]
+    if loaded.tower is not None:
+        weights += [array for _, array in parameters_of(loaded.tower)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
     caches = kv_caches.make_caches(loaded.model)
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
@@ -142,6 +170,7 @@ def describe(
         has_chat_template=tokenizer.has_chat_template,
         eos_token_ids=tokenizer.eos_token_ids,
         device=_device_name(),
+        sees_images=loaded.tower is not None,
     )
 
 

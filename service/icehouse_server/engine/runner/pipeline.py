@@ -274,6 +274,7 @@ def _of_chunk(sequence: OpenSequence, chunk: Chunk) -> _Fed:
         count,
         logit_count=count if is_measured else int(chunk.row is not None),
         hidden_count=hidden_count,
+        features=sequence.features,
     )
     return _Fed(share, sequence, chunk.token_ids, chunk=chunk)
 

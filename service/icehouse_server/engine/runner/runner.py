@@ -28,6 +28,7 @@ from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward import (
     Attention,
+    Features,
     ForwardPass,
     PassFacts,
     Row,
@@ -36,6 +37,7 @@ from icehouse_server.engine.runner.forward import (
 )
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
+from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
@@ -69,6 +71,8 @@ class RunnerSettings:
     """Whether sequences that decode keep their KV to themselves, or in buffers for several."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
+    image_feature_limit_bytes: int = 256 << 20
+    """What vectors made of images may take, so that an image that comes again is not encoded again."""
 
 
 class ModelRunner:
@@ -95,6 +99,8 @@ class ModelRunner:
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
         self._model: Any = None
+        self._images: ImageFeatures | None = None
+        """None for a model that sees none."""
         self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
         self._growth = KvGrowth()
@@ -115,6 +121,8 @@ class ModelRunner:
         self._thread.claim()
         loaded = model_loader.load(self._source)
         self._model = loaded.model
+        if loaded.tower is not None:
+            self._images = ImageFeatures(loaded.tower, limit_bytes=self._settings.image_feature_limit_bytes)
         adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
@@ -185,7 +193,7 @@ class ModelRunner:
         self._sequences.clear()
         self.blocks.clear()
         self._pipeline.clear()
-        self._model = None
+        self._model = self._images = None
         mx.clear_cache()
 
     def caches(self, sequence_id: SequenceId) -> list[Cache]:
@@ -215,6 +223,7 @@ class ModelRunner:
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
         if draft_model is not None and wants_draft:
             sequence.read_along(draft_model, chunk.token_ids)
+        sequence.features = self._features_of(chunk)
         if chunk.row is not None:
             sequence.start_decoding(
                 SamplingRow(chunk.row, end_token_ids=self._end_token_ids),
@@ -223,6 +232,19 @@ class ModelRunner:
                 draft_model=draft_model,
             )
         return sequence
+
+    def _features_of(self, chunk: Chunk) -> tuple[Features, ...]:
+        """Return what the tower makes of the chunk's images, for the chunk's tokens of them."""
+        if not chunk.images:
+            return ()
+        assert self._images is not None, "this model sees no images, and the edge refuses them"
+        return tuple(
+            Features(
+                part.start,
+                self._images.of(part.image, part.span_token_ids)[part.place : part.place + part.count],
+            )
+            for part in chunk.images
+        )
 
     def _warm_up(self, adapter: AdapterName) -> tuple[int, int]:
         """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them.

@@ -42,6 +42,12 @@ TABLE: Mapping[Reason, Row] = {
     Reason.CHAT_TEMPLATE_MISSING: Row(
         _INVALID, "The model has no chat template.", "Send `text` or `tokens`, or use a chat model."
     ),
+    Reason.IMAGE_INVALID: Row(
+        _INVALID, "An image cannot be read, or is larger than images may be here.", _MEND
+    ),
+    Reason.IMAGES_UNSUPPORTED: Row(
+        _INVALID, "The model reads text alone.", "Leave the images out, or use a model that reads them."
+    ),
     Reason.TOOL_INVALID: Row(_INVALID, "A tool's name or schema cannot be used.", _MEND),
     Reason.TOOL_CHOICE_INVALID: Row(_INVALID, "The choice of tools fits no tool of the request.", _MEND),
     Reason.TOOLS_UNSUPPORTED: Row(

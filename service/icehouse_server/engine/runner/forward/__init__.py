@@ -13,6 +13,7 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
   `output.logit_spans` and `hidden_spans` in the order of the shares.
 - Guesses: `Share(..., logit_count=k + 1, may_be_taken_back=True)`, then `row.take_back(wrong_count)`; what it
   returns must be fed again in the row's next share (0 unless `facts.caches` holds states).
+- `Share.features` are put in the place of tokens' embeddings: what a vision tower made of an image.
 - `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or kept; `row.token_count` says
   how many tokens. Evaluate what is made of them before the next pass.
 - `forward.seat(row)` keeps a decoding row's KV in the slab, `row.leave_company()` takes it out;
@@ -20,7 +21,7 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 """
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
-from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab_choice import SlabChoice
 from icehouse_server.engine.runner.forward.trial import examine
 from icehouse_server.engine.runner.forward.ways import (
@@ -33,6 +34,7 @@ from icehouse_server.engine.runner.forward.ways import (
 
 __all__ = [
     "Attention",
+    "Features",
     "ForwardPass",
     "NotSplittable",
     "PassFacts",

@@ -25,8 +25,14 @@ from icehouse_server.engine.runner.forward.layer_view import (
     leaf_views,
     view_of,
 )
-from icehouse_server.engine.runner.forward.model_seam import Trunk, open_doors, patch_attention, picked
-from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.model_seam import (
+    Embedding,
+    Trunk,
+    open_doors,
+    patch_attention,
+    picked,
+)
+from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab import Slab
 from icehouse_server.engine.runner.forward.slab_choice import LEAST_ROW_COUNT
 from icehouse_server.engine.runner.forward.spans import Spans
@@ -63,6 +69,8 @@ class ForwardPass:
         self._leaf_ways: list[CacheWay] | None = None
         self._trunk: Trunk | None = None
         self._slab: Slab | None = None
+        self._embedding: Embedding | None = None
+        """Known from the first pass on that has an image."""
         patch_attention(model)
         if facts.caches:
             open_doors(model, facts.door)
@@ -90,8 +98,10 @@ class ForwardPass:
         self._regroup(spans)
         views = self._views(spans)
         wanted = _Wanted.of(spans)
+        features = _features_of(spans.shares, spans.starts)
         try:
-            logits, hidden = self._call(spans.arranged(token_ids, shares)[:, None], views, wanted.head_places)
+            token_ids = spans.arranged(token_ids, shares)[:, None]
+            logits, hidden = self._call(token_ids, views, wanted.head_places, features)
             check_used(views)
         finally:
             HANDED.clear()
@@ -140,12 +150,29 @@ class ForwardPass:
         return self._slab
 
     def _call(
-        self, token_ids: mx.array, caches: Sequence[Any], places: mx.array | None
+        self,
+        token_ids: mx.array,
+        caches: Sequence[Any],
+        places: mx.array | None,
+        features: Sequence[Features] = (),
     ) -> tuple[mx.array, mx.array | None]:
         """Return the logits of some tokens, and hidden states of all, where the model shows them.
 
         `token_ids` are [tokens, 1] or [1, tokens], and so is what comes.
         """
+        if not features:
+            return self._call_model(token_ids, caches, places)
+        if self._embedding is None:
+            self._embedding = Embedding(self._model)
+        self._embedding.features = features
+        try:
+            return self._call_model(token_ids, caches, places)
+        finally:
+            self._embedding.features = ()
+
+    def _call_model(
+        self, token_ids: mx.array, caches: Sequence[Any], places: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
         trunk = self._trunk
         if trunk is None:
             logits, hidden = self._model(token_ids, cache=list(caches)), None
@@ -238,7 +265,7 @@ class ForwardPass:
             stop = start + share.token_count
             caches = share.row.raw_caches
             places = mx.arange(share.token_count - max(1, share.logit_count), share.token_count)
-            told, shown = self._call(token_ids[start:stop][None], caches, places)
+            told, shown = self._call(token_ids[start:stop][None], caches, places, share.features)
             start = stop
             if share.logit_count:
                 logits.append(told[0])
@@ -279,6 +306,15 @@ class _Wanted:
             logit_spans=_as_given(_spans([share.logit_count for share in spans.shares]), spans),
             hidden_spans=_as_given(_spans([share.hidden_count for share in spans.shares]), spans),
         )
+
+
+def _features_of(shares: Sequence[Share], starts: Sequence[int]) -> list[Features]:
+    """Return what is put in the place of tokens' embeddings, by their places in the pass."""
+    return [
+        Features(start + each.start, each.vectors)
+        for share, start in zip(shares, starts, strict=True)
+        for each in share.features
+    ]
 
 
 def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:

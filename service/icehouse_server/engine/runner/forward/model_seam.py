@@ -1,10 +1,13 @@
 """Seam in mlx-lm's models: the one place that changes what they do, for caches of a forward pass only.
 
-Three changes, each made once and each falling through to upstream for any cache that is not a view of
+Four changes, each made once and each falling through to upstream for any cache that is not a view of
 `layer_view`, so that ordinary use of the same model in the same process goes on as before:
 - `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
 - `__call__` of modules that take a cache, by a subclass in the place of the instance's class;
-- `__call__` of the trunk, the module whose hidden states the head reads, likewise.
+- `__call__` of the trunk, the module whose hidden states the head reads, likewise;
+- `__call__` of the embedding, where images are put in the place of tokens, likewise.
+
+mlx-vlm's models are built alike, around a function of the same name and arguments.
 """
 
 from __future__ import annotations
@@ -17,34 +20,44 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
 from icehouse_server.engine.runner.forward.attention import attend
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer
 from icehouse_server.engine.runner.forward.masks import RowMasks
+from icehouse_server.engine.runner.forward.row import Features
 from icehouse_server.engine.runner.forward.ways import Door, NotSplittable
 
 _NAME = "scaled_dot_product_attention"
+_BASES = ("mlx_lm.models.base", "mlx_vlm.models.base")
 _CACHE_NAMES = ("cache",)
 _BODIES = ("model", "transformer", "backbone")
+_EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
 
 
-def attention(
-    queries: Any,
-    keys: Any,
-    values: Any,
-    cache: Any = None,
-    scale: float = 1.0,
-    mask: Any = None,
-    sinks: Any = None,
-) -> mx.array:
-    """Attend row by row where the cache is a view of ours, else as upstream does."""
-    layer = HANDED.get(id(keys)) if HANDED else None
-    if layer is None:
-        if isinstance(cache, FlatLayer) or isinstance(mask, RowMasks):
-            raise NotSplittable("attention got other keys than those that went into the cache")
-        return upstream_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    return attend(layer, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+@functools.cache
+def attention_over(upstream: Callable[..., Any]) -> Callable[..., mx.array]:
+    """Return what attends row by row where the cache is a view of ours, else as upstream does."""
+
+    def attention(
+        queries: Any,
+        keys: Any,
+        values: Any,
+        cache: Any = None,
+        scale: float = 1.0,
+        mask: Any = None,
+        sinks: Any = None,
+    ) -> mx.array:
+        layer = HANDED.get(id(keys)) if HANDED else None
+        if layer is None:
+            if isinstance(cache, FlatLayer) or isinstance(mask, RowMasks):
+                raise NotSplittable("attention got other keys than those that went into the cache")
+            found: mx.array = upstream(
+                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+            )
+            return found
+        return attend(layer, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    return attention
 
 
 def modules_of(module: Any) -> list[Any]:
@@ -57,8 +70,9 @@ def patch_attention(model: Any) -> None:
     names = {base.__module__ for module in modules_of(model) for base in type(module).__mro__}
     for name in names:
         namespace = sys.modules.get(name)
-        if namespace is not None and getattr(namespace, _NAME, None) is upstream_attention:
-            setattr(namespace, _NAME, attention)
+        upstream = getattr(namespace, _NAME, None)
+        if getattr(upstream, "__module__", None) in _BASES:
+            setattr(namespace, _NAME, attention_over(upstream))
 
 
 class Trunk:
@@ -71,8 +85,13 @@ class Trunk:
     def __init__(self, model: Any) -> None:
         """Raises LookupError where a model is not built so."""
         whole = getattr(model, "language_model", model)
-        found = next((body for name in _BODIES if (body := getattr(whole, name, None)) is not None), None)
-        if not isinstance(found, Module) or _cache_place(found) is None:
+        found = _body_of(whole)
+        if found is None and whole is not model:
+            # Of mlx-vlm some are body and head in one: the head reads what the last norm gives.
+            found = getattr(whole, "norm", None)
+        elif found is not None and _cache_place(found) is None:
+            found = None
+        if not isinstance(found, Module):
             raise LookupError(f"{type(whole).__name__} has no {', '.join(_BODIES)} that takes a cache")
         self.module: Any = found
         self.is_on = False
@@ -89,6 +108,46 @@ class Trunk:
             raise NotSplittable(f"{type(self.module).__name__} gives no hidden states")
         self.hidden = output
         return output if self.places is None else picked(output, self.places)
+
+
+class Embedding:
+    """The module that makes vectors of token ids: those of some tokens are others, while that is set."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises LookupError where a model is not built so."""
+        whole = getattr(model, "language_model", model)
+        places = [module for module in (_body_of(whole), whole) if module is not None]
+        found = [m for place in places for name in _EMBEDDINGS if (m := getattr(place, name, None))]
+        if not found:
+            raise LookupError(f"{type(whole).__name__} has none of {', '.join(_EMBEDDINGS)}")
+        self.features: Sequence[Features] = ()
+        """By their tokens' places in the pass."""
+        _become(found[0], "embedding", _embedding_call)
+        object.__setattr__(found[0], "_forward_embedding", self)
+
+    def put(self, output: mx.array) -> mx.array:
+        """Return [tokens, 1, width] or [1, tokens, width] with the features in their places."""
+        axis = 1 if output.shape[1] > 1 else 0
+        flat = output.reshape(-1, output.shape[-1])
+        parts: list[mx.array] = []
+        end = 0
+        for each in sorted(self.features, key=lambda each: each.start):
+            parts += [flat[end : each.start], each.vectors.astype(flat.dtype)]
+            end = each.start + each.vectors.shape[0]
+        return mx.expand_dims(mx.concatenate([*parts, flat[end:]]), axis=1 - axis)
+
+
+def _body_of(whole: Any) -> Any:
+    return next((body for name in _BODIES if (body := getattr(whole, name, None)) is not None), None)
+
+
+def _embedding_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        embedding = getattr(self, "_forward_embedding", None)
+        return output if embedding is None or not embedding.features else embedding.put(output)
+
+    return run
 
 
 def picked(output: mx.array, places: mx.array) -> mx.array:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+import mlx.core as mx
+
 from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
@@ -137,6 +139,16 @@ class _Mark:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Features:
+    """Vectors that a vision tower made, for consecutive tokens of a share."""
+
+    start: int
+    """Of the first of these tokens in the share."""
+    vectors: mx.array
+    """[tokens, width]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Share:
     """What one row brings to one pass, and what it wants to know of it."""
 
@@ -148,6 +160,8 @@ class Share:
     all of them where guesses are verified or a prompt is measured."""
     hidden_count: int = 0
     """Hidden states of the last so many: what the model's head reads, for embeddings."""
+    features: tuple[Features, ...] = ()
+    """What stands in the place of some of the tokens' own embeddings."""
     may_be_taken_back: bool = False
     """Some of the tokens are guesses: `Row.take_back` follows."""
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.engine.runner.forward import ForwardPass, NotSplittable, Row, Share, examine
-from icehouse_server.engine.runner.forward.model_seam import attention
+from icehouse_server.engine.runner.forward.model_seam import attention_over
 from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import base, qwen3_next
@@ -96,6 +96,7 @@ def test_the_model_stays_what_it_was_for_everybody_else() -> None:
     ]
     assert purposes.count("trunk") == 1, "A second ForwardPass changed the model again"
     namespace: Any = qwen3_next
+    attention = attention_over(base.scaled_dot_product_attention)
     assert namespace.scaled_dot_product_attention is attention is not base.scaled_dot_product_attention
 
 

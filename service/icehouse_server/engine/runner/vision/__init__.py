@@ -1,0 +1,1 @@
+"""Images: models with a vision tower, and the vectors that it makes of images (inference thread)."""

@@ -1,0 +1,1 @@
+"""Images from their bytes to a model's tensors and tokens. A library: no mlx, any thread."""

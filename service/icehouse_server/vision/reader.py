@@ -1,0 +1,49 @@
+"""Image reader of one model: from what callers sent to what the model takes. Any thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from icehouse_server.domain.chat import ImageSource, ImageTexts
+from icehouse_server.domain.request import ImageSpan
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.vision.decoder import ImageLimits, decode_image
+from icehouse_server.vision.processor import ImageProcessor, PreparedImage, spans_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadImages:
+    """The images of one prompt."""
+
+    texts: ImageTexts
+    _prepared: tuple[PreparedImage, ...]
+    _image_token_id: int
+
+    def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
+        """Return where they are in a prompt's tokens; raises InvalidRequest where texts have marks."""
+        images = [each.image for each in self._prepared]
+        return spans_of(token_ids, images, image_token_id=self._image_token_id)
+
+
+class ImageReader:
+    """Decodes images and has the model's processor make of them what it needs."""
+
+    def __init__(self, processor: ImageProcessor, limits: ImageLimits, *, image_token_id: int) -> None:
+        self._processor = processor
+        self._limits = limits
+        self._image_token_id = image_token_id
+
+    def read(self, sources: Sequence[ImageSource]) -> ReadImages:
+        """Return the images in order; raises InvalidRequest, which names the one at fault."""
+        limit = self._limits.image_count
+        if len(sources) > limit:
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the request has {len(sources)} images; at most {limit} may be",
+                field=sources[limit].field,
+                metadata={"image_count": len(sources), "image_count_limit": limit},
+            )
+        prepared = tuple(self._processor.prepare(decode_image(each, self._limits)) for each in sources)
+        texts = ImageTexts(self._processor.mark, tuple(each.text for each in prepared))
+        return ReadImages(texts, prepared, self._image_token_id)

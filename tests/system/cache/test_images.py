@@ -1,0 +1,181 @@
+"""Prompts with pictures: cold = RAM = SSD after a restart = mlx-vlm's own generation, and no hit on another.
+
+In float32 on a tiny SmolVLM, whose pictures have four tiles and a whole: 36 tokens over three blocks or four.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from icehouse_server.domain.events import CacheReport
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.request import ImageSpan
+from icehouse_server.engine.runner import model_loader
+from PIL import Image
+
+from tests.system.cache.server import BLOCK, CacheServer
+
+pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
+
+from icehouse_server.vision.processor import ImageProcessor, spans_of
+
+from tests.fixtures.models.vision import IMAGE_ID, tiny_vision_dir
+
+OUTPUT_COUNT = 12
+TEXT = "what is it, and who had put it on the ground in that street, where no one of us would"
+
+
+def picture(seed: int, *, changed: bool = False) -> Image.Image:
+    """Return noise of 60 x 40 pixels; changed in one of them only."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (40, 60, 3), dtype=np.uint8)
+    if changed:
+        pixels[39, 59] = 255 - pixels[39, 59]
+    return Image.fromarray(pixels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A prompt with pictures, as the engine takes it."""
+
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A folder, and what reads it: our own parts, and mlx-vlm whole."""
+
+    folder: Path
+    processor: ImageProcessor
+    tokenizer: Any
+    reference: Any
+    reference_processor: Any
+
+    def asked(self, parts: Sequence[str | Image.Image]) -> Asked:
+        text, prepared = "", []
+        for part in parts:
+            if isinstance(part, str):
+                text += part
+            else:
+                prepared.append(self.processor.prepare(part))
+                text += prepared[-1].text
+        ids = self.tokenizer.spell(text)
+        return Asked(ids, spans_of(ids, [each.image for each in prepared], image_token_id=IMAGE_ID))
+
+    def expected(self, parts: Sequence[str | Image.Image], *, ids: list[int]) -> list[int]:
+        """Return what mlx-vlm generates by itself, from the same tokens as ours."""
+        from mlx_vlm.generate.ar import generate_step
+
+        images = [part for part in parts if not isinstance(part, str)]
+        text = "".join(part if isinstance(part, str) else "<image>" for part in parts)
+        # Nested, because its processor takes a flat list for one prompt each.
+        inputs = self.reference_processor(
+            images=[images] if images else None, text=[text], add_special_tokens=False
+        )
+        assert np.array(inputs["input_ids"])[0].tolist() == ids
+        tensors = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+        pixels = tensors.pop("pixel_values", None)
+        steps = generate_step(
+            mx.array([ids]),
+            self.reference,
+            pixels,
+            None,
+            max_tokens=OUTPUT_COUNT,
+            temperature=0.0,
+            **tensors,
+        )
+        return [int(token) for token, _ in steps][:OUTPUT_COUNT]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    from mlx_vlm.utils import load
+
+    folder = tiny_vision_dir(tmp_path_factory.mktemp("models"))
+    tokenizer = model_loader.load_tokenizer(model_loader.ModelSource(path=folder, model_id="tiny"))
+    return Model(folder, ImageProcessor(folder), tokenizer, *load(str(folder)))
+
+
+PLACES = {
+    "first": [picture(1), f" {TEXT}"],
+    "middle": [f"{TEXT}: ", picture(1), f" {TEXT}"],
+    "last": [f"{TEXT}: ", picture(1)],
+    "twice": [picture(1), " or this one? ", picture(1), TEXT],
+    "two": ["one: ", picture(1), picture(2), TEXT],
+    "none": [TEXT],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_same_tokens_from_nothing_from_ram_from_ssd_and_of_mlx_vlm(
+    model: Model, tmp_path: Path, place: str
+) -> None:
+    parts = PLACES[place]
+    asked = model.asked(parts)
+    expected = model.expected(parts, ids=asked.token_ids)
+    ask: dict[str, Any] = {"max_output_tokens": OUTPUT_COUNT, "images": asked.images}
+    with CacheServer(model.folder, tmp_path) as served:
+        cold = served.ask("cold", asked.token_ids, **ask)
+        ram = served.ask("ram", asked.token_ids, **ask)
+    with CacheServer(model.folder, tmp_path) as served:
+        ssd = served.ask("ssd", asked.token_ids, **ask)
+    reused = len(asked.token_ids) - 1
+    assert (cold.tokens, ram.tokens, ssd.tokens) == (expected, expected, expected)
+    assert cold.cache.cached_token_count == 0
+    assert (ram.cache.ram_token_count, ssd.cache.ssd_token_count) == (reused, reused)
+    assert len(set(expected)) > 2, "the model says something"
+
+
+def test_a_changed_pixel_and_another_picture_are_none_and_the_text_before_them_is(
+    model: Model, tmp_path: Path
+) -> None:
+    ask: dict[str, Any] = {"max_output_tokens": OUTPUT_COUNT}
+    pictures = [picture(1), picture(1, changed=True), picture(2)]
+    alike = [model.asked([f"{TEXT}: ", each, TEXT]) for each in pictures]
+    assert len({tuple(asked.token_ids) for asked in alike}) == 1, "only the pictures differ"
+    start = alike[0].images[0].start_token_index
+    with CacheServer(model.folder, tmp_path) as served:
+        told = [served.ask(f"{n}", a.token_ids, images=a.images, **ask) for n, a in enumerate(alike)]
+        unseen = served.ask("unseen", alike[0].token_ids, **ask)
+    # After a restart the SSD knows them apart as well, and a match inside a block ends at the picture.
+    with CacheServer(model.folder, tmp_path) as served:
+        third = model.asked([f"{TEXT}: ", picture(3), TEXT])
+        after = served.ask("third", third.token_ids, images=third.images, **ask)
+        again = served.ask("again", alike[1].token_ids, images=alike[1].images, **ask)
+    for answer in (*told[1:], unseen, after):
+        assert start // BLOCK * BLOCK <= answer.cache.cached_token_count <= start
+    assert again.cache.cached_token_count == len(alike[1].token_ids) - 1
+    assert again.tokens == told[1].tokens
+    for asked, answer, each in zip(alike, told, pictures, strict=True):
+        assert answer.tokens == model.expected([f"{TEXT}: ", each, TEXT], ids=asked.token_ids)
+    assert len({tuple(answer.tokens) for answer in (*told, unseen)}) >= 3, "pictures change the text"
+
+
+def test_a_text_that_goes_on_starts_behind_the_picture(model: Model, tmp_path: Path) -> None:
+    parts: list[str | Image.Image] = [picture(1), f" {TEXT}"]
+    with CacheServer(model.folder, tmp_path) as served:
+        asked = model.asked(parts)
+        first = served.ask("first", asked.token_ids, images=asked.images, max_output_tokens=OUTPUT_COUNT)
+        longer = model.asked([*parts, " and then it was gone"])
+        second = served.ask("more", longer.token_ids, images=longer.images, max_output_tokens=OUTPUT_COUNT)
+        other = served.ask("other", longer.token_ids, images=longer.images, tenant=Tenant("other"))
+    assert second.cache.cached_token_count >= len(asked.token_ids) - 1 > asked.images[0].end_token_index
+    assert other.cache == CacheReport(limit=other.cache.limit), "another tenant's are none"
+    expected = model.expected([*parts, " and then it was gone"], ids=longer.token_ids)
+    assert second.tokens == expected and first.tokens != expected
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_cuts_through_a_picture_and_company_change_nothing(model: Model, tmp_path: Path, chunk: int) -> None:
+    asks = {place: model.asked(parts) for place, parts in PLACES.items()}
+    with CacheServer(model.folder, None, chunk=chunk, is_enabled=False) as served:
+        for place, asked in asks.items():
+            served.submit(place, asked.token_ids, images=asked.images, max_output_tokens=OUTPUT_COUNT)
+        told = {place: served.answer(place).tokens for place in asks}
+    assert told == {place: model.expected(PLACES[place], ids=asks[place].token_ids) for place in asks}

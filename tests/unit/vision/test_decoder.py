@@ -1,0 +1,102 @@
+"""Images as callers send them: decoded where they are small and whole, refused by their headers else."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import pytest
+from icehouse_server.domain.chat import ImageSource
+from icehouse_server.errors import InvalidRequest, Reason
+
+Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
+
+from icehouse_server.vision.decoder import ImageLimits, decode_image  # noqa: E402
+
+LIMITS = ImageLimits(image_count=4, size_bytes=100_000, pixel_count=10_000)
+FIELD = "chat.messages[0].parts[1].image"
+
+
+def encoded(image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def decoded(data: bytes, media_type: str = ""):
+    return decode_image(ImageSource(data, media_type, FIELD), LIMITS)
+
+
+def refusal(data: bytes, media_type: str = "") -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        decoded(data, media_type)
+    error = caught.value
+    assert (error.reason, error.field) == (Reason.IMAGE_INVALID, FIELD) and FIELD in error.message
+    return error
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """Return the header of a PNG that says so, and no pixel."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_each_format_with_its_media_type_and_without(kind: str) -> None:
+    data = encoded(Image.new("RGB", (5, 3), (200, 10, 30)), kind)
+    for media_type in ("", f"image/{kind.lower()}", f"IMAGE/{kind}"):
+        image = decoded(data, media_type)
+        assert (image.mode, image.size) == ("RGB", (5, 3))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "LA", "CMYK", "I;16"])
+def test_every_kind_of_pixel_becomes_rgb(mode: str) -> None:
+    data = encoded(Image.new(mode, (1, 1)), "JPEG" if mode == "CMYK" else "PNG")
+    assert (decoded(data).mode, decoded(data).size) == ("RGB", (1, 1))
+
+
+def test_an_image_on_its_side_is_put_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decoded(encoded(Image.new("RGB", (5, 3)), "JPEG", exif=exif)).size == (3, 5)
+
+
+@pytest.mark.parametrize("size", [(101, 100), (20_000, 20_000), (60_000, 60_000)])
+def test_too_many_pixels_are_refused_before_one_is_decoded(size: tuple[int, int]) -> None:
+    error = refusal(huge_png(*size))
+    assert error.metadata["pixel_limit"] == "10000" and "scale it down" in error.message
+
+
+def test_too_many_bytes_are_refused_unseen() -> None:
+    assert refusal(b"x" * 100_001).metadata == {"size_bytes": "100001", "limit_bytes": "100000"}
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"<svg/>", b"BM" + bytes(60)])
+def test_what_is_no_image_is_refused(data: bytes) -> None:
+    assert "no PNG, JPEG, WebP or GIF" in refusal(data).message
+
+
+def test_a_truncated_image_is_refused() -> None:
+    noise = Image.effect_noise((50, 50), 90).convert("RGB")
+    for kind in ("PNG", "JPEG", "WEBP"):
+        data = encoded(noise, kind)
+        refusal(data[: len(data) // 2])
+    refusal(huge_png(100, 100))
+
+
+def test_another_type_than_was_said_is_refused() -> None:
+    data = encoded(Image.new("RGB", (5, 3)))
+    assert "is PNG" in refusal(data, "image/jpeg").message
+    assert "image/png" in refusal(data, "image/tiff").message
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_an_animation_is_refused(kind: str) -> None:
+    frames = [Image.new("RGB", (4, 4), (i * 80, 0, 0)) for i in range(3)]
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
+    assert "animated" in refusal(data).message
