@@ -29,13 +29,15 @@ from icehouse_server.engine.runner.model_loader import (
     ModelSource,
     load_tokenizer,
     read_config,
+    sees_images,
     vocabulary_size,
 )
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.worker.storage import Storage
@@ -115,7 +117,7 @@ def build_server(
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(router, tokenizer),
+        listener=EngineListener(router, tokenizer, image_reader(config, source)),
         clock=clock,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
     )
@@ -198,6 +200,25 @@ def adapter_source(named: NamedPath) -> AdapterSource:
     return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
 
 
+def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
+    """Return what reads images for the model, None where it reads text alone; raises ModelError when the
+    extra is missing or the folder has no processor."""
+    if not sees_images(source.path):
+        return None
+    # Of an optional extra.
+    from icehouse_server.vision.decoder import ImageLimits
+    from icehouse_server.vision.processor import ImageProcessor
+    from icehouse_server.vision.reader import ImageReader
+
+    limits = ImageLimits(
+        image_count=config.server.max_images,
+        size_bytes=config.server.max_image_bytes,
+        pixel_count=config.server.max_image_pixels,
+    )
+    token_id = mlx_vlm.image_token_id(read_config(source.path))
+    return ImageReader(ImageProcessor(source.path), limits, image_token_id=token_id)
+
+
 def weights_dtype(config: ModelConfig) -> str:
     """Return the weights' type to load, "" for the model's own.
 
@@ -236,15 +257,16 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 class EngineListener:
     """The engine's listener: the router, which hears of the model and its tokenizer together."""
 
-    def __init__(self, router: Router, tokenizer: Tokenizer) -> None:
+    def __init__(self, router: Router, tokenizer: Tokenizer, images: ImagePort | None = None) -> None:
         self._router = router
         self._tokenizer = tokenizer
+        self._images = images
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)
 
     def model_loaded(self, info: ModelInfo) -> None:
-        self._router.model_loaded(ServedModel(info, self._tokenizer))
+        self._router.model_loaded(ServedModel(info, self._tokenizer, self._images))
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
         self._router.state_changed(state, error)

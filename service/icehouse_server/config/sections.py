@@ -97,6 +97,17 @@ class ServerConfig:
         minimum=1024,
         maximum=256 * 1024,
     )
+    max_images: int = setting(16, Kind.COUNT, "Most images of one request.", minimum=0, maximum=256)
+    max_image_bytes: int = setting(
+        8 * MIB, Kind.BYTES, "Largest image, encoded.", minimum=1024, maximum=1024 * MIB
+    )
+    max_image_pixels: int = setting(
+        16_777_216,
+        Kind.COUNT,
+        "Most pixels of an image; more are refused before one is decoded.",
+        minimum=1,
+        maximum=89_000_000,
+    )
     max_embedding_inputs: int = setting(64, Kind.COUNT, "Most inputs of one Embed request.", minimum=1)
     max_rerank_documents: int = setting(128, Kind.COUNT, "Most documents of one Rerank request.", minimum=1)
     grammar_timeout_s: float = setting(

@@ -14,7 +14,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from icehouse_server.domain.chat import ChatMessage, Conversation, RenderedChat, ToolCall, ToolMode
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    ImageTexts,
+    RenderedChat,
+    ToolCall,
+    ToolMode,
+)
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat_template import ChatTemplate, TemplateTraits, fit
 from icehouse_server.text.reply_format import ReplyFormat
@@ -58,6 +65,7 @@ class ChatRenderer:
             thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
             text, opening = self._forced(conversation, messages, base=base, begun=text + thought)
             is_reasoning = False
+        text = _with_images(text, conversation.image_texts)
         tokens = self.turns.tokens(text, turns=drawn, headers=[header, self._unthinking(header)])
         return RenderedChat(tuple(tokens), opening=opening, is_reasoning=is_reasoning)
 
@@ -166,6 +174,22 @@ def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | Non
         return common
     shared = set(ends[0]).intersection(*ends[1:])
     return max((end for end in shared if end <= common), default=0)
+
+
+def _with_images(text: str, images: ImageTexts | None) -> str:
+    """Return the text with what stands for each image in the place of its mark."""
+    if images is None:
+        return text
+    first, *rest = text.split(images.mark)
+    if len(rest) != len(images.texts):
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            f"the prompt has {len(rest)} marks of images, {images.mark!r}, for {len(images.texts)} images; "
+            "texts must not contain it, and the model's chat template must show each image",
+            field="chat",
+            metadata={"mark_count": len(rest), "image_count": len(images.texts)},
+        )
+    return first + "".join(shown + part for shown, part in zip(images.texts, rest, strict=True))
 
 
 def _dropped(what: str, field: str) -> InvalidRequest:

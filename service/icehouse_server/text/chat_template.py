@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
+from icehouse_server.domain.chat import ChatMessage, PlacedImage, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest, Reason
 
 _REASONING_KEY = re.compile(r"""message(?:\.|\[['"]|\.get\(['"])(reasoning_content|reasoning|thinking)\b""")
@@ -85,9 +85,10 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         adds_generation_prompt: bool = False,
         continues_final_message: bool = False,
-        reasoning_key: str | None = None,
+        traits: TemplateTraits | None = None,
     ) -> str:
-        key = reasoning_key or self.traits.reasoning_key
+        traits = traits or self.traits
+        key = traits.reasoning_key
         # A renderer written in Python may know fewer arguments: what is not asked for is not passed.
         extra: dict[str, Any] = dict(arguments or {})
         if tools:
@@ -95,7 +96,7 @@ class ChatTemplate:
         if continues_final_message:
             extra["continue_final_message"] = True if messages[-1].content else key
         rendered = self._wrapper.apply_chat_template(
-            [_turn(message, key) for message in messages],
+            [_turn(message, traits) for message in messages],
             tokenize=False,
             add_generation_prompt=adds_generation_prompt,
             **extra,
@@ -108,16 +109,21 @@ class ChatTemplate:
         calling = ChatMessage("assistant", "", tool_calls=(_CALL,))
         result = ChatMessage("tool", _RETURNED, name=_TOOL.name, tool_call_id=_CALL.id)
         source = self._source()
+        tried = TemplateTraits()
         key = _REASONING_KEY.search(source)
 
         def shows(*messages: ChatMessage, words: Sequence[str], tools: Sequence[Tool] = ()) -> bool | None:
             """Tell whether all words come out; None when the template refuses."""
             try:
-                text = self._render(messages, tools=tools, reasoning_key=TemplateTraits().reasoning_key)
+                text = self._render(messages, tools=tools, traits=tried)
             except Exception:  # as above; what it refuses here is refused in its own words when it is asked
                 return None
             return all(word in text for word in words)
 
+        if not shows(user, words=(_ASKED,)):
+            tried = TemplateTraits(wants_parts=True)
+            if not shows(user, words=(_ASKED,)):
+                tried = TemplateTraits()
         developer = ChatMessage("developer", _ORDERED)
         knows_developer = "developer" in source or (
             not source and bool(shows(developer, user, words=(_ORDERED,)))
@@ -130,7 +136,8 @@ class ChatTemplate:
             shows_tools=shows(user, words=(_TOOL.name,), tools=(_TOOL,)) is not False,
             shows_tool_calls=shows(user, calling, words=(_TOOL.name,)) is not False,
             shows_tool_results=shows(user, calling, result, words=(_RETURNED,)) is not False,
-            reasoning_key=key[1] if key else TemplateTraits().reasoning_key,
+            reasoning_key=key[1] if key else tried.reasoning_key,
+            wants_parts=tried.wants_parts,
         )
 
     def _source(self) -> str:
@@ -141,12 +148,16 @@ class ChatTemplate:
         return found if isinstance(found, str) else ""
 
 
-def _turn(message: ChatMessage, reasoning_key: str) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+def _turn(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
+    has_parts = bool(message.images) or traits.wants_parts
+    turn: dict[str, Any] = {
+        "role": message.role,
+        "content": _parts_of(message) if has_parts else message.content,
+    }
     if message.name:
         turn["name"] = message.name
     if message.reasoning:
-        turn[reasoning_key] = message.reasoning
+        turn[traits.reasoning_key] = message.reasoning
     if message.tool_calls:
         turn["tool_calls"] = [
             {
@@ -159,6 +170,19 @@ def _turn(message: ChatMessage, reasoning_key: str) -> dict[str, Any]:
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id
     return turn
+
+
+def _parts_of(message: ChatMessage) -> list[dict[str, str]]:
+    """Return text and images as templates of models that see want them."""
+    parts: list[dict[str, str]] = []
+    start = 0
+    for position in (*(placed.position for placed in message.images), len(message.content)):
+        if position > start:
+            parts.append({"type": "text", "text": message.content[start:position]})
+        parts.append({"type": "image"})
+        start = position
+    parts.pop()
+    return parts or [{"type": "text", "text": ""}]
 
 
 def offer(tool: Tool) -> dict[str, Any]:
@@ -202,6 +226,8 @@ class TemplateTraits:
     shows_tool_results: bool = True
     reasoning_key: str = "reasoning_content"
     """The name under which it looks for the reasoning of a turn."""
+    wants_parts: bool = False
+    """It shows nothing of a turn whose content is a text and no list of parts."""
 
 
 def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
@@ -235,6 +261,7 @@ def _merge(turns: Sequence[ChatMessage], *, roles: set[str]) -> list[ChatMessage
         merged[-1] = ChatMessage(
             role=turn.role,
             content=_joined(last.content, turn.content),
+            images=(*last.images, *_shifted(turn, behind=last.content)),
             name=turn.name,
             reasoning=_joined(last.reasoning, turn.reasoning),
             tool_calls=turn.tool_calls,
@@ -251,13 +278,20 @@ def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[
         if turn.role == "system" and not takes:
             waiting = _joined(waiting, turn.content)
         elif turn.role == "user" and waiting:
-            folded.append(dataclasses.replace(turn, content=_joined(waiting, turn.content)))
+            content, images = _joined(waiting, turn.content), _shifted(turn, behind=waiting)
+            folded.append(dataclasses.replace(turn, content=content, images=images))
             waiting = ""
         else:
             folded.append(turn)
     if waiting:
         folded.append(ChatMessage("user", waiting))
     return folded
+
+
+def _shifted(turn: ChatMessage, *, behind: str) -> tuple[PlacedImage, ...]:
+    """Return a turn's images where its text follows another one."""
+    moved = len(_joined(behind, turn.content)) - len(turn.content)
+    return tuple(dataclasses.replace(p, position=p.position + moved) for p in turn.images)
 
 
 def _joined(first: str, second: str) -> str:

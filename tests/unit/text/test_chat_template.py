@@ -5,8 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from icehouse_server.domain.chat import ChatMessage, Conversation, ToolChoice, ToolMode
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    ImageSource,
+    ImageTexts,
+    PlacedImage,
+    ToolChoice,
+    ToolMode,
+)
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.chat_template import fit
 
 from tests.fixtures.chat.families import (
     ALTERNATING,
@@ -200,3 +209,43 @@ def test_a_call_is_forced_behind_the_prompt_where_a_longer_past_is_written_anew(
 def test_one_tool_that_is_required_is_as_good_as_named() -> None:
     conversation = Conversation(ASKED, tools=(CLOCK,), tool_choice=ToolChoice(ToolMode.REQUIRED))
     assert '"get_time", "arguments"' in tokenizer_of(THINKING).render_chat(conversation).opening
+
+
+SEEING = Family(
+    # As SmolVLM: a turn's content is a list of parts, and of a plain text nothing is shown.
+    """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{%- for part in message['content'] %}{% if part['type'] == 'text' %} {{ part['text'] }}
+{%- elif part['type'] == 'image' %}<picture>{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+)
+
+
+def with_images(role: str, content: str, *positions: int) -> ChatMessage:
+    source = ImageSource(b"", "", "")
+    return ChatMessage(role, content, images=tuple(PlacedImage(p, source) for p in positions))
+
+
+def seen(*messages: ChatMessage, texts: tuple[str, ...]) -> str:
+    return render(SEEING, Conversation(messages, image_texts=ImageTexts("<picture>", texts)))
+
+
+def test_images_stand_where_they_were_put() -> None:
+    assert traits(SEEING).wants_parts and not traits(THINKING).wants_parts
+    shown = seen(with_images("user", "onetwo", 0, 3, 3, 6), texts=("A", "B", "C", "D"))
+    assert "userA oneBC twoD<|im_end|>" in shown
+    assert "userA<|im_end|>" in seen(with_images("user", "", 0), texts=("A",))
+    assert " plain<|im_end|>" in render(SEEING, Conversation(turns(("user", "plain"))))
+
+
+def test_images_move_with_texts_that_become_one() -> None:
+    merged = fit([with_images("user", "one", 1), with_images("user", "two", 0, 3)], traits(ALTERNATING))
+    assert [(m.content, [p.position for p in m.images]) for m in merged] == [("one\n\ntwo", [1, 5, 8])]
+    folded = fit([ChatMessage("system", "Be brief."), with_images("user", "Hi", 2)], traits(SYSTEMLESS))
+    assert [(m.content, [p.position for p in m.images]) for m in folded] == [("Be brief.\n\nHi", [13])]
+
+
+def test_a_mark_in_a_text_is_refused() -> None:
+    for message in (with_images("user", "<picture>", 0), ChatMessage("user", "none")):
+        with pytest.raises(InvalidRequest, match="marks of images") as caught:
+            seen(message, texts=("A",))
+        assert caught.value.reason is Reason.CHAT_INVALID

@@ -260,8 +260,10 @@ type Model struct {
 	Adapters []*Adapter `protobuf:"bytes,15,rep,name=adapters,proto3" json:"adapters,omitempty"`
 	// Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
 	EmbeddingDimensions int32 `protobuf:"varint,16,opt,name=embedding_dimensions,json=embeddingDimensions,proto3" json:"embedding_dimensions,omitempty"`
-	unknownFields       protoimpl.UnknownFields
-	sizeCache           protoimpl.SizeCache
+	// Whether chat prompts may have images in them.
+	ReadsImages   bool `protobuf:"varint,17,opt,name=reads_images,json=readsImages,proto3" json:"reads_images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -406,6 +408,13 @@ func (x *Model) GetEmbeddingDimensions() int32 {
 	return 0
 }
 
+func (x *Model) GetReadsImages() bool {
+	if x != nil {
+		return x.ReadsImages
+	}
+	return false
+}
+
 var File_icehouse_v1_model_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_model_service_proto_rawDesc = "" +
@@ -421,7 +430,7 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"<\n" +
 	"\x10GetModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\xd2\x04\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\xf5\x04\n" +
 	"\x05Model\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12'\n" +
@@ -439,7 +448,8 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\reos_token_ids\x18\r \x03(\x05R\veosTokenIds\x12\x16\n" +
 	"\x06device\x18\x0e \x01(\tR\x06device\x120\n" +
 	"\badapters\x18\x0f \x03(\v2\x14.icehouse.v1.AdapterR\badapters\x121\n" +
-	"\x14embedding_dimensions\x18\x10 \x01(\x05R\x13embeddingDimensions2\xa6\x01\n" +
+	"\x14embedding_dimensions\x18\x10 \x01(\x05R\x13embeddingDimensions\x12!\n" +
+	"\freads_images\x18\x11 \x01(\bR\vreadsImages2\xa6\x01\n" +
 	"\fModelService\x12M\n" +
 	"\n" +
 	"ListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n" +

@@ -235,6 +235,7 @@ type ContentPart struct {
 	// Types that are valid to be assigned to Part:
 	//
 	//	*ContentPart_Text
+	//	*ContentPart_Image
 	Part          isContentPart_Part `protobuf_oneof:"part"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -286,6 +287,15 @@ func (x *ContentPart) GetText() string {
 	return ""
 }
 
+func (x *ContentPart) GetImage() *ImagePart {
+	if x != nil {
+		if x, ok := x.Part.(*ContentPart_Image); ok {
+			return x.Image
+		}
+	}
+	return nil
+}
+
 type isContentPart_Part interface {
 	isContentPart_Part()
 }
@@ -295,7 +305,116 @@ type ContentPart_Text struct {
 	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
 }
 
+type ContentPart_Image struct {
+	// An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
+	// alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
+	// `server.max_images`.
+	Image *ImagePart `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
+}
+
 func (*ContentPart_Text) isContentPart_Part() {}
+
+func (*ContentPart_Image) isContentPart_Part() {}
+
+// An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
+// transparency. Two files with the same pixels are the same image to the prefix cache.
+type ImagePart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The image itself; required (IMAGE_INVALID).
+	//
+	// Types that are valid to be assigned to Source:
+	//
+	//	*ImagePart_Data
+	//	*ImagePart_Uri
+	Source isImagePart_Source `protobuf_oneof:"source"`
+	// "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
+	// refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+	MediaType     string `protobuf:"bytes,3,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImagePart) Reset() {
+	*x = ImagePart{}
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImagePart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImagePart) ProtoMessage() {}
+
+func (x *ImagePart) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImagePart.ProtoReflect.Descriptor instead.
+func (*ImagePart) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *ImagePart) GetSource() isImagePart_Source {
+	if x != nil {
+		return x.Source
+	}
+	return nil
+}
+
+func (x *ImagePart) GetData() []byte {
+	if x != nil {
+		if x, ok := x.Source.(*ImagePart_Data); ok {
+			return x.Data
+		}
+	}
+	return nil
+}
+
+func (x *ImagePart) GetUri() string {
+	if x != nil {
+		if x, ok := x.Source.(*ImagePart_Uri); ok {
+			return x.Uri
+		}
+	}
+	return ""
+}
+
+func (x *ImagePart) GetMediaType() string {
+	if x != nil {
+		return x.MediaType
+	}
+	return ""
+}
+
+type isImagePart_Source interface {
+	isImagePart_Source()
+}
+
+type ImagePart_Data struct {
+	// The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
+	// (IMAGE_INVALID, before anything is decoded).
+	Data []byte `protobuf:"bytes,1,opt,name=data,proto3,oneof"`
+}
+
+type ImagePart_Uri struct {
+	// A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
+	// IMAGE_INVALID.
+	Uri string `protobuf:"bytes,2,opt,name=uri,proto3,oneof"`
+}
+
+func (*ImagePart_Data) isImagePart_Source() {}
+
+func (*ImagePart_Uri) isImagePart_Source() {}
 
 // A prompt that the caller has tokenized. Nothing is added to it, no start token either.
 type TokenPrompt struct {
@@ -309,7 +428,7 @@ type TokenPrompt struct {
 
 func (x *TokenPrompt) Reset() {
 	*x = TokenPrompt{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -321,7 +440,7 @@ func (x *TokenPrompt) String() string {
 func (*TokenPrompt) ProtoMessage() {}
 
 func (x *TokenPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -334,7 +453,7 @@ func (x *TokenPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenPrompt.ProtoReflect.Descriptor instead.
 func (*TokenPrompt) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{3}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *TokenPrompt) GetIds() []int32 {
@@ -367,10 +486,17 @@ const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"toolCallId\x12\x1b\n" +
 	"\ttoken_ids\x18\a \x03(\x05R\btokenIds\x12.\n" +
 	"\x05parts\x18\b \x03(\v2\x18.icehouse.v1.ContentPartR\x05partsB\a\n" +
-	"\x05_name\"+\n" +
+	"\x05_name\"[\n" +
 	"\vContentPart\x12\x14\n" +
-	"\x04text\x18\x01 \x01(\tH\x00R\x04textB\x06\n" +
-	"\x04part\"\x1f\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12.\n" +
+	"\x05image\x18\x02 \x01(\v2\x16.icehouse.v1.ImagePartH\x00R\x05imageB\x06\n" +
+	"\x04part\"^\n" +
+	"\tImagePart\x12\x14\n" +
+	"\x04data\x18\x01 \x01(\fH\x00R\x04data\x12\x12\n" +
+	"\x03uri\x18\x02 \x01(\tH\x00R\x03uri\x12\x1d\n" +
+	"\n" +
+	"media_type\x18\x03 \x01(\tR\tmediaTypeB\b\n" +
+	"\x06source\"\x1f\n" +
 	"\vTokenPrompt\x12\x10\n" +
 	"\x03ids\x18\x01 \x03(\x05R\x03idsb\x06proto3"
 
@@ -386,25 +512,27 @@ func file_icehouse_v1_prompt_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_prompt_proto_rawDescData
 }
 
-var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
 var file_icehouse_v1_prompt_proto_goTypes = []any{
 	(*ChatPrompt)(nil),      // 0: icehouse.v1.ChatPrompt
 	(*ChatMessage)(nil),     // 1: icehouse.v1.ChatMessage
 	(*ContentPart)(nil),     // 2: icehouse.v1.ContentPart
-	(*TokenPrompt)(nil),     // 3: icehouse.v1.TokenPrompt
-	(*structpb.Struct)(nil), // 4: google.protobuf.Struct
-	(*ToolCall)(nil),        // 5: icehouse.v1.ToolCall
+	(*ImagePart)(nil),       // 3: icehouse.v1.ImagePart
+	(*TokenPrompt)(nil),     // 4: icehouse.v1.TokenPrompt
+	(*structpb.Struct)(nil), // 5: google.protobuf.Struct
+	(*ToolCall)(nil),        // 6: icehouse.v1.ToolCall
 }
 var file_icehouse_v1_prompt_proto_depIdxs = []int32{
 	1, // 0: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
-	4, // 1: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
-	5, // 2: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
+	5, // 1: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
+	6, // 2: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
 	2, // 3: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
-	4, // [4:4] is the sub-list for method output_type
-	4, // [4:4] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	3, // 4: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
+	5, // [5:5] is the sub-list for method output_type
+	5, // [5:5] is the sub-list for method input_type
+	5, // [5:5] is the sub-list for extension type_name
+	5, // [5:5] is the sub-list for extension extendee
+	0, // [0:5] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_prompt_proto_init() }
@@ -417,6 +545,11 @@ func file_icehouse_v1_prompt_proto_init() {
 	file_icehouse_v1_prompt_proto_msgTypes[1].OneofWrappers = []any{}
 	file_icehouse_v1_prompt_proto_msgTypes[2].OneofWrappers = []any{
 		(*ContentPart_Text)(nil),
+		(*ContentPart_Image)(nil),
+	}
+	file_icehouse_v1_prompt_proto_msgTypes[3].OneofWrappers = []any{
+		(*ImagePart_Data)(nil),
+		(*ImagePart_Uri)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -424,7 +557,7 @@ func file_icehouse_v1_prompt_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_prompt_proto_rawDesc), len(file_icehouse_v1_prompt_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   4,
+			NumMessages:   5,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

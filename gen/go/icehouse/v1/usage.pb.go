@@ -533,6 +533,8 @@ type Usage struct {
 	TimeToFirstToken *durationpb.Duration `protobuf:"bytes,10,opt,name=time_to_first_token,json=timeToFirstToken,proto3" json:"time_to_first_token,omitempty"`
 	// From arrival to the end.
 	TotalDuration *durationpb.Duration `protobuf:"bytes,11,opt,name=total_duration,json=totalDuration,proto3" json:"total_duration,omitempty"`
+	// Of `prompt_tokens`, those that stand for images, what is written between their parts included.
+	ImageTokens int32 `protobuf:"varint,28,opt,name=image_tokens,json=imageTokens,proto3" json:"image_tokens,omitempty"`
 	// Tokens that speculation guessed. 0 without speculation.
 	DraftTokens int32 `protobuf:"varint,25,opt,name=draft_tokens,json=draftTokens,proto3" json:"draft_tokens,omitempty"`
 	// Of these, tokens that became output; each saved a step.
@@ -651,6 +653,13 @@ func (x *Usage) GetTotalDuration() *durationpb.Duration {
 	return nil
 }
 
+func (x *Usage) GetImageTokens() int32 {
+	if x != nil {
+		return x.ImageTokens
+	}
+	return 0
+}
+
 func (x *Usage) GetDraftTokens() int32 {
 	if x != nil {
 		return x.DraftTokens
@@ -699,7 +708,7 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\x04text\x18\x02 \x01(\tR\x04text\"W\n" +
 	"\fPromptChange\x121\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1d.icehouse.v1.PromptChangeKindR\x04kind\x12\x14\n" +
-	"\x05count\x18\x02 \x01(\x05R\x05count\"\xf5\x05\n" +
+	"\x05count\x18\x02 \x01(\x05R\x05count\"\x98\x06\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x05R\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\x05R\fcachedTokens\x12\x1d\n" +
@@ -715,6 +724,7 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\x13time_to_first_token\x18\n" +
 	" \x01(\v2\x19.google.protobuf.DurationR\x10timeToFirstToken\x12@\n" +
 	"\x0etotal_duration\x18\v \x01(\v2\x19.google.protobuf.DurationR\rtotalDuration\x12!\n" +
+	"\fimage_tokens\x18\x1c \x01(\x05R\vimageTokens\x12!\n" +
 	"\fdraft_tokens\x18\x19 \x01(\x05R\vdraftTokens\x122\n" +
 	"\x15accepted_draft_tokens\x18\x1a \x01(\x05R\x13acceptedDraftTokens\x12J\n" +
 	"\x11speculation_limit\x18\x1b \x01(\x0e2\x1d.icehouse.v1.SpeculationLimitR\x10speculationLimit*\xc4\x01\n" +

@@ -141,6 +141,7 @@ class Model(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    READS_IMAGES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name callers use in `model`."""
     architecture: _builtins.str
@@ -167,6 +168,8 @@ class Model(_message.Message):
     """The device it runs on, for example "cpu" or "gpu"."""
     embedding_dimensions: _builtins.int
     """Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model."""
+    reads_images: _builtins.bool
+    """Whether chat prompts may have images in them."""
     @_builtins.property
     def cache_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Cache classes of its layers, in order of first appearance."""
@@ -198,10 +201,11 @@ class Model(_message.Message):
         device: _builtins.str = ...,
         adapters: _abc.Iterable[_adapter_pb2.Adapter] | None = ...,
         embedding_dimensions: _builtins.int = ...,
+        reads_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "quantization", b"quantization", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "quantization", b"quantization", "reads_images", b"reads_images", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,22 +156,71 @@ class ContentPart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text."""
+    @_builtins.property
+    def image(self) -> Global___ImagePart:
+        """An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
+        alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
+        `server.max_images`.
+        """
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
+        image: Global___ImagePart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "image"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
+
+@_typing.final
+class ImagePart(_message.Message):
+    """An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
+    transparency. Two files with the same pixels are the same image to the prefix cache.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
+    (IMAGE_INVALID, before anything is decoded).
+    """
+    uri: _builtins.str
+    """A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
+    IMAGE_INVALID.
+    """
+    media_type: _builtins.str
+    """"image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
+    refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+    """
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        uri: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "source", b"source", "uri", b"uri"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "source", b"source", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["data", "uri"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___ImagePart: _TypeAlias = ImagePart  # noqa: Y015
 
 @_typing.final
 class TokenPrompt(_message.Message):

@@ -307,6 +307,7 @@ class Usage(_message.Message):
     DECODE_DURATION_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     TOTAL_DURATION_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     SPECULATION_LIMIT_FIELD_NUMBER: _builtins.int
@@ -320,6 +321,8 @@ class Usage(_message.Message):
     """Prompt tokens taken from blocks on SSD."""
     output_tokens: _builtins.int
     """Tokens generated, an end token included."""
+    image_tokens: _builtins.int
+    """Of `prompt_tokens`, those that stand for images, what is written between their parts included."""
     draft_tokens: _builtins.int
     """Tokens that speculation guessed. 0 without speculation."""
     accepted_draft_tokens: _builtins.int
@@ -366,13 +369,14 @@ class Usage(_message.Message):
         decode_duration: _duration_pb2.Duration | None = ...,
         time_to_first_token: _duration_pb2.Duration | None = ...,
         total_duration: _duration_pb2.Duration | None = ...,
+        image_tokens: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
         speculation_limit: _speculation_pb2.SpeculationLimit.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_duration", b"decode_duration", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration", "restore_duration", b"restore_duration", "time_to_first_token", b"time_to_first_token", "total_duration", b"total_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "decode_duration", b"decode_duration", "draft_tokens", b"draft_tokens", "output_tokens", b"output_tokens", "prefill_duration", b"prefill_duration", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "ram_tokens", b"ram_tokens", "restore_duration", b"restore_duration", "speculation_limit", b"speculation_limit", "ssd_tokens", b"ssd_tokens", "time_to_first_token", b"time_to_first_token", "total_duration", b"total_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "decode_duration", b"decode_duration", "draft_tokens", b"draft_tokens", "image_tokens", b"image_tokens", "output_tokens", b"output_tokens", "prefill_duration", b"prefill_duration", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "ram_tokens", b"ram_tokens", "restore_duration", b"restore_duration", "speculation_limit", b"speculation_limit", "ssd_tokens", b"ssd_tokens", "time_to_first_token", b"time_to_first_token", "total_duration", b"total_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

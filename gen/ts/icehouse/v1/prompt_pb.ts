@@ -15,7 +15,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/prompt.proto.
  */
 export const file_icehouse_v1_prompt: GenFile = /*@__PURE__*/
-  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi2AEKC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIRCgRuYW1lGAMgASgJSACIAQESEQoJcmVhc29uaW5nGAQgASgJEikKCnRvb2xfY2FsbHMYBSADKAsyFS5pY2Vob3VzZS52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBiABKAkSEQoJdG9rZW5faWRzGAcgAygFEicKBXBhcnRzGAggAygLMhguaWNlaG91c2UudjEuQ29udGVudFBhcnRCBwoFX25hbWUiJQoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAQgYKBHBhcnQiGgoLVG9rZW5Qcm9tcHQSCwoDaWRzGAEgAygFYgZwcm90bzM", [file_google_protobuf_struct, file_icehouse_v1_tool]);
+  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi2AEKC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIRCgRuYW1lGAMgASgJSACIAQESEQoJcmVhc29uaW5nGAQgASgJEikKCnRvb2xfY2FsbHMYBSADKAsyFS5pY2Vob3VzZS52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBiABKAkSEQoJdG9rZW5faWRzGAcgAygFEicKBXBhcnRzGAggAygLMhguaWNlaG91c2UudjEuQ29udGVudFBhcnRCBwoFX25hbWUiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJICglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAlCCAoGc291cmNlIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBWIGcHJvdG8z", [file_google_protobuf_struct, file_icehouse_v1_tool]);
 
 /**
  * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
@@ -169,6 +169,16 @@ export type ContentPart = Message<"icehouse.v1.ContentPart"> & {
      */
     value: string;
     case: "text";
+  } | {
+    /**
+     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
+     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
+     * `server.max_images`.
+     *
+     * @generated from field: icehouse.v1.ImagePart image = 2;
+     */
+    value: ImagePart;
+    case: "image";
   } | { case: undefined; value?: undefined };
 };
 
@@ -178,6 +188,54 @@ export type ContentPart = Message<"icehouse.v1.ContentPart"> & {
  */
 export const ContentPartSchema: GenMessage<ContentPart> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_prompt, 2);
+
+/**
+ * An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
+ * transparency. Two files with the same pixels are the same image to the prefix cache.
+ *
+ * @generated from message icehouse.v1.ImagePart
+ */
+export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
+  /**
+   * The image itself; required (IMAGE_INVALID).
+   *
+   * @generated from oneof icehouse.v1.ImagePart.source
+   */
+  source: {
+    /**
+     * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
+     * (IMAGE_INVALID, before anything is decoded).
+     *
+     * @generated from field: bytes data = 1;
+     */
+    value: Uint8Array;
+    case: "data";
+  } | {
+    /**
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
+     * IMAGE_INVALID.
+     *
+     * @generated from field: string uri = 2;
+     */
+    value: string;
+    case: "uri";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
+   * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+   *
+   * @generated from field: string media_type = 3;
+   */
+  mediaType: string;
+};
+
+/**
+ * Describes the message icehouse.v1.ImagePart.
+ * Use `create(ImagePartSchema)` to create a new message.
+ */
+export const ImagePartSchema: GenMessage<ImagePart> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_prompt, 3);
 
 /**
  * A prompt that the caller has tokenized. Nothing is added to it, no start token either.
@@ -199,5 +257,5 @@ export type TokenPrompt = Message<"icehouse.v1.TokenPrompt"> & {
  * Use `create(TokenPromptSchema)` to create a new message.
  */
 export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 3);
+  messageDesc(file_icehouse_v1_prompt, 4);
 

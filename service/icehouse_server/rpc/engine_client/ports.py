@@ -8,10 +8,10 @@ from typing import Protocol
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
-from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse_server.domain.chat import Conversation, ImageSource, ImageTexts, RenderedChat
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.request import GenerationRequest, ImageSpan
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
@@ -97,6 +97,27 @@ class TokenizerPort(Protocol):
         ...
 
 
+class ImagePort(Protocol):
+    """Reads images for the served model. Any thread; an image takes tens of milliseconds."""
+
+    def read(self, sources: Sequence[ImageSource]) -> ReadImages:
+        """Decode images and prepare them; raises InvalidRequest, which names the one at fault."""
+        ...
+
+
+class ReadImages(Protocol):
+    """All images of a prompt."""
+
+    @property
+    def texts(self) -> ImageTexts:
+        """What stands for each of them in the prompt."""
+        ...
+
+    def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
+        """Return where they are in a prompt's tokens; raises InvalidRequest where texts have marks."""
+        ...
+
+
 class GrammarPort(Protocol):
     """Compiles response formats for the served model. Called in a few threads; may take seconds."""
 
@@ -127,3 +148,5 @@ class ServedModel:
 
     info: ModelInfo
     tokenizer: TokenizerPort
+    images: ImagePort | None = None
+    """None where the model reads text alone."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +14,16 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 from icehouse.v1 import prompt_pb2, tool_pb2
 
-from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    ImageSource,
+    PlacedImage,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.validation import check_token_ids, shown
@@ -154,8 +166,8 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
         raise _bad_chat(
             f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
         )
-    content = _content_of(message, field)
-    if not content and role not in _SILENT_ROLES:
+    said = _content_of(message, field, info)
+    if not (said.text or said.images) and role not in _SILENT_ROLES:
         raise _bad_chat(
             f'{field}.content is empty; only an "assistant" or a "tool" may say nothing',
             field=f"{field}.content",
@@ -173,7 +185,8 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
     check_token_ids(message.token_ids, info, field=f"{field}.token_ids")
     return ChatMessage(
         role=role,
-        content=content,
+        content=said.text,
+        images=said.images,
         name=message.name if message.HasField("name") else None,
         reasoning=message.reasoning,
         tool_calls=tuple(
@@ -184,16 +197,66 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
     )
 
 
-def _content_of(message: prompt_pb2.ChatMessage, field: str) -> str:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Content:
+    text: str
+    images: tuple[PlacedImage, ...] = ()
+
+
+def _content_of(message: prompt_pb2.ChatMessage, field: str, info: ModelInfo) -> _Content:
     if not message.parts:
-        return message.content
+        return _Content(message.content)
     if message.content:
         raise _bad_chat(f"{field} has `content` and `parts`; send one of them", field=f"{field}.parts")
     _check_count(len(message.parts), PART_COUNT_LIMIT, what="parts", field=f"{field}.parts")
+    text = ""
+    images: list[PlacedImage] = []
     for index, part in enumerate(message.parts):
-        if part.WhichOneof("part") != "text":
-            raise _bad_chat(f"{field}.parts[{index}] has no text", field=f"{field}.parts[{index}]")
-    return "".join(part.text for part in message.parts)
+        kind, place = part.WhichOneof("part"), f"{field}.parts[{index}]"
+        if kind == "text":
+            text += part.text
+        elif kind == "image":
+            images.append(PlacedImage(len(text), _image_of(part.image, message.role, info, f"{place}.image")))
+        else:
+            raise _bad_chat(f"{place} has neither text nor an image", field=place)
+    return _Content(text, tuple(images))
+
+
+def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: str) -> ImageSource:
+    if not info.sees_images:
+        raise InvalidRequest(
+            Reason.IMAGES_UNSUPPORTED,
+            f"{field} is an image, and the model {info.model_id!r} ({info.architecture}) reads text alone "
+            "here; leave images out or use a model that reads them",
+            field=field,
+            metadata={"architecture": info.architecture},
+        )
+    if role != "user":
+        raise _bad_chat(f'{field} is in a turn of {role!r}; images are for "user" only', field=field)
+    source = image.WhichOneof("source")
+    if source == "data" and image.data:
+        return ImageSource(image.data, image.media_type, field)
+    if source == "uri":
+        return _from_data_uri(image.uri, image.media_type, field)
+    raise _bad_image(f"{field} has neither data nor a URI", field=field)
+
+
+def _from_data_uri(uri: str, media_type: str, field: str) -> ImageSource:
+    head, comma, body = uri.partition(",")
+    told, *options = head.removeprefix("data:").split(";")
+    if not (head.startswith("data:") and comma and options[-1:] == ["base64"]):
+        shape = "data:image/png;base64,..."
+        raise _bad_image(f"{field}.uri is {shown(uri[:40])}; it must be {shape}", field=f"{field}.uri")
+    if media_type and told and media_type.lower() != told.lower():
+        raise _bad_image(
+            f"{field}.media_type is {shown(media_type)}, and its URI says {shown(told)}",
+            field=f"{field}.media_type",
+        )
+    try:
+        data = base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise _bad_image(f"{field}.uri is not base64: {error}", field=f"{field}.uri") from None
+    return ImageSource(data, media_type or told, field)
 
 
 def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
@@ -269,6 +332,10 @@ def _object_of(text: str) -> dict[str, Any]:
 
 def _bad_chat(message: str, *, field: str) -> InvalidRequest:
     return InvalidRequest(Reason.CHAT_INVALID, message, field=field, metadata={"field": field})
+
+
+def _bad_image(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.IMAGE_INVALID, message, field=field)
 
 
 def _bad_tool(message: str, *, field: str) -> InvalidRequest:

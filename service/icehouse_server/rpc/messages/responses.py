@@ -109,6 +109,7 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
         decode_duration=duration_proto(usage.decode_s),
         time_to_first_token=duration_proto(usage.ttft_s),
         total_duration=duration_proto(usage.total_s),
+        image_tokens=usage.image_token_count,
         draft_tokens=usage.drafts.proposed_count,
         accepted_draft_tokens=usage.drafts.accepted_count,
         speculation_limit=LIMITS[usage.drafts.limit],
@@ -191,6 +192,7 @@ def model_proto(info: ModelInfo) -> model_service_pb2.Model:
         eos_token_ids=info.eos_token_ids,
         device=info.device,
         embedding_dimensions=info.embedding_size,
+        reads_images=info.sees_images,
         adapters=[adapter_proto(adapter) for adapter in info.adapters],
     )
 

@@ -10,6 +10,7 @@ from icehouse.v1 import cache_policy_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.domain.request import GenerationRequest
@@ -88,6 +89,7 @@ class Generation:
         request = dataclasses.replace(
             request,
             prompt_token_ids=prompt.token_ids,
+            images=prompt.images,
             sampling=sampling,
             grammar=await self._grammars.compile(unread.form) if unread.form is not None else None,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
@@ -97,9 +99,9 @@ class Generation:
 
     async def read_prompt(
         self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: Call
-    ) -> tuple[tuple[int, ...], ReportNotes]:
-        """Return the tokens of a prompt that the engine does not run, and what is to be noted of them; raises
-        what refuses them.
+    ) -> tuple[TokenKeys, ReportNotes]:
+        """Return the token keys of a prompt that the engine does not run, and what is to be noted of it;
+        raises what refuses it.
 
         `kind` is the prompt's set field.
         """
@@ -112,7 +114,7 @@ class Generation:
         self.charge(0, call=call)
         read = await self._read(prompt, model, call)
         self.charge(len(read.token_ids), call=call)
-        return read.token_ids, notes_of(read, model, tenant=tenant, call=call)
+        return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
     def charge(self, token_count: int, *, call: Call) -> None:
         """Count tokens of a call that the engine runs nothing for; raises Overloaded as a request would."""

@@ -15,14 +15,15 @@ from typing import Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.chat import Conversation, PromptChange
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.request import GenerationRequest, ImageSpan, keys_of
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.calls.shares import FairQueue, Hold, on_loop
-from icehouse_server.rpc.engine_client.ports import ServedModel, TokenizerPort
+from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.validation import check_token_ids
 from icehouse_server.rpc.services.prepared import RenderedConversation
@@ -94,6 +95,12 @@ class ReadPrompt:
 
     token_ids: tuple[int, ...]
     chat: RenderedConversation | None = None
+    images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def keys(self) -> TokenKeys:
+        """The tokens as the prefix cache knows them."""
+        return keys_of(self.token_ids, self.images)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -285,7 +292,7 @@ def pieces(prompt: Text | Chat, model: ServedModel) -> list[tuple[int, str]]:
     limit = max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * model.info.context_token_limit)
     _check_bytes(prompt, limit_bytes=limit)
     tokenizer = model.tokenizer
-    return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, tokenizer).token_ids]
+    return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model).token_ids]
 
 
 def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
@@ -295,19 +302,25 @@ def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
     if prompt.size_bytes > _TEXT_BYTES:
         limit = model.info.context_token_limit * model.tokenizer.longest_token_bytes
         _check_bytes(prompt, limit_bytes=max(_TEXT_BYTES, limit))
-    read = _tokens(prompt, model.tokenizer)
+    read = _tokens(prompt, model)
     if not read.token_ids:
         raise _empty(prompt.field)
     check_length(len(read.token_ids), model.info, field=prompt.field)
     return read
 
 
-def _tokens(prompt: Text | Chat, tokenizer: TokenizerPort) -> ReadPrompt:
+def _tokens(prompt: Text | Chat, model: ServedModel) -> ReadPrompt:
     if isinstance(prompt, Text):
-        return ReadPrompt(tuple(tokenizer.encode(prompt.text)))
-    rendered = tokenizer.render_chat(prompt.conversation)
+        return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
+    conversation, images = prompt.conversation, None
+    if conversation.images:
+        assert model.images is not None, "a model that reads text alone refuses images before"
+        images = model.images.read(conversation.images)
+        conversation = dataclasses.replace(conversation, image_texts=images.texts)
+    rendered = model.tokenizer.render_chat(conversation)
     chat = RenderedConversation(prompt.conversation, rendered, prompt.changes)
-    return ReadPrompt(rendered.token_ids, chat)
+    spans = () if images is None else images.spans(rendered.token_ids)
+    return ReadPrompt(rendered.token_ids, chat, spans)
 
 
 def _check_bytes(prompt: Text | Chat, *, limit_bytes: int) -> None:

@@ -1,0 +1,140 @@
+"""Pictures over the wire: bytes and data URIs, what they cost, what is refused, and where they come from."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2, prompt_pb2
+from icehouse_server.domain.model import EngineState
+from icehouse_server.engine.runner.vision import mlx_vlm
+from icehouse_server.errors import ModelError
+
+pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
+
+from PIL import Image
+
+from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models.vision import TILE_TOKEN_COUNT, tiny_vision_dir
+from tests.fixtures.rpc.details import refused
+from tests.fixtures.whole_server import whole_server
+
+OUTPUT_COUNT = 8
+QUESTION = " what is it, and who had put it on the ground in that street?"
+
+
+def png(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (40, 60, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def image(data: bytes, **fields: Any) -> prompt_pb2.ContentPart:
+    return prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(data=data, **fields))
+
+
+def text(words: str) -> prompt_pb2.ContentPart:
+    return prompt_pb2.ContentPart(text=words)
+
+
+def chat(*parts: prompt_pb2.ContentPart, role: str = "user") -> prompt_pb2.ChatPrompt:
+    return prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=role, parts=parts)])
+
+
+def request(prompt: prompt_pb2.ChatPrompt) -> inference_service_pb2.GenerateRequest:
+    return inference_service_pb2.GenerateRequest(chat=prompt, max_output_tokens=OUTPUT_COUNT)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision_dir(tmp_path_factory.mktemp("models"))
+
+
+def expected(folder: Path, data: bytes) -> tuple[list[int], int]:
+    """Return the tokens that mlx-vlm generates by its own means, and how many the prompt has."""
+    from mlx_vlm.generate import stream_generate
+    from mlx_vlm.utils import load
+
+    model, processor = load(str(folder))
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    pictures: list[Any] = [Image.open(io.BytesIO(data))]
+    # The tiny tokenizer puts <bos> before what the template wrote; SmolVLM's own does not.
+    processor.tokenizer.backend_tokenizer.post_processor = None
+    told = list(
+        stream_generate(model, processor, prompt, image=pictures, max_tokens=OUTPUT_COUNT, temperature=0.0)
+    )
+    return [int(each.token) for each in told][:OUTPUT_COUNT], told[-1].prompt_tokens
+
+
+async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path, tmp_path: Path) -> None:
+    tokens, prompt_count = expected(folder, png(1))
+    uri = f"data:image/png;base64,{base64.b64encode(png(1)).decode()}"
+    by_uri = prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(uri=uri))
+    async with whole_server(folder, tmp_path) as house:
+        shown = await house.models.GetModel(model_service_pb2.GetModelRequest())
+        cold = await house.inference.Generate(request(chat(image(png(1)), text(QUESTION))))
+        warm = await house.inference.Generate(request(chat(by_uri, text(QUESTION))))
+        other = await house.inference.Generate(request(chat(image(png(2)), text(QUESTION))))
+        explained = await house.cache.Explain(
+            cache_service_pb2.ExplainRequest(chat=chat(image(png(1)), text(QUESTION)))
+        )
+    async with whole_server(folder, tmp_path) as house:
+        ssd = await house.inference.Generate(
+            request(chat(image(png(1), media_type="image/png"), text(QUESTION)))
+        )
+    assert shown.model.reads_images
+    assert [list(each.token_ids) for each in (cold, warm, ssd)] == [tokens] * 3
+    assert cold.usage.prompt_tokens == prompt_count
+    # Four tiles and the whole; of what is written between them two tokens and more for each.
+    assert 5 * TILE_TOKEN_COUNT < cold.usage.image_tokens < prompt_count - len(QUESTION) // 4
+    assert (cold.usage.cached_tokens, warm.usage.ram_tokens) == (0, prompt_count - 1)
+    assert ssd.usage.ssd_tokens == prompt_count - 1
+    assert other.usage.cached_tokens < 16 and list(other.token_ids) != tokens
+    assert explained.cache.cached_tokens == prompt_count - 1
+
+
+REFUSED = [
+    (chat(image(png(1)[:99])), "IMAGE_INVALID", "chat.messages[0].parts[0].image"),
+    (chat(text("x"), image(png(1), media_type="image/jpeg")), "IMAGE_INVALID", "parts[1].image"),
+    (chat(image(b"")), "IMAGE_INVALID", "parts[0].image"),
+    (chat(*[image(png(1))] * 3), "IMAGE_INVALID", "parts[2].image"),
+    (chat(image(png(1)), text("<image>")), "CHAT_INVALID", "chat"),
+    (chat(image(png(1)), role="system"), "CHAT_INVALID", "parts[0].image"),
+    (
+        chat(prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(uri="https://example.org/a.png"))),
+        "IMAGE_INVALID",
+        "parts[0].image.uri",
+    ),
+]
+
+
+async def test_what_is_refused_names_its_part(folder: Path, tmp_path: Path) -> None:
+    async with whole_server(folder, tmp_path, server__max_images=2) as house:
+        for prompt, reason, field in REFUSED:
+            told = await refused(house.inference.Generate(request(prompt)))
+            assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason), told
+            assert told.field is not None and told.field.endswith(field), told
+        answered = await house.inference.Generate(request(chat(text("it was a stone"))))
+        assert len(answered.token_ids) == OUTPUT_COUNT and not answered.usage.image_tokens
+
+
+async def test_a_model_that_reads_text_says_so(tmp_path: Path) -> None:
+    async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks") as house:
+        told = await refused(house.inference.Generate(request(chat(image(png(1)), text(QUESTION)))))
+        assert told.reason == "IMAGES_UNSUPPORTED" and "reads text alone" in told.message
+
+
+async def test_without_the_extra_the_server_says_which_command_installs_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_vlm, "is_installed", lambda: False)
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[vision\]'"):
+        async with whole_server(folder, tmp_path, until=EngineState.READY):
+            pass
