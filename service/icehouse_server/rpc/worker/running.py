@@ -45,26 +45,22 @@ class RunningRequests:
     def __init__(self, cancel: Callable[[RequestId], None]) -> None:
         self._cancel = cancel
         self._all: dict[RunningRequest, str] = {}
-        self._by_name: dict[str, RunningRequest] = {}
 
     @contextlib.contextmanager
     def running(self, name: str, caller: Caller) -> Iterator[RunningRequest]:
-        """Know a request by its name until the block ends. Of two with one name the first is known."""
+        """Know a request by its name until the block ends; others, of any tenant, may have the same."""
         request = RunningRequest(caller)
         self._all[request] = name
-        self._by_name.setdefault(name, request)
         try:
             yield request
         finally:
             del self._all[request]
-            if self._by_name.get(name) is request:
-                del self._by_name[name]
 
     def abort(self, names: Sequence[str], caller: Caller) -> None:
         """End the caller's own requests of these names; others, and unknown ones, are passed over."""
-        for name in names:
-            request = self._by_name.get(name)
-            if request is not None and _may_command(caller, request):
+        wanted = frozenset(names)
+        for request, name in self._all.items():
+            if name in wanted and _may_command(caller, request):
                 request.is_aborted = True
                 for request_id in request.request_ids:
                     self._cancel(request_id)
