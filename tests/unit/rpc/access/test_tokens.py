@@ -160,6 +160,9 @@ async def test_orders_reach_the_callers_own_blocks_only(tmp_path: Path) -> None:
             (cache_service_pb2.EvictRequest(text="Hi", cache=foreign), served.cache.Evict),
         ):
             assert (await refused(method(message, metadata=bearer(SEARCH)))).reason == "TENANT_FORBIDDEN"
+        evict = cache_service_pb2.EvictRequest(text="Hi", cache=foreign)
+        stream = served.cache.EvictWithProgress(evict, metadata=bearer(SEARCH))
+        assert (await refused(stream.read())).reason == "TENANT_FORBIDDEN"
         assert served.engine.orders == []
         await served.cache.Evict(cache_service_pb2.EvictRequest(text="Hi"), metadata=bearer(SEARCH))
         [order] = served.engine.orders
@@ -172,6 +175,7 @@ async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) ->
         verify = cache_service_pb2.VerifyRequest()
         for call in (
             served.cache.Evict(evict_all, metadata=bearer(SEARCH)),
+            served.cache.EvictWithProgress(evict_all, metadata=bearer(SEARCH)).read(),
             served.cache.Verify(verify, metadata=bearer(SEARCH)),
             served.cache.VerifyWithProgress(verify, metadata=bearer(SEARCH)).read(),
         ):
