@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
@@ -31,6 +32,13 @@ _method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default=
 def current_method() -> str:
     """Return the full name of the method that this task serves, empty outside of a call."""
     return _method.get()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoded:
+    """A response as it goes over the wire: what is large is encoded piece by piece as it comes."""
+
+    data: bytes
 
 
 class WireWatcher(Protocol):
@@ -133,7 +141,7 @@ class _WatchedCall:
 
     def _writer(self, serialize: Any) -> Any:
         def write(message: Any) -> bytes:
-            data: bytes = serialize(message)
+            data: bytes = message.data if isinstance(message, Encoded) else serialize(message)
             self._sent_bytes += len(data)
             return data
 
