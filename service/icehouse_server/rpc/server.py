@@ -23,7 +23,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.address import bind, remove_uds, server_options
+from icehouse_server.rpc.address import Bound, bind, server_options
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor, MessageLimits
 from icehouse_server.rpc.calls.calls import Calls
 from icehouse_server.rpc.calls.methods import shares_of
@@ -128,14 +128,13 @@ class RpcServer:
             interceptors=(self._observation.interceptor, auth_interceptor, oneof_interceptor),
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self.address = ""
-        """What clients connect to, once started: "host:port" or "unix:path"."""
+        self._bound = Bound("")
         self._add_services(engine, router, clock, draw_seed, worker)
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
         self.security.load()
-        self.address = bind(
+        self._bound = bind(
             self._server, self._config, self._security_config, credentials=self.security.credentials
         )
         await self._server.start()
@@ -146,6 +145,11 @@ class RpcServer:
         ]
         self._observation.start()
         return self.address
+
+    @property
+    def address(self) -> str:
+        """What clients connect to, once started: "host:port" or "unix:path"."""
+        return self._bound.address
 
     @property
     def poller(self) -> StatsPoller:
@@ -168,8 +172,8 @@ class RpcServer:
         await self._observation.stop()
         self._prompts.close()
         self._grammars.close()
-        if self.address:
-            remove_uds(self._config)
+        if self._bound.socket_file is not None:
+            self._bound.socket_file.remove()
 
     async def wait(self) -> None:
         """Return when the server has stopped."""
