@@ -242,6 +242,12 @@ async def test_a_name_that_another_tenant_used_first_is_one_s_own_too(tmp_path: 
         assert (await first.read()).chunk.token_ids == [1]
 
 
+async def test_more_names_than_are_aborted_at_once_are_refused(served: RunningServer) -> None:
+    refusal = await refused(served.worker.Abort(messages.AbortRequest(request_ids=["x"] * 257)))
+    assert (refusal.code, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_ids")
+    assert "257" in refusal.message and "256" in refusal.message
+
+
 async def test_the_proved_tenant_is_the_tenant(tmp_path: Path) -> None:
     async with guarded_server(tmp_path, server={"worker": worker_parts()}) as served:
         await ended(served.worker.Generate(asking(), metadata=bearer(SEARCH)))
