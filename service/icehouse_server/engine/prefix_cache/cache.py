@@ -356,7 +356,7 @@ class PrefixCache:
         """Note that a block is gone from SSD."""
         entry = self._index.get(block)
         if entry is not None:
-            self._quotas.note_stored(entry, change_bytes=-entry.ssd_bytes)
+            self._quotas.note_stored(entry, before_bytes=entry.ssd_bytes, after_bytes=0)
             self._index.forget_stored(block)
 
     def note_persisted(self, record: BlockRecord) -> None:
@@ -448,7 +448,7 @@ class PrefixCache:
         known = self._index.get(record.hash)
         before_bytes = 0 if known is None else known.ssd_bytes
         entry = self._index.add_stored(record)
-        self._quotas.note_stored(entry, change_bytes=entry.ssd_bytes - before_bytes)
+        self._quotas.note_stored(entry, before_bytes=before_bytes, after_bytes=entry.ssd_bytes)
         return entry
 
     def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
