@@ -25,6 +25,7 @@ from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.address import Bound, bind, server_options
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor, MessageLimits
+from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.calls import Calls
 from icehouse_server.rpc.calls.methods import shares_of
 from icehouse_server.rpc.calls.watchers import Telemetry
@@ -140,8 +141,8 @@ class RpcServer:
         await self._server.start()
         self._grammars.start()
         self._tasks = [
-            asyncio.create_task(self.health.run(), name="health"),
-            asyncio.create_task(self.security.run(), name="security"),
+            background.start(self.health.run(), name="health"),
+            background.start(self.security.run(), name="security"),
         ]
         self._observation.start()
         return self.address
@@ -160,9 +161,7 @@ class RpcServer:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
         self.health.stop_serving()
         for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await background.end(task)
         self._calls.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

@@ -10,6 +10,7 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
 from icehouse_server.cli import serve
+from icehouse_server.rpc.health import Health
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.whole_server import whole_server
@@ -79,3 +80,22 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
         tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(900)])
         await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
     assert not codes, caplog.text
+
+
+async def test_a_background_task_that_failed_costs_nothing_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_health: Health) -> None:
+        raise OverflowError("date value out of range")
+
+    monkeypatch.setattr(Health, "run", fail)
+    model = tiny_model_dir(tmp_path, "llama")
+    async with whole_server(
+        model, tmp_path / "blocks", cache__block_token_count=16, cache__min_prefix_token_count=0
+    ) as server:
+        tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(100)])
+        await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
+    assert "background_task_failed" in caplog.text
+    assert server.served.engine.join(timeout_s=0)
+    assert server.served.storage is not None and server.served.storage.join(timeout_s=0)
+    assert len([*(tmp_path / "blocks").rglob("*.safetensors")]) >= 6, "RAM's blocks were not written"
