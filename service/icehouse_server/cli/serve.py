@@ -82,15 +82,8 @@ async def _serve(config: Config, clock: Clock) -> None:
         raise
     server.engine.start()
     try:
-        with narrator.phase("model_loaded") as fields:
-            await _until(server, EngineState.READY, stop_signal)
-            if router.model is not None:
-                info = router.model.info
-                fields.update(parameters=info.parameter_count, dtype=info.dtype, device=info.device)
-        _log.info(
-            "serving_started", extra={"address": address, "model": model.model_id, "boot_s": narrator.total_s}
-        )
-        await _until(server, EngineState.STOPPED, stop_signal)
+        if await _has_begun(router, stop_signal, narrator, address=address, model_id=model.model_id):
+            await _until(router, EngineState.STOPPED, stop_signal)
     finally:
         await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator)
     has_failed = router.state is EngineState.FAILED
@@ -147,13 +140,35 @@ def _listen_for_signals() -> asyncio.Event:
     return stop
 
 
-async def _until(server: Server, state: EngineState, stop: asyncio.Event) -> None:
+async def _has_begun(
+    router: Router, stop: asyncio.Event, narrator: Narrator, *, address: str, model_id: str
+) -> bool:
+    """Wait for the model; False when loading it failed, or `stop` was set before it was there."""
+    start_s = narrator.total_s
+    await _until(router, EngineState.READY, stop)
+    if router.state is not EngineState.READY or router.model is None:
+        return False
+    info = router.model.info
+    _log.info(
+        "model_loaded",
+        extra={
+            "parameters": info.parameter_count,
+            "dtype": info.dtype,
+            "device": info.device,
+            "duration_s": round(narrator.total_s - start_s, 3),
+        },
+    )
+    _log.info("serving_started", extra={"address": address, "model": model_id, "boot_s": narrator.total_s})
+    return True
+
+
+async def _until(router: Router, state: EngineState, stop: asyncio.Event) -> None:
     """Return when the engine reaches `state` or FAILED, or `stop` is set."""
     changed = asyncio.Event()
-    server.router.add_listener(changed.set)
+    router.add_listener(changed.set)
     stopping = asyncio.create_task(stop.wait())
     try:
-        while server.router.state not in (state, EngineState.FAILED) and not stop.is_set():
+        while router.state not in (state, EngineState.FAILED) and not stop.is_set():
             changed.clear()
             changing = asyncio.create_task(changed.wait())
             await asyncio.wait((changing, stopping), return_when=asyncio.FIRST_COMPLETED)

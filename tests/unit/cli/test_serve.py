@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,14 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
 from icehouse_server.cli import serve
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.model import EngineState
+from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
 from tests.fixtures.whole_server import whole_server
 
 _STUCK = """
@@ -63,6 +70,32 @@ def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process() -> None:
     boot = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}\n{_ENDLESS}"
     ended = subprocess.run([sys.executable, "-c", boot], timeout=60, capture_output=True, text=True)
     assert ended.returncode == 3 and "stuck_end_abandoned" in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "is_stopped", "lines"),
+    [
+        (EngineState.READY, False, ["model_loaded", "serving_started"]),
+        (EngineState.FAILED, False, []),
+        (EngineState.LOADING, True, []),
+    ],
+)
+async def test_the_log_says_that_a_model_is_served_only_where_it_is(
+    state: EngineState, is_stopped: bool, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    router, stop = Router(asyncio.get_running_loop()), asyncio.Event()
+    if state is EngineState.READY:
+        router.model_loaded(ServedModel(MODEL_INFO, FakeTokenizer()))
+    router.state_changed(state, None)
+    if is_stopped:
+        stop.set()
+    with caplog.at_level(logging.INFO, "icehouse.boot"):
+        async with asyncio.timeout(10):
+            has_begun = await serve._has_begun(
+                router, stop, serve.Narrator(SystemClock()), address="localhost:1", model_id="tiny"
+            )
+    assert [record.getMessage() for record in caplog.records] == lines
+    assert has_begun is bool(lines)
 
 
 async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
