@@ -399,7 +399,7 @@ class PrefixCache:
     def keep(self, entries: ReadSequence[Entry]) -> list[Entry]:
         """Keep blocks in RAM that were to leave it; return those for which there is no room. They are gone
         if they are not written."""
-        return [entry for entry in entries if not self._eviction.keep(entry, None)]
+        return self._eviction.keep(entries, None)
 
     def pin(self, entries: ReadSequence[Entry], *, pinned: bool) -> None:
         """Pin or unpin blocks, as far as this thread decides it; `pin_stored` does the rest."""
