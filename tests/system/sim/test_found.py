@@ -221,6 +221,28 @@ def test_a_pin_of_what_left_the_ssd_meanwhile_says_so(directory: Path) -> None:
     assert not list(served.cache._index)
 
 
+def test_a_pin_of_what_was_found_damaged_meanwhile_says_so(directory: Path) -> None:
+    """It is there when the storage thread pins it, and a load that was read beside has found it broken."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
+    bench.ask(b"aaaabbbbc", max_output_tokens=0)
+    bench.restart()
+    served = bench.served
+    records = sorted(served.store.index, key=lambda record: record.start_token_index)
+    answers: list[CacheAnswer | IcehouseError] = []
+    served.mailbox.post(Command(Pin(tuple(b"aaaabbbb")), answers.append))
+    served.step_engine()
+    while served.step_storage():
+        pass
+    served.store.remove(records[1:])
+    bench.ledger.removed.update(record.hash for record in records[1:])
+    served.cache.forget_stored(records[1].hash)
+    served.come_to_rest()
+    (answer,) = answers
+    assert isinstance(answer, PinReport) and answer.block_count == 1
+    assert [entry.hash for entry in served.cache._index] == [records[0].hash]
+    check_pins_agree(served)
+
+
 def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -> None:
     """Without kv regions a chain may have gaps; a window may not."""
     bench = Bench(directory, ModelSpec(1, False, 2 * BLOCK + 1, False), ram_limit_bytes=100_000)

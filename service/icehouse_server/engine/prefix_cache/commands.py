@@ -329,9 +329,9 @@ class CacheCommands:
             answer(change.report())
             return
         missing = frozenset(outcome.missing)
-        kept = tuple(entry for entry in change.entries if entry.ram or entry.hash not in missing)
-        gone = [entry for entry in change.entries if not entry.ram and entry.hash in missing]
-        self._cache.pin(gone, pinned=False)
+        # What was there when it was pinned may have been found damaged by now.
+        kept = tuple(e for e in change.entries if e.ram or (e.ssd and e.hash not in missing))
+        self._cache.pin([entry for entry in change.entries if entry not in kept], pinned=False)
         answer(dataclasses.replace(change, entries=kept).report() if kept else _nothing_to_pin())
 
     def _known(self, command: Evict | ListKnown) -> list[Entry]:
