@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,9 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as native
 from icehouse.v1 import inference_service_pb2_grpc
 
+from bench.fleet.gateway import PACKAGES, GatewayProcess, missing_packages
 from tests.fixtures.models import tiny_model_dir
 from tests.system.crash.server_process import ServerProcess
-from tests.system.fleet.gateway import GatewayProcess, missing_packages
 from tests.system.mesh.envoy import free_ports
 
 BLOCK = 16
@@ -75,12 +76,18 @@ def until(is_so: Callable[[], bool]) -> None:
         assert time.monotonic() < end_time, "it never came to be so"
 
 
+def is_served(port: int) -> bool:
+    """Whether anybody listens on a port of loopback."""
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextlib.contextmanager
 def fleet_of(
     folder: Path, *, worker_options: tuple[str, ...] = (), gateway_options: tuple[str, ...] = ()
 ) -> Iterator[Fleet]:
     """Start two workers and the gateway, and stop them."""
-    if missing := missing_packages():
+    if missing := missing_packages((*PACKAGES, "openai", "anthropic")):
         pytest.skip(f"not in this environment: {', '.join(missing)} (extra `dev`)")
     model = tiny_model_dir(folder, "llama")
     with contextlib.ExitStack() as stack:

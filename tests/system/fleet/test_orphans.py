@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.system.fleet.conftest import until
-from tests.system.fleet.gateway import missing_packages
+from bench.fleet.gateway import missing_packages
+from tests.system.fleet.conftest import is_served, until
 
 pytestmark = pytest.mark.fleet
 
@@ -22,11 +21,6 @@ with fleet_of(pathlib.Path(sys.argv[1])) as fleet:
     print(fleet.gateway.port, *fleet.workers, flush=True)
     os._exit(1)
 """
-
-
-def is_served(port: int) -> bool:
-    with socket.socket() as connection:
-        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_run_that_ends_at_once_takes_its_processes_along(tmp_path: Path) -> None:
