@@ -27,6 +27,7 @@ from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 
 from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
+from tests.system.sim.event_watch import EventWatch
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ModelSpec, reference_reply
 from tests.system.sim.server import Life, SimClock, SimServer
@@ -334,3 +335,27 @@ def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(
             check_ram(bench.served)
     bench.served.come_to_rest()
     check_ram(bench.served)
+
+
+def test_a_block_whose_header_could_not_be_read_is_announced_once_a_prompt_brought_its_tokens(
+    directory: Path,
+) -> None:
+    """Where the disk failed there, gateways heard of it, and of any block behind it, at the next listing alone."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100)
+    bench.ask(b"aaaab", max_output_tokens=0)
+    # What comes to RAM is announced with its tokens.
+    bench.setup = dataclasses.replace(bench.setup, ram_limit_bytes=1)
+    bench.restart()
+    served = bench.served
+    watch = EventWatch(served, bench.ledger, random.Random(0))
+    for _ in range(2):
+        # The listing, then the question for the tokens of what it named.
+        watch._turn()
+        served.step_engine()
+    served.disk.fail_in = 1
+    served.come_to_rest()
+    assert bench.ledger.io_errors(served) and not watch.feed.event_total
+    served.disk.fail_in = None
+    assert bench.ask(b"aaaab").usage.cache.ssd_token_count
+    watch.check()
+    assert watch.feed.event_total

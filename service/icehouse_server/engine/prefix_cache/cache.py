@@ -157,8 +157,8 @@ class PrefixCache:
         """Take in the tokens of blocks that only the SSD knew."""
         for header in headers:
             entry = self._index.get(header.hash)
-            if entry is not None and entry.token_ids is None:
-                entry.token_ids = header.token_ids
+            if entry is not None:
+                self._index.learn_tokens(entry, header.token_ids)
 
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> PrefixPlan:
         """Say what of a prompt is reused and from where, and note the use."""
@@ -301,8 +301,7 @@ class PrefixCache:
 
     def promote(self, sequence: Sequence, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
         """Put regions that this sequence read from SSD into RAM, where they are not there again by now."""
-        if entry.token_ids is None:
-            entry.token_ids = sequence.tokens(entry.start_token_index, entry.end_token_index)
+        self._index.learn_tokens(entry, sequence.tokens(entry.start_token_index, entry.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
         self._store(sequence, entry, missing)
 

@@ -158,10 +158,16 @@ class BlockIndex:
         if entry is None:
             entry = Entry(name, parent, start_token_index, len(token_ids))
             self._insert(entry)
-        if entry.token_ids is None:
-            entry.token_ids = token_ids
+        self.learn_tokens(entry, token_ids)
         assert entry.token_ids == token_ids, f"two blocks share the hash {name.hex()}"
         return entry
+
+    def learn_tokens(self, entry: Entry, token_ids: tuple[int, ...]) -> None:
+        """Note the tokens of a block where they are not known; those of one on SSD are news to the log."""
+        if entry.token_ids is None:
+            entry.token_ids = token_ids
+            if entry.ssd and self._log.is_on:
+                self._log.note(entry.came_to(KvTier.SSD))
 
     def add_stored(self, record: BlockRecord) -> Entry:
         """Note that a block is committed on SSD."""
