@@ -340,7 +340,7 @@ def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(
 def test_a_block_whose_header_could_not_be_read_is_announced_once_a_prompt_brought_its_tokens(
     directory: Path,
 ) -> None:
-    """Where the disk failed there, gateways heard of it, and of any block behind it, at the next listing alone."""
+    """Where the disk failed there, gateways heard of it and of those behind it at the next listing alone."""
     bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100)
     bench.ask(b"aaaab", max_output_tokens=0)
     # What comes to RAM is announced with its tokens.
