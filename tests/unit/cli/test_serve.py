@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
+from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.model import EngineState
@@ -44,11 +47,11 @@ def test_stuck_work_does_not_keep_the_process(is_stuck: bool, code: int, expecte
 
 
 _ENDLESS = """
-import asyncio, logging, sys
+import asyncio, dataclasses, logging, sys
 from icehouse_server.cli import serve
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-serve._END_S = 0.1
+serve._BOUNDS = dataclasses.replace(serve._BOUNDS, end_s=0.1)
 
 async def stays() -> None:
     while True:
@@ -102,8 +105,7 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Each has a bound of its own, which the wait for its thread does not cut short.
-    monkeypatch.setattr(serve, "_STUCK_S", 0.0)
-    monkeypatch.setattr(serve, "_CLOSE_S", 0.0)
+    monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, step_s=0.0, close_s=0.0))
     codes: list[int] = []
     monkeypatch.setattr(serve, "_leave", codes.append)
     model = tiny_model_dir(tmp_path, "llama")
@@ -113,6 +115,18 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
         tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(900)])
         await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
     assert not codes, caplog.text
+
+
+async def test_telemetry_that_does_not_end_is_left_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(TelemetryParts, "stop", lambda _parts: never.wait(60))
+    monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, telemetry_s=0.05))
+    async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks"):
+        pass
+    assert "stuck_telemetry_abandoned" in caplog.text
+    never.set()
 
 
 async def test_a_background_task_that_failed_costs_nothing_of_the_end(

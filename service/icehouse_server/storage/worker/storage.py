@@ -68,6 +68,7 @@ class Storage:
     ) -> None:
         """With a `cipher` every block is encrypted on its way to the disk."""
         self._post = post
+        self._clock = clock
         self._has_failed = False
         self._threads: list[threading.Thread] = []
         self._reader_thread_count = settings.reader_thread_count
@@ -113,9 +114,10 @@ class Storage:
             thread.start()
 
     def join(self, *, timeout_s: float) -> bool:
-        """Wait for the threads to end after `close`; False when one still runs."""
+        """Wait for the threads to end after `close`, together for so long; False when one still runs."""
+        end_time = self._clock.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, end_time - self._clock.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def open(self) -> None:
