@@ -24,7 +24,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test test-slow test-fleet test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup soak fuzz smoke audit packages clean
+.PHONY: help env demo fleet serve test test-slow test-fleet test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ $(STAMP): $(PACKAGES) constraints.txt
 
 demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, starts a server, asks, streams, stops.
 	@$(BIN)/icehouse demo
+
+fleet: $(STAMP) ## Watch two workers behind a gateway (SMG): one is killed, conversations go on (ARGS="--stay").
+	@$(BIN)/python -m bench.fleet.tour $(ARGS)
 
 serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
 	@$(BIN)/icehouse serve $(ARGS)
@@ -112,6 +115,12 @@ bench-startup: $(STAMP) ## Process start to SERVING with a tiny model (ARGS='--b
 
 bench-speculation: $(STAMP) ## Decode with speculation against without, as ratios; outputs compared.
 	@$(BIN)/python -m bench.speculation $(ARGS)
+
+bench-fleet: $(STAMP) ## Agents' sessions on one worker, two by their blocks, two in turn; what the gateway adds.
+	@$(BIN)/python -m bench.fleet.measure $(ARGS)
+
+simulate-fleet: $(STAMP) ## When one worker is enough, what 64 keep of its hits: simulated from what one costs.
+	@$(BIN)/python -m bench.fleet.growth $(ARGS)
 
 soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat (ARGS="--seconds 600").
 	@$(BIN)/python -m bench.soak $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ class ServerProcess:
 
     `cache_directory` keeps the bench out of the user's own cache. `command` is another tree's, up to and
     without `serve`; it runs in the cache directory's parent and with this process's own environment, so that
-    neither side imports the other's tree.
+    neither side imports the other's tree. Without a `port` it is a free one.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ServerProcess:
         log_file: Path,
         flags: Sequence[str] = (),
         command: Sequence[str] = (),
+        port: int | None = None,
         boot_timeout_s: float = 180.0,
         stop_timeout_s: float = 90.0,
     ) -> None:
@@ -46,6 +48,7 @@ class ServerProcess:
         self._folder = cache_directory.parent if command else ROOT
         self._environment = dict(os.environ) if command else child_environment()
         self._log_file = log_file
+        self._port = port
         self._boot_timeout_s = boot_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -59,13 +62,20 @@ class ServerProcess:
         return self._process.pid
 
     def __enter__(self) -> ServerProcess:
-        port = free_port()
+        port = self._port or free_port()
         self.address = f"127.0.0.1:{port}"
         command = [*self._command, "serve", "--port", str(port), *self._arguments]
         began = time.monotonic()
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                command, cwd=self._folder, env=self._environment, stdout=log, stderr=log
+                command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # A session of its own: Ctrl-C reaches the parent alone, which stops the server in order.
+                start_new_session=True,
             )
         try:
             self._wait_until_serving(began + self._boot_timeout_s)
@@ -117,9 +127,16 @@ class ServerProcess:
 
 def free_port() -> int:
     """Return a loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different loopback ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,12 +13,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import NoReturn
 
 from icehouse_server.bootstrap.machine import give_back_large_arrays
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
 from icehouse_server.bootstrap.server import Server, build_server
+from icehouse_server.cli.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.console import build_progress
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.config import Config, LoadedConfig
@@ -30,26 +31,10 @@ _log = logging.getLogger("icehouse.boot")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_CLOSE_S = 10.0
-"""How long the storage thread may go on writing what was sent to it, before it closes the manifest."""
-
-_CLOSED_S = 10.0
-"""How long that may take it: the file it is writing, and the manifest."""
-
-_EDGE_S = 5.0
-"""How long the edge may take to close, once its calls have had their grace."""
-
-_WORK_S = 2.0
-"""How long a text being tokenized, or a format being compiled, may go on when all else has ended."""
-
-_END_S = 5.0
-"""How long Python may take to close the event loop, when nothing else goes on."""
+_BOUNDS = BOUNDS
+"""What whoever stops the server was told."""
 
 _LOOK_S = 0.02
-
-_STUCK_S = 10.0
-"""How long the inference thread may go on after everything was cancelled, one long prefill chunk, before it
-writes RAM's blocks to SSD, which has a bound of its own."""
 
 
 def serve(loaded: LoadedConfig) -> None:
@@ -82,15 +67,8 @@ async def _serve(config: Config, clock: Clock) -> None:
         raise
     server.engine.start()
     try:
-        with narrator.phase("model_loaded") as fields:
-            await _until(server, EngineState.READY, stop_signal)
-            if router.model is not None:
-                info = router.model.info
-                fields.update(parameters=info.parameter_count, dtype=info.dtype, device=info.device)
-        _log.info(
-            "serving_started", extra={"address": address, "model": model.model_id, "boot_s": narrator.total_s}
-        )
-        await _until(server, EngineState.STOPPED, stop_signal)
+        if await _has_begun(router, stop_signal, narrator, address=address, model_id=model.model_id):
+            await _until(router, EngineState.STOPPED, stop_signal)
     finally:
         await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator)
     has_failed = router.state is EngineState.FAILED
@@ -147,13 +125,35 @@ def _listen_for_signals() -> asyncio.Event:
     return stop
 
 
-async def _until(server: Server, state: EngineState, stop: asyncio.Event) -> None:
+async def _has_begun(
+    router: Router, stop: asyncio.Event, narrator: Narrator, *, address: str, model_id: str
+) -> bool:
+    """Wait for the model; False when loading it failed, or `stop` was set before it was there."""
+    start_s = narrator.total_s
+    await _until(router, EngineState.READY, stop)
+    if router.state is not EngineState.READY or router.model is None:
+        return False
+    info = router.model.info
+    _log.info(
+        "model_loaded",
+        extra={
+            "parameters": info.parameter_count,
+            "dtype": info.dtype,
+            "device": info.device,
+            "duration_s": round(narrator.total_s - start_s, 3),
+        },
+    )
+    _log.info("serving_started", extra={"address": address, "model": model_id, "boot_s": narrator.total_s})
+    return True
+
+
+async def _until(router: Router, state: EngineState, stop: asyncio.Event) -> None:
     """Return when the engine reaches `state` or FAILED, or `stop` is set."""
     changed = asyncio.Event()
-    server.router.add_listener(changed.set)
+    router.add_listener(changed.set)
     stopping = asyncio.create_task(stop.wait())
     try:
-        while server.router.state not in (state, EngineState.FAILED) and not stop.is_set():
+        while router.state not in (state, EngineState.FAILED) and not stop.is_set():
             changed.clear()
             changing = asyncio.create_task(changed.wait())
             await asyncio.wait((changing, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -163,37 +163,50 @@ async def _until(server: Server, state: EngineState, stop: asyncio.Event) -> Non
 
 
 async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
+    ending_s = _BOUNDS.engine_s(grace_s=grace_s, flush_timeout_s=server.engine.flush_timeout_s)
+    closing_s = _BOUNDS.close_s + _BOUNDS.closed_s
     with narrator.phase("server_drained"):
+        ending_time = server.clock.monotonic() + ending_s
         server.engine.drain(grace_s=grace_s)
-        # The engine ends what does not finish in time, so the edge need not cut in before it has told.
-        try:
-            async with asyncio.timeout(grace_s + 1 + _EDGE_S):
-                await server.rpc.stop(grace_s=grace_s + 1)
-        except TimeoutError:
-            _log.error("stuck_calls_abandoned", extra={"waited_s": grace_s + 1 + _EDGE_S})
-        await server.kv_events.stop()
-        ending_s = _STUCK_S + server.engine.flush_timeout_s
-        ended = await asyncio.to_thread(server.engine.join, timeout_s=ending_s)
+        async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
+            # The engine ends what does not finish in time, so the edge need not cut in before it has told.
+            await server.rpc.stop(grace_s=grace_s + 1)
+            await server.kv_events.stop()
+        left_s = max(0.0, ending_time - server.clock.monotonic())
+        ended = await asyncio.to_thread(server.engine.join, timeout_s=left_s)
         closed = True
         if server.storage is not None:
-            server.storage.close(deadline_time=server.clock.monotonic() + _CLOSE_S)
-            closed = await asyncio.to_thread(server.storage.join, timeout_s=_CLOSE_S + _CLOSED_S)
-        await asyncio.to_thread(server.telemetry.stop)
+            server.storage.close(deadline_time=server.clock.monotonic() + _BOUNDS.close_s)
+            closed = await asyncio.to_thread(server.storage.join, timeout_s=closing_s)
+        async with _abandoned("telemetry", timeout_s=_BOUNDS.telemetry_s):
+            await asyncio.to_thread(server.telemetry.stop)
     if not ended:
         _log.error("stuck_inference_abandoned", extra={"waited_s": ending_s})
     if not closed:
-        _log.error("stuck_storage_abandoned", extra={"waited_s": _CLOSE_S + _CLOSED_S})
+        _log.error("stuck_storage_abandoned", extra={"waited_s": closing_s})
     if not (ended and closed):
         _leave(1)
+
+
+@contextlib.asynccontextmanager
+async def _abandoned(what: str, *, timeout_s: float) -> AsyncIterator[None]:
+    """Leave what the block waits for to itself after so long, and say so."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        _log.error(f"stuck_{what}_abandoned", extra={"waited_s": timeout_s})
 
 
 async def _leave_stuck_work(code: int) -> None:
     """End the process when work goes on that nothing can stop: Python would wait for it without an end."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + _WORK_S
+    deadline = loop.time() + _BOUNDS.work_s
     while names := [thread.name for thread in threading.enumerate() if _is_waited_for(thread)]:
         if loop.time() >= deadline:
-            _log.error("stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": _WORK_S})
+            _log.error(
+                "stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": _BOUNDS.work_s}
+            )
             _leave(code)
         await asyncio.sleep(_LOOK_S)
 
@@ -202,10 +215,10 @@ def _bound_end(code: int) -> None:
     """Have the process end soon, whatever closing the event loop and gRPC's own teardown wait for."""
 
     def abandon() -> None:
-        _log.error("stuck_end_abandoned", extra={"waited_s": _END_S})
+        _log.error("stuck_end_abandoned", extra={"waited_s": _BOUNDS.end_s})
         _leave(code)
 
-    timer = threading.Timer(_END_S, abandon)
+    timer = threading.Timer(_BOUNDS.end_s, abandon)
     timer.daemon = True
     timer.start()
 

@@ -11,6 +11,16 @@ from tokenizers import Tokenizer
 from icehouse_server.demo.gguf_file import Array, Metadata
 from icehouse_server.demo.tokenizer import Vocabulary
 
+TOOL_CALLS_TEMPLATE = """\
+{%- for call in message['tool_calls'] or [] -%}
+{%- set tool_call = call['function'] -%}
+{{- '\\n' if message['content'] or not loop.first -}}
+{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' -}}
+{{- (tool_call.arguments | tojson) + '}\\n</tool_call>' -}}
+{%- endfor -%}
+"""
+"""The part of a chat template that writes a message's tool calls behind its content."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversion:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from icehouse_server.demo.conversion import Conversion, expect_architecture, mlx_name
+from icehouse_server.demo.conversion import TOOL_CALLS_TEMPLATE, Conversion, expect_architecture, mlx_name
 from icehouse_server.demo.gguf_file import Array, Metadata
 from icehouse_server.demo.tokenizer import PieceKind, Vocabulary
 
@@ -41,7 +41,8 @@ _INNER = {
 _SLIDING_WINDOW_PATTERN = 6
 _LOCAL_ROPE_BASE = 10_000.0
 
-CHAT_TEMPLATE = """\
+CHAT_TEMPLATE = (
+    """\
 {{- bos_token -}}
 {%- set first = 0 -%}
 {%- set preface = namespace(text='') -%}
@@ -68,18 +69,16 @@ CHAT_TEMPLATE = """\
 {%- else -%}
 {{- message['content'] | trim -}}
 {%- endif -%}
-{%- for call in message['tool_calls'] or [] -%}
-{%- set tool_call = call['function'] -%}
-{{- '\\n' if message['content'] or not loop.first -}}
-{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' -}}
-{{- (tool_call.arguments | tojson) + '}\\n</tool_call>' -}}
-{%- endfor -%}
+"""
+    + TOOL_CALLS_TEMPLATE
+    + """\
 {{- '<end_of_turn>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<start_of_turn>model\\n' -}}
 {%- endif -%}
 """
+)
 """Gemma's public turn format, with tools in the manner of other families.
 
 The base model was trained on neither, but chat requests work.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from icehouse_server.demo.conversion import Conversion, expect_architecture, mlx_name
+from icehouse_server.demo.conversion import TOOL_CALLS_TEMPLATE, Conversion, expect_architecture, mlx_name
 from icehouse_server.demo.gguf_file import Array, Metadata
 from icehouse_server.demo.tokenizer import PieceKind, Vocabulary
 
@@ -33,7 +33,8 @@ _ROTATED = {
 }
 """Projections whose rows RoPE turns, and where the file says how many heads they have."""
 
-CHAT_TEMPLATE = """\
+CHAT_TEMPLATE = (
+    """\
 {%- set first = 1 if messages and messages[0]['role'] == 'system' else 0 -%}
 {{- '<|im_start|>system\\n' -}}
 {%- if first -%}
@@ -55,18 +56,16 @@ CHAT_TEMPLATE = """\
 {%- else -%}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] -}}
 {%- endif -%}
-{%- for call in message['tool_calls'] or [] -%}
-{%- set tool_call = call['function'] -%}
-{{- '\\n' if message['content'] or not loop.first -}}
-{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' -}}
-{{- (tool_call.arguments | tojson) + '}\\n</tool_call>' -}}
-{%- endfor -%}
+"""
+    + TOOL_CALLS_TEMPLATE
+    + """\
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+)
 """The turns that the file's own template writes, with tools in the manner of other families.
 
 The model was not trained on tools, but requests with tools work.

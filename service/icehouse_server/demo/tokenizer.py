@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def renew_template(folder: Path, template: str) -> None:
     """Write the chat template where it is missing or another one. It is no reason to build a model anew."""
     file = folder / "chat_template.jinja"
     if not file.exists() or file.read_text(encoding="utf-8") != template:
-        fresh = file.with_suffix(".fresh")
-        fresh.write_text(template, encoding="utf-8")
-        fresh.replace(file)
+        # In a folder of its own: another server that starts now may be doing the same.
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            fresh = Path(name) / file.name
+            fresh.write_text(template, encoding="utf-8")
+            fresh.replace(file)

@@ -102,6 +102,41 @@ class EvictReport:
     ssd_block_count: int = 0
     ssd_bytes: int = 0
 
+    def joined(self, other: EvictReport) -> EvictReport:
+        """Return both removals as one."""
+        return EvictReport(
+            ram_block_count=self.ram_block_count + other.ram_block_count,
+            ram_bytes=self.ram_bytes + other.ram_bytes,
+            ssd_block_count=self.ssd_block_count + other.ssd_block_count,
+            ssd_bytes=self.ssd_bytes + other.ssd_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListKnown:
+    """Which blocks of this prompt, None: of the model, are known? Answered by `KnownBlocks`."""
+
+    prompt_token_ids: tuple[int, ...] | None
+    scope: CacheScope = DEFAULT_SCOPE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownBlocks:
+    """Names of blocks in either tier. A block follows those that were made after it, which those are that
+    continue it unless it was evicted and made again."""
+
+    block_hashes: tuple[BlockHash, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvictBlocks:
+    """Remove these blocks from both tiers, pinned ones too; those that are gone meanwhile are passed over.
+
+    Answered by `EvictReport`.
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verify:
@@ -188,6 +223,18 @@ class BlockTokens:
 
 
 CacheCommand = (
-    Explain | Pin | Unpin | Evict | Verify | ListStored | BeginListing | ContinueListing | ReadTokens
+    Explain
+    | Pin
+    | Unpin
+    | Evict
+    | ListKnown
+    | EvictBlocks
+    | Verify
+    | ListStored
+    | BeginListing
+    | ContinueListing
+    | ReadTokens
 )
-CacheAnswer = Explanation | PinReport | EvictReport | VerifyReport | StoredBlocks | Listing | BlockTokens
+CacheAnswer = (
+    Explanation | PinReport | EvictReport | KnownBlocks | VerifyReport | StoredBlocks | Listing | BlockTokens
+)

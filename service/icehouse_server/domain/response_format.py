@@ -79,7 +79,7 @@ ResponseFormat = JsonSchema | JsonObject | Regex | LarkGrammar | Choice | Tagged
 
 
 def size_bytes(form: ResponseFormat) -> int:
-    """Return how much text a form holds, in UTF-8."""
+    """Return how much text a form holds, in UTF-8; each text of a choice counts as one byte at least."""
     match form:
         case JsonSchema():
             texts: tuple[str, ...] = (form.schema,)
@@ -90,7 +90,7 @@ def size_bytes(form: ResponseFormat) -> int:
         case LarkGrammar():
             texts = (form.grammar,)
         case Choice():
-            texts = form.texts
+            return sum(max(1, len(text.encode("utf-8"))) for text in form.texts)
         case TaggedJson():
             texts = tuple(text for tag in form.tags for text in (tag.begin, tag.schema, tag.end))
     return sum(len(text.encode("utf-8")) for text in texts)

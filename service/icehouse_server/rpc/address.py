@@ -5,12 +5,16 @@ gRPC's channel arguments from the settings, each with its reason.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -22,6 +26,39 @@ _logger = logging.getLogger("icehouse_server.rpc.address")
 
 UDS_PATH_BYTE_LIMIT = 103
 """sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
+_LINK_LIMIT = 40
+"""Links on the way to a file that Linux follows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SocketFile:
+    """A Unix socket in the file system, told from another one of its name."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def at(cls, path: Path) -> SocketFile:
+        """Return the one that is there now."""
+        found = path.lstat()
+        return cls(path, found.st_dev, found.st_ino)
+
+    def remove(self) -> None:
+        """Remove it if it is still there: another server may listen at its name by now."""
+        with contextlib.suppress(FileNotFoundError):
+            if SocketFile.at(self.path) == self:
+                self.path.unlink()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """Where a server listens."""
+
+    address: str
+    """As clients write it."""
+    socket_file: SocketFile | None = None
+    """What is to be removed when it has stopped."""
 
 
 def bind(
@@ -30,8 +67,8 @@ def bind(
     security: SecurityConfig,
     *,
     credentials: grpc.ServerCredentials | None,
-) -> str:
-    """Bind the configured address and return it as clients write it; raises StartError.
+) -> Bound:
+    """Bind the configured address; raises StartError.
 
     `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
     """
@@ -39,7 +76,7 @@ def bind(
         return _bind_uds(server, Path(config.uds).expanduser())
     if not is_loopback(config.host):
         _refuse_open_address(config, security)
-    return _bind_tcp(server, host=config.host, port=config.port, credentials=credentials)
+    return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
 
 
 def is_loopback(host: str) -> bool:
@@ -68,12 +105,6 @@ def _refuse_open_address(config: ServerConfig, security: SecurityConfig) -> None
         "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
         metadata={"host": config.host},
     )
-
-
-def remove_uds(config: ServerConfig) -> None:
-    """Remove the socket that a stopped server leaves behind."""
-    if config.uds is not None:
-        Path(config.uds).expanduser().unlink(missing_ok=True)
 
 
 def _bind_tcp(
@@ -127,9 +158,11 @@ def _try_to_listen(*, host: str, port: int) -> OSError | None:
     return None
 
 
-def _bind_uds(server: grpc.aio.Server, path: Path) -> str:
-    address = f"unix:{path}"
-    size_bytes = len(os.fsencode(path))
+def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
+    # gRPC removes what lies at the name that it bound when it stops, whosever that is by then: it is given a
+    # name of its own, and never the one that clients know.
+    own_path = path.with_name(f".{secrets.token_hex(2)}")
+    size_bytes = max(len(os.fsencode(path)), len(os.fsencode(own_path)))
     if size_bytes > UDS_PATH_BYTE_LIMIT:
         raise _uds_error(path, f"its path has {size_bytes} bytes, the limit is {UDS_PATH_BYTE_LIMIT}")
     _prepare_folder(path)
@@ -144,28 +177,49 @@ def _bind_uds(server: grpc.aio.Server, path: Path) -> str:
     # auth context for such a socket holds no user id.
     old_mask = os.umask(stat.S_IRWXG | stat.S_IRWXO | stat.S_IXUSR)
     try:
-        server.add_insecure_port(address)
-    except RuntimeError as error:
+        server.add_insecure_port(f"unix:{own_path}")
+        own_path.replace(path)
+    except (RuntimeError, OSError) as error:
         raise _uds_error(path, "the system refused it; is the folder writable?") from error
     finally:
         os.umask(old_mask)
-    return address
+    return Bound(f"unix:{path}", SocketFile.at(path))
 
 
 def _prepare_folder(path: Path) -> None:
     """Make the socket's folder if it is not there, and refuse one in which others could swap the socket."""
     folder = path.parent
-    if not folder.exists() and folder.parent.is_dir():
+    if not os.path.lexists(folder) and folder.parent.is_dir():
         folder.mkdir(mode=stat.S_IRWXU)
     if not folder.is_dir():
         raise _uds_error(path, f"the folder {folder} does not exist")
-    found = folder.stat()
-    if found.st_uid not in (os.getuid(), 0):
-        raise _uds_error(
-            path, f"the folder {folder} belongs to user {found.st_uid}, who could swap the socket"
-        )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
-        raise _uds_error(path, f"others may write the folder {folder} and so could swap the socket")
+    for passed in _folders_on_way(folder.absolute()):
+        found = passed.stat()
+        if found.st_uid not in (os.getuid(), 0):
+            raise _uds_error(
+                path, f"the folder {passed} belongs to user {found.st_uid}, who could swap the socket"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+            raise _uds_error(path, f"others may write the folder {passed} and so could swap the socket")
+
+
+def _folders_on_way(folder: Path) -> Iterator[Path]:
+    """Yield each folder that is passed on the way to one that exists, those that links are in too, and the
+    folder itself: whoever may write one of them decides where the way leads."""
+    left, reached, link_count = list(reversed(folder.parts[1:])), Path(folder.anchor), 0
+    while True:
+        yield reached
+        if not left:
+            return
+        following = reached / left.pop()
+        if following.is_symlink() and link_count < _LINK_LIMIT:
+            link_count += 1
+            target = Path(os.readlink(following))
+            left += [part for part in reversed(target.parts) if part != target.anchor]
+            reached = Path(target.anchor) if target.is_absolute() else reached
+        else:
+            # What lies behind ".." is where the system says, not what is written before it.
+            reached = following.resolve()
 
 
 def _somebody_listens(path: Path) -> bool:

@@ -23,8 +23,9 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.address import bind, remove_uds, server_options
+from icehouse_server.rpc.address import Bound, bind, server_options
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor, MessageLimits
+from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.calls import Calls
 from icehouse_server.rpc.calls.methods import shares_of
 from icehouse_server.rpc.calls.watchers import Telemetry
@@ -128,24 +129,28 @@ class RpcServer:
             interceptors=(self._observation.interceptor, auth_interceptor, oneof_interceptor),
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self.address = ""
-        """What clients connect to, once started: "host:port" or "unix:path"."""
+        self._bound = Bound("")
         self._add_services(engine, router, clock, draw_seed, worker)
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
         self.security.load()
-        self.address = bind(
+        self._bound = bind(
             self._server, self._config, self._security_config, credentials=self.security.credentials
         )
         await self._server.start()
         self._grammars.start()
         self._tasks = [
-            asyncio.create_task(self.health.run(), name="health"),
-            asyncio.create_task(self.security.run(), name="security"),
+            background.start(self.health.run(), name="health"),
+            background.start(self.security.run(), name="security"),
         ]
         self._observation.start()
         return self.address
+
+    @property
+    def address(self) -> str:
+        """What clients connect to, once started: "host:port" or "unix:path"."""
+        return self._bound.address
 
     @property
     def poller(self) -> StatsPoller:
@@ -156,9 +161,7 @@ class RpcServer:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
         self.health.stop_serving()
         for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await background.end(task)
         self._calls.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -168,8 +171,8 @@ class RpcServer:
         await self._observation.stop()
         self._prompts.close()
         self._grammars.close()
-        if self.address:
-            remove_uds(self._config)
+        if self._bound.socket_file is not None:
+            self._bound.socket_file.remove()
 
     async def wait(self) -> None:
         """Return when the server has stopped."""

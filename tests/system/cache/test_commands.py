@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from icehouse_server.domain.cache_commands import (
     Evict,
+    EvictBlocks,
     EvictReport,
     Explain,
     Explanation,
+    KnownBlocks,
+    ListKnown,
     ListStored,
     Pin,
     PinReport,
@@ -23,6 +27,7 @@ from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.errors import IcehouseError, Reason
 from icehouse_server.storage.messages import StorageFailed
 
+from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import BLOCK, SteppedServer, prompt
 
 
@@ -146,6 +151,91 @@ def test_evicting_everything_reaches_every_tenant(tmp_path: Path) -> None:
         report = served.order(Evict(None))
         assert isinstance(report, EvictReport) and report.ram_block_count == 4
         assert len(served.cache._index) == 0
+
+
+def known(served: SteppedServer) -> tuple[BlockHash, ...]:
+    """Return the names of all known blocks, in the order in which they are to go."""
+    answer = served.order(ListKnown(None))
+    assert isinstance(answer, KnownBlocks)
+    return answer.block_hashes
+
+
+def removed(served: SteppedServer, *names: BlockHash) -> tuple[int, int]:
+    """Remove these blocks; return how many were in each tier."""
+    report = served.order(EvictBlocks(names))
+    assert isinstance(report, EvictReport)
+    return report.ram_block_count, report.ssd_block_count
+
+
+def test_what_a_removal_leaves_that_is_broken_off_can_be_used(tmp_path: Path) -> None:
+    tokens = prompt(5 * BLOCK + 1)
+    with SteppedServer(tmp_path, spill_policy="write_behind") as served:
+        for name in ("one", "two"):
+            served.ask("a", tokens, tenant=Tenant(name), max_output_tokens=0)
+            served.ask("b", tokens, tenant=Tenant(name), max_output_tokens=0)
+        names = known(served)
+        assert removed(served, *names[:7]) == (7, 7)
+        assert known(served) == names[7:]
+        # Of one prompt all is gone, of the other the end: what is left is where it begins.
+        assert served.ask("a", tokens, tenant=Tenant("two")).cache.limit is ReuseLimit.NO_MATCH
+        assert served.ask("a", tokens, tenant=Tenant("one")).cache.ram_token_count == 3 * BLOCK
+        served.check()
+
+
+def test_a_prompts_blocks_are_named_from_its_end(tmp_path: Path) -> None:
+    tokens = prompt(3 * BLOCK + 1)
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", tokens, max_output_tokens=0)
+        served.ask("b", prompt(3 * BLOCK, salt=1), max_output_tokens=0)
+        named = served.order(ListKnown(tuple(tokens)))
+        assert isinstance(named, KnownBlocks) and len(named.block_hashes) == 3
+        starts = [served.cache.find(name).start_token_index for name in named.block_hashes]
+        assert starts == [2 * BLOCK, BLOCK, 0]
+
+
+def test_two_removals_at_once_count_each_block_once(tmp_path: Path) -> None:
+    with SteppedServer(tmp_path, spill_policy="write_behind") as served:
+        for name in ("a", "b"):
+            served.ask(name, prompt(6 * BLOCK + 1), max_output_tokens=0)
+        first, second = known(served), known(served)
+        assert first == second and len(first) == 6
+        served.holds_storage = True
+        # What the first has ordered is on SSD still when the second, that finds nothing, asks.
+        answers = [served.give(EvictBlocks(first[:4])), served.give(EvictBlocks(second[:4]))]
+        for _ in range(3):
+            served.loop.step()
+        assert answers == [[], []], "neither says that blocks are gone which are there"
+        served.holds_storage = False
+        served.step_until_idle()
+        assert answers == [
+            [EvictReport(4, answers[0][0].ram_bytes, 4, answers[0][0].ssd_bytes)],
+            [EvictReport()],
+        ]
+        assert removed(served, *second[4:]) == (2, 2) and removed(served, *first[4:]) == (0, 0)
+        assert served.stats().ssd.block_count == 0 == served.stats().ram.block_count
+        served.check()
+
+
+def test_a_removal_that_a_broken_store_refuses_can_be_had_when_it_works_again(tmp_path: Path) -> None:
+    files = FaultyFiles("create", 1, errno.EIO)
+    with SteppedServer(tmp_path, spill_policy="write_behind", files=files) as served:
+        for name in ("a", "b"):
+            served.ask(name, prompt(4 * BLOCK + 1), max_output_tokens=0)
+        names = known(served)
+        assert removed(served, *names[:2]) == (2, 2)
+        files.is_armed = True
+        for name in ("c", "d"):
+            served.ask(name, prompt(BLOCK + 1, salt=1), max_output_tokens=0)
+        assert files.failed_count == 1
+        refused = served.order(EvictBlocks(names[2:]))
+        assert isinstance(refused, IcehouseError) and refused.reason is Reason.STORE_UNUSABLE
+        served.clock.now += 130
+        served.step_until_idle()
+        # The disk has them, and so it is said.
+        assert served.stats().ssd.block_count == 2 and set(names[2:]) <= set(known(served))
+        assert removed(served, *known(served))[1] == 2
+        assert known(served) == ()
+        served.check()
 
 
 def test_verify_finds_damage_and_takes_it_out(tmp_path: Path) -> None:

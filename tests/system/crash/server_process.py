@@ -1,7 +1,7 @@
 """`icehouse serve` as a real process that starts in a moment.
 
 The processes are forked from one that has imported everything already: importing mlx-lm and
-transformers takes two seconds, all the rest of a start a tenth of one.
+transformers takes two seconds, all the rest of a start a tenth of one. None outlives whoever started it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 from icehouse_server.cli import main as command_line
 
+from tests.fixtures.parent_watch import end_with_parent
+
 BOUND_S = 300.0
 """Longest a test waits for a process before it fails."""
 
@@ -31,6 +33,7 @@ _context.set_forkserver_preload(["icehouse_server.cli.serve", "tests.system.cras
 
 def _serve(arguments: list[str], log: str, break_it: Callable[[], None] | None) -> None:
     """Be the command line: the body of the forked process."""
+    end_with_parent()
     if break_it is not None:
         break_it()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

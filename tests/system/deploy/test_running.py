@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import json
 import plistlib
 import re
@@ -14,9 +15,9 @@ from typing import Any
 
 import pytest
 import typer
-from icehouse_server.cli import serve
 from icehouse_server.cli.main import app
-from icehouse_server.config import SETTINGS, Config, load_config
+from icehouse_server.cli.stop_bounds import stop_bound_s
+from icehouse_server.config import SETTINGS, Config, TelemetryConfig, load_config
 from icehouse_server.config.load import ClientVariable
 
 from docs.generate import pages
@@ -40,17 +41,7 @@ INSTRUCTIONS = {
 
 def stop_budget_s() -> float:
     """Return how long an orderly stop may take with the default settings."""
-    config = Config()
-    return (
-        config.server.drain_grace_s
-        + config.cache.flush_timeout_s
-        + serve._STUCK_S
-        + serve._CLOSE_S
-        + serve._CLOSED_S
-        + serve._END_S
-        # The edge waits a second longer than the engine.
-        + 1
-    )
+    return stop_bound_s(Config())
 
 
 def unit() -> configparser.ConfigParser:
@@ -88,6 +79,16 @@ def test_whoever_stops_it_waits_long_enough() -> None:
     for path in TEXTS:
         for given in re.findall(r"--stop-timeout (\d+)|GracePeriodSeconds: (\d+)", path.read_text()):
             assert int("".join(given)) > stop_budget_s(), path
+
+
+def test_the_page_tells_how_long_a_stop_may_take() -> None:
+    config, page = Config(), (ROOT / "docs" / "running.md").read_text()
+    rest_s = stop_budget_s() - config.server.drain_grace_s - config.cache.flush_timeout_s
+    assert f"{rest_s:g} s" in page and f"{stop_budget_s():g} s with the default settings" in page
+    traced = dataclasses.replace(config, telemetry=TelemetryConfig(traces_endpoint="http://collector:4317"))
+    assert f"{stop_bound_s(traced) - stop_budget_s():g} s more" in page
+    for path in (UNIT, ROOT / "Dockerfile.macos-notes"):
+        assert f"{rest_s:g} s" in path.read_text(), path
 
 
 def test_nobody_else_may_read_what_it_writes() -> None:

@@ -68,7 +68,9 @@ class CommandIssuer:
             self.open_count -= 1
             self._say(f"  answered {answer!r:.200}")
             self._ledger.seen[type(answer).__name__] += 1
-            if isinstance(answer, PinReport) and change_number == self._change_count:
+            is_sound = self._ledger.rot_count == rot_count
+            if isinstance(answer, PinReport) and change_number == self._change_count and is_sound:
+                # Behind a block that was found damaged meanwhile nobody looks for pinned ones.
                 self._check_pins(served, order, answer)
             self._check(served, order, answer, doom)
             if isinstance(answer, VerifyReport) and order == Verify():

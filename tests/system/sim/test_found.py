@@ -27,6 +27,7 @@ from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 
 from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
+from tests.system.sim.event_watch import EventWatch
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ModelSpec, reference_reply
 from tests.system.sim.server import Life, SimClock, SimServer
@@ -221,6 +222,28 @@ def test_a_pin_of_what_left_the_ssd_meanwhile_says_so(directory: Path) -> None:
     assert not list(served.cache._index)
 
 
+def test_a_pin_of_what_was_found_damaged_meanwhile_says_so(directory: Path) -> None:
+    """It is there when the storage thread pins it, and a load that was read beside has found it broken."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100_000, spill_policy="on_evict")
+    bench.ask(b"aaaabbbbc", max_output_tokens=0)
+    bench.restart()
+    served = bench.served
+    records = sorted(served.store.index, key=lambda record: record.start_token_index)
+    answers: list[CacheAnswer | IcehouseError] = []
+    served.mailbox.post(Command(Pin(tuple(b"aaaabbbb")), answers.append))
+    served.step_engine()
+    while served.step_storage():
+        pass
+    served.store.remove(records[1:])
+    bench.ledger.removed.update(record.hash for record in records[1:])
+    served.cache.forget_stored(records[1].hash)
+    served.come_to_rest()
+    (answer,) = answers
+    assert isinstance(answer, PinReport) and answer.block_count == 1
+    assert [entry.hash for entry in served.cache._index] == [records[0].hash]
+    check_pins_agree(served)
+
+
 def test_a_window_is_not_promised_across_a_block_that_is_gone(directory: Path) -> None:
     """Without kv regions a chain may have gaps; a window may not."""
     bench = Bench(directory, ModelSpec(1, False, 2 * BLOCK + 1, False), ram_limit_bytes=100_000)
@@ -312,3 +335,27 @@ def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(
             check_ram(bench.served)
     bench.served.come_to_rest()
     check_ram(bench.served)
+
+
+def test_a_block_whose_header_could_not_be_read_is_announced_once_a_prompt_brought_its_tokens(
+    directory: Path,
+) -> None:
+    """Where the disk failed there, gateways heard of it and of those behind it at the next listing alone."""
+    bench = Bench(directory, ModelSpec(1, True, 0, False), ram_limit_bytes=100)
+    bench.ask(b"aaaab", max_output_tokens=0)
+    # What comes to RAM is announced with its tokens.
+    bench.setup = dataclasses.replace(bench.setup, ram_limit_bytes=1)
+    bench.restart()
+    served = bench.served
+    watch = EventWatch(served, bench.ledger, random.Random(0))
+    for _ in range(2):
+        # The listing, then the question for the tokens of what it named.
+        watch._turn()
+        served.step_engine()
+    served.disk.fail_in = 1
+    served.come_to_rest()
+    assert bench.ledger.io_errors(served) and not watch.feed.event_total
+    served.disk.fail_in = None
+    assert bench.ask(b"aaaab").usage.cache.ssd_token_count
+    watch.check()
+    assert watch.feed.event_total

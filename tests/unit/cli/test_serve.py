@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
+from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.model import EngineState
+from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.health import Health
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
 from tests.fixtures.whole_server import whole_server
 
 _STUCK = """
@@ -36,11 +47,11 @@ def test_stuck_work_does_not_keep_the_process(is_stuck: bool, code: int, expecte
 
 
 _ENDLESS = """
-import asyncio, logging, sys
+import asyncio, dataclasses, logging, sys
 from icehouse_server.cli import serve
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-serve._END_S = 0.1
+serve._BOUNDS = dataclasses.replace(serve._BOUNDS, end_s=0.1)
 
 async def stays() -> None:
     while True:
@@ -64,12 +75,37 @@ def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process() -> None:
     assert ended.returncode == 3 and "stuck_end_abandoned" in ended.stderr, ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("state", "is_stopped", "lines"),
+    [
+        (EngineState.READY, False, ["model_loaded", "serving_started"]),
+        (EngineState.FAILED, False, []),
+        (EngineState.LOADING, True, []),
+    ],
+)
+async def test_the_log_says_that_a_model_is_served_only_where_it_is(
+    state: EngineState, is_stopped: bool, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    router, stop = Router(asyncio.get_running_loop()), asyncio.Event()
+    if state is EngineState.READY:
+        router.model_loaded(ServedModel(MODEL_INFO, FakeTokenizer()))
+    router.state_changed(state, None)
+    if is_stopped:
+        stop.set()
+    with caplog.at_level(logging.INFO, "icehouse.boot"):
+        async with asyncio.timeout(10):
+            has_begun = await serve._has_begun(
+                router, stop, serve.Narrator(SystemClock()), address="localhost:1", model_id="tiny"
+            )
+    assert [record.getMessage() for record in caplog.records] == lines
+    assert has_begun is bool(lines)
+
+
 async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Each has a bound of its own, which the wait for its thread does not cut short.
-    monkeypatch.setattr(serve, "_STUCK_S", 0.0)
-    monkeypatch.setattr(serve, "_CLOSE_S", 0.0)
+    monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, step_s=0.0, close_s=0.0))
     codes: list[int] = []
     monkeypatch.setattr(serve, "_leave", codes.append)
     model = tiny_model_dir(tmp_path, "llama")
@@ -79,3 +115,34 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
         tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(900)])
         await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
     assert not codes, caplog.text
+
+
+async def test_telemetry_that_does_not_end_is_left_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(TelemetryParts, "stop", lambda _parts: never.wait(60))
+    monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, telemetry_s=0.05))
+    async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks"):
+        pass
+    assert "stuck_telemetry_abandoned" in caplog.text
+    never.set()
+
+
+async def test_a_background_task_that_failed_costs_nothing_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_health: Health) -> None:
+        raise OverflowError("date value out of range")
+
+    monkeypatch.setattr(Health, "run", fail)
+    model = tiny_model_dir(tmp_path, "llama")
+    async with whole_server(
+        model, tmp_path / "blocks", cache__block_token_count=16, cache__min_prefix_token_count=0
+    ) as server:
+        tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(100)])
+        await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
+    assert "background_task_failed" in caplog.text
+    assert server.served.engine.join(timeout_s=0)
+    assert server.served.storage is not None and server.served.storage.join(timeout_s=0)
+    assert len([*(tmp_path / "blocks").rglob("*.safetensors")]) >= 6, "RAM's blocks were not written"

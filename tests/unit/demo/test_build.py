@@ -81,6 +81,23 @@ def test_a_second_run_reuses_it_and_renews_its_template(
     assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.chat_template
 
 
+def test_two_servers_may_renew_the_template_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ensure_demo_model(MODEL, folder=folder)
+    (folder / "chat_template.jinja").write_text("old")
+    before, replace = names(folder), Path.replace
+
+    def come_second(file: Path, target: Path) -> Path:
+        # The other one wrote what this one has written, and is the first to give it its name.
+        monkeypatch.setattr(Path, "replace", replace)
+        ensure_demo_model(MODEL, folder=folder)
+        return replace(file, target)
+
+    monkeypatch.setattr(Path, "replace", come_second)
+    assert ensure_demo_model(MODEL, folder=folder) == folder
+    assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.chat_template
+    assert names(folder) == before
+
+
 def test_a_crash_midway_leaves_nothing_that_looks_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(model: DemoModel, source: Path, partial: Path, on_done) -> None:
         (partial / "config.json").write_text("{}")

@@ -105,6 +105,43 @@ async def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None
         assert (await served.inference.Generate(REQUEST)).text == " w0"
 
 
+async def test_a_folder_further_up_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    top = tmp_path / "open"
+    (top / "mine").mkdir(parents=True, mode=0o700)
+    top.chmod(0o777)
+    message = (await start_error(uds=str(top / "mine" / "s"))).message
+    assert "swap the socket" in message and str(top) in message
+    # So does a link there, however safe the folder is that it leads to.
+    (tmp_path / "safe").mkdir(mode=0o700)
+    (top / "link").symlink_to(tmp_path / "safe")
+    for way in (top / "link" / "s", tmp_path / "by" / "link" / "s"):
+        if way.parts[-3] == "by":
+            (tmp_path / "by").symlink_to("open")
+        assert str(top) in (await start_error(uds=str(way))).message
+    top.chmod(0o1777)
+    async with running(uds=str(tmp_path / "by" / "link" / "s")) as served:
+        assert (await served.inference.Generate(REQUEST)).text == " w0"
+        assert (tmp_path / "safe" / "s").is_socket()
+
+
+async def test_links_in_a_circle_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert "does not exist" in (await start_error(uds=str(tmp_path / "a" / "s"))).message
+
+
+async def test_a_stopped_server_leaves_a_socket_alone_that_is_anothers(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as other:
+        async with running(uds=str(path)):
+            path.unlink()
+            other.bind(str(path))
+            other.listen()
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a folder away")
 async def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"

@@ -41,9 +41,17 @@ class VerifyOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
+class EvictAllOptions(TypedDict, total=False):
+    """What may be said about a removal of everything."""
+
+    model: str
+    timeout_s: float | None
+
+
 Keyed = PromptRequest | messages.VerifyRequest
-TimedOptions = PromptOptions | VerifyOptions
+TimedOptions = PromptOptions | VerifyOptions | EvictAllOptions
 OnWarmProgress = Callable[[inference.PrefillProgress], object]
+OnEvictProgress = Callable[[messages.EvictProgress], object]
 OnVerifyProgress = Callable[[messages.VerifyProgress], object]
 
 
@@ -102,11 +110,32 @@ class CacheClient:
         with translated():
             return self._stub.Unpin(request, **self._calls.arguments(request, options))
 
-    def evict(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.EvictResponse:
-        """Remove a prompt's known blocks, pinned ones too."""
+    def evict(
+        self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
+    ) -> messages.EvictResponse:
+        """Remove a prompt's known blocks, pinned ones too; with `on_progress`, which is told how far it is,
+        piece by piece, and no further once the call ends."""
         request = order_request(messages.EvictRequest(), prompt, options)
+        return self._evict(request, options, on_progress)
+
+    def evict_all(
+        self, *, on_progress: OnEvictProgress | None = None, **options: Unpack[EvictAllOptions]
+    ) -> messages.EvictResponse:
+        """Remove every block of the model, for operators; as `evict` otherwise."""
+        return self._evict(evict_all_request(options), options, on_progress)
+
+    def _evict(
+        self, request: messages.EvictRequest, options: TimedOptions, on_progress: OnEvictProgress | None
+    ) -> messages.EvictResponse:
         with translated():
-            return self._stub.Evict(request, **self._calls.order(request, options))
+            if on_progress is None:
+                return self._stub.Evict(request, **self._calls.order(request, options))
+            call = self._stub.EvictWithProgress(request, **self._calls.watch(request, options))
+            with _ending(call):
+                for response in call:
+                    if response.HasField("progress"):
+                        on_progress(response.progress)
+        return response.finished
 
 
 class AsyncCacheClient:
@@ -164,11 +193,32 @@ class AsyncCacheClient:
         with translated():
             return await self._stub.Unpin(request, **self._calls.arguments(request, options))
 
-    async def evict(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.EvictResponse:
-        """Remove a prompt's known blocks, pinned ones too."""
+    async def evict(
+        self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
+    ) -> messages.EvictResponse:
+        """Remove a prompt's known blocks, pinned ones too; with `on_progress`, which is told how far it is,
+        piece by piece, and no further once the call ends."""
         request = order_request(messages.EvictRequest(), prompt, options)
+        return await self._evict(request, options, on_progress)
+
+    async def evict_all(
+        self, *, on_progress: OnEvictProgress | None = None, **options: Unpack[EvictAllOptions]
+    ) -> messages.EvictResponse:
+        """Remove every block of the model, for operators; as `evict` otherwise."""
+        return await self._evict(evict_all_request(options), options, on_progress)
+
+    async def _evict(
+        self, request: messages.EvictRequest, options: TimedOptions, on_progress: OnEvictProgress | None
+    ) -> messages.EvictResponse:
         with translated():
-            return await self._stub.Evict(request, **self._calls.order(request, options))
+            if on_progress is None:
+                return await self._stub.Evict(request, **self._calls.order(request, options))
+            call = self._stub.EvictWithProgress(request, **self._calls.watch(request, options))
+            with _ending(call):
+                async for response in call:
+                    if response.HasField("progress"):
+                        on_progress(response.progress)
+        return response.finished
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,6 +272,12 @@ def verify_request(options: VerifyOptions) -> messages.VerifyRequest:
     """Return the message of Verify."""
     refuse_unknown(options, VerifyOptions)
     return messages.VerifyRequest(block_limit=options.get("block_limit", 0))
+
+
+def evict_all_request(options: EvictAllOptions) -> messages.EvictRequest:
+    """Return the message of an Evict of everything."""
+    refuse_unknown(options, EvictAllOptions)
+    return messages.EvictRequest(all=True, model=options.get("model", ""))
 
 
 def order_request(request: Request, prompt: Prompt, options: PromptOptions) -> Request:

@@ -1371,6 +1371,166 @@ func (x *EvictResponse) GetSsdBytes() int64 {
 	return 0
 }
 
+// How far a removal is.
+type EvictWithProgressResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What happened. Fields may be added: skip events that are not known.
+	//
+	// Types that are valid to be assigned to Event:
+	//
+	//	*EvictWithProgressResponse_Progress
+	//	*EvictWithProgressResponse_Finished
+	Event         isEvictWithProgressResponse_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EvictWithProgressResponse) Reset() {
+	*x = EvictWithProgressResponse{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EvictWithProgressResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EvictWithProgressResponse) ProtoMessage() {}
+
+func (x *EvictWithProgressResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EvictWithProgressResponse.ProtoReflect.Descriptor instead.
+func (*EvictWithProgressResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *EvictWithProgressResponse) GetEvent() isEvictWithProgressResponse_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *EvictWithProgressResponse) GetProgress() *EvictProgress {
+	if x != nil {
+		if x, ok := x.Event.(*EvictWithProgressResponse_Progress); ok {
+			return x.Progress
+		}
+	}
+	return nil
+}
+
+func (x *EvictWithProgressResponse) GetFinished() *EvictResponse {
+	if x != nil {
+		if x, ok := x.Event.(*EvictWithProgressResponse_Finished); ok {
+			return x.Finished
+		}
+	}
+	return nil
+}
+
+type isEvictWithProgressResponse_Event interface {
+	isEvictWithProgressResponse_Event()
+}
+
+type EvictWithProgressResponse_Progress struct {
+	// More blocks are removed. The first one before any is; then about every 256 blocks.
+	Progress *EvictProgress `protobuf:"bytes,1,opt,name=progress,proto3,oneof"`
+}
+
+type EvictWithProgressResponse_Finished struct {
+	// What was removed. Once, last.
+	Finished *EvictResponse `protobuf:"bytes,2,opt,name=finished,proto3,oneof"`
+}
+
+func (*EvictWithProgressResponse_Progress) isEvictWithProgressResponse_Event() {}
+
+func (*EvictWithProgressResponse_Finished) isEvictWithProgressResponse_Event() {}
+
+// What is done of a removal.
+type EvictProgress struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks dealt with so far: removed, or found gone.
+	ProcessedBlockCount int64 `protobuf:"varint,1,opt,name=processed_block_count,json=processedBlockCount,proto3" json:"processed_block_count,omitempty"`
+	// Blocks to deal with in all: those that were known when it began.
+	BlockCount int64 `protobuf:"varint,2,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	// Bytes freed in RAM so far.
+	RamBytes int64 `protobuf:"varint,3,opt,name=ram_bytes,json=ramBytes,proto3" json:"ram_bytes,omitempty"`
+	// Bytes freed on SSD so far.
+	SsdBytes      int64 `protobuf:"varint,4,opt,name=ssd_bytes,json=ssdBytes,proto3" json:"ssd_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EvictProgress) Reset() {
+	*x = EvictProgress{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EvictProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EvictProgress) ProtoMessage() {}
+
+func (x *EvictProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EvictProgress.ProtoReflect.Descriptor instead.
+func (*EvictProgress) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *EvictProgress) GetProcessedBlockCount() int64 {
+	if x != nil {
+		return x.ProcessedBlockCount
+	}
+	return 0
+}
+
+func (x *EvictProgress) GetBlockCount() int64 {
+	if x != nil {
+		return x.BlockCount
+	}
+	return 0
+}
+
+func (x *EvictProgress) GetRamBytes() int64 {
+	if x != nil {
+		return x.RamBytes
+	}
+	return 0
+}
+
+func (x *EvictProgress) GetSsdBytes() int64 {
+	if x != nil {
+		return x.SsdBytes
+	}
+	return 0
+}
+
 // Asks for a check of the blocks on SSD.
 type VerifyRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1383,7 +1543,7 @@ type VerifyRequest struct {
 
 func (x *VerifyRequest) Reset() {
 	*x = VerifyRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1395,7 +1555,7 @@ func (x *VerifyRequest) String() string {
 func (*VerifyRequest) ProtoMessage() {}
 
 func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1408,7 +1568,7 @@ func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyRequest.ProtoReflect.Descriptor instead.
 func (*VerifyRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *VerifyRequest) GetBlockLimit() int64 {
@@ -1437,7 +1597,7 @@ type VerifyResponse struct {
 
 func (x *VerifyResponse) Reset() {
 	*x = VerifyResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1449,7 +1609,7 @@ func (x *VerifyResponse) String() string {
 func (*VerifyResponse) ProtoMessage() {}
 
 func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1462,7 +1622,7 @@ func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyResponse.ProtoReflect.Descriptor instead.
 func (*VerifyResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *VerifyResponse) GetVerifiedBlockCount() int64 {
@@ -1516,7 +1676,7 @@ type VerifyWithProgressResponse struct {
 
 func (x *VerifyWithProgressResponse) Reset() {
 	*x = VerifyWithProgressResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1528,7 +1688,7 @@ func (x *VerifyWithProgressResponse) String() string {
 func (*VerifyWithProgressResponse) ProtoMessage() {}
 
 func (x *VerifyWithProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1541,7 +1701,7 @@ func (x *VerifyWithProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyWithProgressResponse.ProtoReflect.Descriptor instead.
 func (*VerifyWithProgressResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *VerifyWithProgressResponse) GetEvent() isVerifyWithProgressResponse_Event {
@@ -1604,7 +1764,7 @@ type VerifyProgress struct {
 
 func (x *VerifyProgress) Reset() {
 	*x = VerifyProgress{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1616,7 +1776,7 @@ func (x *VerifyProgress) String() string {
 func (*VerifyProgress) ProtoMessage() {}
 
 func (x *VerifyProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1629,7 +1789,7 @@ func (x *VerifyProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyProgress.ProtoReflect.Descriptor instead.
 func (*VerifyProgress) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{15}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *VerifyProgress) GetVerifiedBlockCount() int64 {
@@ -1671,7 +1831,7 @@ type WatchStatsRequest struct {
 
 func (x *WatchStatsRequest) Reset() {
 	*x = WatchStatsRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1683,7 +1843,7 @@ func (x *WatchStatsRequest) String() string {
 func (*WatchStatsRequest) ProtoMessage() {}
 
 func (x *WatchStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1696,7 +1856,7 @@ func (x *WatchStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStatsRequest.ProtoReflect.Descriptor instead.
 func (*WatchStatsRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{16}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WatchStatsRequest) GetInterval() *durationpb.Duration {
@@ -1717,7 +1877,7 @@ type WatchStatsResponse struct {
 
 func (x *WatchStatsResponse) Reset() {
 	*x = WatchStatsResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1729,7 +1889,7 @@ func (x *WatchStatsResponse) String() string {
 func (*WatchStatsResponse) ProtoMessage() {}
 
 func (x *WatchStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1742,7 +1902,7 @@ func (x *WatchStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStatsResponse.ProtoReflect.Descriptor instead.
 func (*WatchStatsResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{17}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *WatchStatsResponse) GetStats() *CacheStatsResponse {
@@ -1858,6 +2018,16 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x0fram_block_count\x18\x01 \x01(\x03R\rramBlockCount\x12\x1b\n" +
 	"\tram_bytes\x18\x02 \x01(\x03R\bramBytes\x12&\n" +
 	"\x0fssd_block_count\x18\x03 \x01(\x03R\rssdBlockCount\x12\x1b\n" +
+	"\tssd_bytes\x18\x04 \x01(\x03R\bssdBytes\"\x98\x01\n" +
+	"\x19EvictWithProgressResponse\x128\n" +
+	"\bprogress\x18\x01 \x01(\v2\x1a.icehouse.v1.EvictProgressH\x00R\bprogress\x128\n" +
+	"\bfinished\x18\x02 \x01(\v2\x1a.icehouse.v1.EvictResponseH\x00R\bfinishedB\a\n" +
+	"\x05event\"\x9e\x01\n" +
+	"\rEvictProgress\x122\n" +
+	"\x15processed_block_count\x18\x01 \x01(\x03R\x13processedBlockCount\x12\x1f\n" +
+	"\vblock_count\x18\x02 \x01(\x03R\n" +
+	"blockCount\x12\x1b\n" +
+	"\tram_bytes\x18\x03 \x01(\x03R\bramBytes\x12\x1b\n" +
 	"\tssd_bytes\x18\x04 \x01(\x03R\bssdBytes\"0\n" +
 	"\rVerifyRequest\x12\x1f\n" +
 	"\vblock_limit\x18\x01 \x01(\x03R\n" +
@@ -1885,14 +2055,15 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\tCacheTier\x12\x1a\n" +
 	"\x16CACHE_TIER_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eCACHE_TIER_RAM\x10\x01\x12\x12\n" +
-	"\x0eCACHE_TIER_SSD\x10\x022\x93\x05\n" +
+	"\x0eCACHE_TIER_SSD\x10\x022\xed\x05\n" +
 	"\fCacheService\x12D\n" +
 	"\aExplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12;\n" +
 	"\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse\x12U\n" +
 	"\x10WarmWithProgress\x12\x18.icehouse.v1.WarmRequest\x1a%.icehouse.v1.WarmWithProgressResponse0\x01\x128\n" +
 	"\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n" +
 	"\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12>\n" +
-	"\x05Evict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse\x12A\n" +
+	"\x05Evict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse\x12X\n" +
+	"\x11EvictWithProgress\x12\x19.icehouse.v1.EvictRequest\x1a&.icehouse.v1.EvictWithProgressResponse0\x01\x12A\n" +
 	"\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse\x12[\n" +
 	"\x12VerifyWithProgress\x12\x1a.icehouse.v1.VerifyRequest\x1a'.icehouse.v1.VerifyWithProgressResponse0\x01\x12O\n" +
 	"\n" +
@@ -1911,7 +2082,7 @@ func file_icehouse_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_icehouse_v1_cache_service_proto_goTypes = []any{
 	(CacheTier)(0),                     // 0: icehouse.v1.CacheTier
 	(*ExplainRequest)(nil),             // 1: icehouse.v1.ExplainRequest
@@ -1926,82 +2097,88 @@ var file_icehouse_v1_cache_service_proto_goTypes = []any{
 	(*UnpinResponse)(nil),              // 10: icehouse.v1.UnpinResponse
 	(*EvictRequest)(nil),               // 11: icehouse.v1.EvictRequest
 	(*EvictResponse)(nil),              // 12: icehouse.v1.EvictResponse
-	(*VerifyRequest)(nil),              // 13: icehouse.v1.VerifyRequest
-	(*VerifyResponse)(nil),             // 14: icehouse.v1.VerifyResponse
-	(*VerifyWithProgressResponse)(nil), // 15: icehouse.v1.VerifyWithProgressResponse
-	(*VerifyProgress)(nil),             // 16: icehouse.v1.VerifyProgress
-	(*WatchStatsRequest)(nil),          // 17: icehouse.v1.WatchStatsRequest
-	(*WatchStatsResponse)(nil),         // 18: icehouse.v1.WatchStatsResponse
-	(*ChatPrompt)(nil),                 // 19: icehouse.v1.ChatPrompt
-	(*TokenPrompt)(nil),                // 20: icehouse.v1.TokenPrompt
-	(*CachePolicy)(nil),                // 21: icehouse.v1.CachePolicy
-	(*Tool)(nil),                       // 22: icehouse.v1.Tool
-	(*CacheReport)(nil),                // 23: icehouse.v1.CacheReport
-	(*durationpb.Duration)(nil),        // 24: google.protobuf.Duration
-	(*Usage)(nil),                      // 25: icehouse.v1.Usage
-	(*Started)(nil),                    // 26: icehouse.v1.Started
-	(*PrefillProgress)(nil),            // 27: icehouse.v1.PrefillProgress
-	(*CacheStatsResponse)(nil),         // 28: icehouse.v1.CacheStatsResponse
+	(*EvictWithProgressResponse)(nil),  // 13: icehouse.v1.EvictWithProgressResponse
+	(*EvictProgress)(nil),              // 14: icehouse.v1.EvictProgress
+	(*VerifyRequest)(nil),              // 15: icehouse.v1.VerifyRequest
+	(*VerifyResponse)(nil),             // 16: icehouse.v1.VerifyResponse
+	(*VerifyWithProgressResponse)(nil), // 17: icehouse.v1.VerifyWithProgressResponse
+	(*VerifyProgress)(nil),             // 18: icehouse.v1.VerifyProgress
+	(*WatchStatsRequest)(nil),          // 19: icehouse.v1.WatchStatsRequest
+	(*WatchStatsResponse)(nil),         // 20: icehouse.v1.WatchStatsResponse
+	(*ChatPrompt)(nil),                 // 21: icehouse.v1.ChatPrompt
+	(*TokenPrompt)(nil),                // 22: icehouse.v1.TokenPrompt
+	(*CachePolicy)(nil),                // 23: icehouse.v1.CachePolicy
+	(*Tool)(nil),                       // 24: icehouse.v1.Tool
+	(*CacheReport)(nil),                // 25: icehouse.v1.CacheReport
+	(*durationpb.Duration)(nil),        // 26: google.protobuf.Duration
+	(*Usage)(nil),                      // 27: icehouse.v1.Usage
+	(*Started)(nil),                    // 28: icehouse.v1.Started
+	(*PrefillProgress)(nil),            // 29: icehouse.v1.PrefillProgress
+	(*CacheStatsResponse)(nil),         // 30: icehouse.v1.CacheStatsResponse
 }
 var file_icehouse_v1_cache_service_proto_depIdxs = []int32{
-	19, // 0: icehouse.v1.ExplainRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	20, // 1: icehouse.v1.ExplainRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	21, // 2: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
-	22, // 3: icehouse.v1.ExplainRequest.tools:type_name -> icehouse.v1.Tool
-	23, // 4: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
+	21, // 0: icehouse.v1.ExplainRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	22, // 1: icehouse.v1.ExplainRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	23, // 2: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
+	24, // 3: icehouse.v1.ExplainRequest.tools:type_name -> icehouse.v1.Tool
+	25, // 4: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
 	3,  // 5: icehouse.v1.ExplainResponse.blocks:type_name -> icehouse.v1.BlockMatch
-	24, // 6: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
-	24, // 7: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
+	26, // 6: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
+	26, // 7: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
 	0,  // 8: icehouse.v1.BlockMatch.tier:type_name -> icehouse.v1.CacheTier
-	19, // 9: icehouse.v1.WarmRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	20, // 10: icehouse.v1.WarmRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	21, // 11: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
-	22, // 12: icehouse.v1.WarmRequest.tools:type_name -> icehouse.v1.Tool
-	23, // 13: icehouse.v1.WarmResponse.cache:type_name -> icehouse.v1.CacheReport
-	25, // 14: icehouse.v1.WarmResponse.usage:type_name -> icehouse.v1.Usage
-	26, // 15: icehouse.v1.WarmWithProgressResponse.started:type_name -> icehouse.v1.Started
-	27, // 16: icehouse.v1.WarmWithProgressResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	21, // 9: icehouse.v1.WarmRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	22, // 10: icehouse.v1.WarmRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	23, // 11: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
+	24, // 12: icehouse.v1.WarmRequest.tools:type_name -> icehouse.v1.Tool
+	25, // 13: icehouse.v1.WarmResponse.cache:type_name -> icehouse.v1.CacheReport
+	27, // 14: icehouse.v1.WarmResponse.usage:type_name -> icehouse.v1.Usage
+	28, // 15: icehouse.v1.WarmWithProgressResponse.started:type_name -> icehouse.v1.Started
+	29, // 16: icehouse.v1.WarmWithProgressResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
 	5,  // 17: icehouse.v1.WarmWithProgressResponse.finished:type_name -> icehouse.v1.WarmResponse
-	19, // 18: icehouse.v1.PinRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	20, // 19: icehouse.v1.PinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	21, // 20: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	22, // 21: icehouse.v1.PinRequest.tools:type_name -> icehouse.v1.Tool
-	19, // 22: icehouse.v1.UnpinRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	20, // 23: icehouse.v1.UnpinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	21, // 24: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	22, // 25: icehouse.v1.UnpinRequest.tools:type_name -> icehouse.v1.Tool
-	19, // 26: icehouse.v1.EvictRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	20, // 27: icehouse.v1.EvictRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	21, // 28: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
-	22, // 29: icehouse.v1.EvictRequest.tools:type_name -> icehouse.v1.Tool
-	24, // 30: icehouse.v1.VerifyResponse.duration:type_name -> google.protobuf.Duration
-	16, // 31: icehouse.v1.VerifyWithProgressResponse.progress:type_name -> icehouse.v1.VerifyProgress
-	14, // 32: icehouse.v1.VerifyWithProgressResponse.finished:type_name -> icehouse.v1.VerifyResponse
-	24, // 33: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
-	28, // 34: icehouse.v1.WatchStatsResponse.stats:type_name -> icehouse.v1.CacheStatsResponse
-	1,  // 35: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
-	4,  // 36: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
-	4,  // 37: icehouse.v1.CacheService.WarmWithProgress:input_type -> icehouse.v1.WarmRequest
-	7,  // 38: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
-	9,  // 39: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
-	11, // 40: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
-	13, // 41: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
-	13, // 42: icehouse.v1.CacheService.VerifyWithProgress:input_type -> icehouse.v1.VerifyRequest
-	17, // 43: icehouse.v1.CacheService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
-	2,  // 44: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
-	5,  // 45: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
-	6,  // 46: icehouse.v1.CacheService.WarmWithProgress:output_type -> icehouse.v1.WarmWithProgressResponse
-	8,  // 47: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
-	10, // 48: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
-	12, // 49: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
-	14, // 50: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
-	15, // 51: icehouse.v1.CacheService.VerifyWithProgress:output_type -> icehouse.v1.VerifyWithProgressResponse
-	18, // 52: icehouse.v1.CacheService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
-	44, // [44:53] is the sub-list for method output_type
-	35, // [35:44] is the sub-list for method input_type
-	35, // [35:35] is the sub-list for extension type_name
-	35, // [35:35] is the sub-list for extension extendee
-	0,  // [0:35] is the sub-list for field type_name
+	21, // 18: icehouse.v1.PinRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	22, // 19: icehouse.v1.PinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	23, // 20: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	24, // 21: icehouse.v1.PinRequest.tools:type_name -> icehouse.v1.Tool
+	21, // 22: icehouse.v1.UnpinRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	22, // 23: icehouse.v1.UnpinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	23, // 24: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	24, // 25: icehouse.v1.UnpinRequest.tools:type_name -> icehouse.v1.Tool
+	21, // 26: icehouse.v1.EvictRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	22, // 27: icehouse.v1.EvictRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	23, // 28: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
+	24, // 29: icehouse.v1.EvictRequest.tools:type_name -> icehouse.v1.Tool
+	14, // 30: icehouse.v1.EvictWithProgressResponse.progress:type_name -> icehouse.v1.EvictProgress
+	12, // 31: icehouse.v1.EvictWithProgressResponse.finished:type_name -> icehouse.v1.EvictResponse
+	26, // 32: icehouse.v1.VerifyResponse.duration:type_name -> google.protobuf.Duration
+	18, // 33: icehouse.v1.VerifyWithProgressResponse.progress:type_name -> icehouse.v1.VerifyProgress
+	16, // 34: icehouse.v1.VerifyWithProgressResponse.finished:type_name -> icehouse.v1.VerifyResponse
+	26, // 35: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
+	30, // 36: icehouse.v1.WatchStatsResponse.stats:type_name -> icehouse.v1.CacheStatsResponse
+	1,  // 37: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
+	4,  // 38: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
+	4,  // 39: icehouse.v1.CacheService.WarmWithProgress:input_type -> icehouse.v1.WarmRequest
+	7,  // 40: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
+	9,  // 41: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
+	11, // 42: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
+	11, // 43: icehouse.v1.CacheService.EvictWithProgress:input_type -> icehouse.v1.EvictRequest
+	15, // 44: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
+	15, // 45: icehouse.v1.CacheService.VerifyWithProgress:input_type -> icehouse.v1.VerifyRequest
+	19, // 46: icehouse.v1.CacheService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
+	2,  // 47: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
+	5,  // 48: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
+	6,  // 49: icehouse.v1.CacheService.WarmWithProgress:output_type -> icehouse.v1.WarmWithProgressResponse
+	8,  // 50: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
+	10, // 51: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
+	12, // 52: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
+	13, // 53: icehouse.v1.CacheService.EvictWithProgress:output_type -> icehouse.v1.EvictWithProgressResponse
+	16, // 54: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
+	17, // 55: icehouse.v1.CacheService.VerifyWithProgress:output_type -> icehouse.v1.VerifyWithProgressResponse
+	20, // 56: icehouse.v1.CacheService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
+	47, // [47:57] is the sub-list for method output_type
+	37, // [37:47] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_service_proto_init() }
@@ -2045,7 +2222,11 @@ func file_icehouse_v1_cache_service_proto_init() {
 		(*EvictRequest_Tokens)(nil),
 		(*EvictRequest_All)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[14].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[12].OneofWrappers = []any{
+		(*EvictWithProgressResponse_Progress)(nil),
+		(*EvictWithProgressResponse_Finished)(nil),
+	}
+	file_icehouse_v1_cache_service_proto_msgTypes[16].OneofWrappers = []any{
 		(*VerifyWithProgressResponse_Progress)(nil),
 		(*VerifyWithProgressResponse_Finished)(nil),
 	}
@@ -2055,7 +2236,7 @@ func file_icehouse_v1_cache_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_service_proto_rawDesc), len(file_icehouse_v1_cache_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   18,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

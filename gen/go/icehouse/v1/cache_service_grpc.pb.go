@@ -27,6 +27,7 @@ const (
 	CacheService_Pin_FullMethodName                = "/icehouse.v1.CacheService/Pin"
 	CacheService_Unpin_FullMethodName              = "/icehouse.v1.CacheService/Unpin"
 	CacheService_Evict_FullMethodName              = "/icehouse.v1.CacheService/Evict"
+	CacheService_EvictWithProgress_FullMethodName  = "/icehouse.v1.CacheService/EvictWithProgress"
 	CacheService_Verify_FullMethodName             = "/icehouse.v1.CacheService/Verify"
 	CacheService_VerifyWithProgress_FullMethodName = "/icehouse.v1.CacheService/VerifyWithProgress"
 	CacheService_WatchStats_FullMethodName         = "/icehouse.v1.CacheService/WatchStats"
@@ -57,6 +58,10 @@ type CacheServiceClient interface {
 	// found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
 	// caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
 	Evict(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (*EvictResponse, error)
+	// As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
+	// it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
+	// was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+	EvictWithProgress(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvictWithProgressResponse], error)
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
 	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
 	// `block_limit` it is checked a part at a time. When the caller goes away or
@@ -145,6 +150,25 @@ func (c *cacheServiceClient) Evict(ctx context.Context, in *EvictRequest, opts .
 	return out, nil
 }
 
+func (c *cacheServiceClient) EvictWithProgress(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvictWithProgressResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[1], CacheService_EvictWithProgress_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[EvictRequest, EvictWithProgressResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_EvictWithProgressClient = grpc.ServerStreamingClient[EvictWithProgressResponse]
+
 func (c *cacheServiceClient) Verify(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (*VerifyResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(VerifyResponse)
@@ -157,7 +181,7 @@ func (c *cacheServiceClient) Verify(ctx context.Context, in *VerifyRequest, opts
 
 func (c *cacheServiceClient) VerifyWithProgress(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyWithProgressResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[1], CacheService_VerifyWithProgress_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[2], CacheService_VerifyWithProgress_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -176,7 +200,7 @@ type CacheService_VerifyWithProgressClient = grpc.ServerStreamingClient[VerifyWi
 
 func (c *cacheServiceClient) WatchStats(ctx context.Context, in *WatchStatsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchStatsResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[2], CacheService_WatchStats_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[3], CacheService_WatchStats_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -218,6 +242,10 @@ type CacheServiceServer interface {
 	// found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
 	// caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
 	Evict(context.Context, *EvictRequest) (*EvictResponse, error)
+	// As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
+	// it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
+	// was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+	EvictWithProgress(*EvictRequest, grpc.ServerStreamingServer[EvictWithProgressResponse]) error
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
 	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
 	// `block_limit` it is checked a part at a time. When the caller goes away or
@@ -254,6 +282,9 @@ func (UnimplementedCacheServiceServer) Unpin(context.Context, *UnpinRequest) (*U
 }
 func (UnimplementedCacheServiceServer) Evict(context.Context, *EvictRequest) (*EvictResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Evict not implemented")
+}
+func (UnimplementedCacheServiceServer) EvictWithProgress(*EvictRequest, grpc.ServerStreamingServer[EvictWithProgressResponse]) error {
+	return status.Error(codes.Unimplemented, "method EvictWithProgress not implemented")
 }
 func (UnimplementedCacheServiceServer) Verify(context.Context, *VerifyRequest) (*VerifyResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Verify not implemented")
@@ -386,6 +417,17 @@ func _CacheService_Evict_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _CacheService_EvictWithProgress_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(EvictRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CacheServiceServer).EvictWithProgress(m, &grpc.GenericServerStream[EvictRequest, EvictWithProgressResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_EvictWithProgressServer = grpc.ServerStreamingServer[EvictWithProgressResponse]
+
 func _CacheService_Verify_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(VerifyRequest)
 	if err := dec(in); err != nil {
@@ -462,6 +504,11 @@ var CacheService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "WarmWithProgress",
 			Handler:       _CacheService_WarmWithProgress_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "EvictWithProgress",
+			Handler:       _CacheService_EvictWithProgress_Handler,
 			ServerStreams: true,
 		},
 		{

@@ -226,7 +226,7 @@ func (*JsonObjectFormat) Descriptor() ([]byte, []int) {
 // One of several texts, in full.
 type ChoiceFormat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The texts, at least one (RESPONSE_FORMAT_INVALID). One may be the beginning of another.
+	// The texts, 1 (RESPONSE_FORMAT_INVALID) to 4,096 of them. One may be the beginning of another.
 	Texts         []string `protobuf:"bytes,1,rep,name=texts,proto3" json:"texts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

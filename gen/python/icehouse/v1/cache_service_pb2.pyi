@@ -616,6 +616,72 @@ class EvictResponse(_message.Message):
 Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
 
 @_typing.final
+class EvictWithProgressResponse(_message.Message):
+    """How far a removal is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___EvictProgress:
+        """More blocks are removed. The first one before any is; then about every 256 blocks."""
+
+    @_builtins.property
+    def finished(self) -> Global___EvictResponse:
+        """What was removed. Once, last."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___EvictProgress | None = ...,
+        finished: Global___EvictResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "finished"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___EvictWithProgressResponse: _TypeAlias = EvictWithProgressResponse  # noqa: Y015
+
+@_typing.final
+class EvictProgress(_message.Message):
+    """What is done of a removal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RAM_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_BYTES_FIELD_NUMBER: _builtins.int
+    processed_block_count: _builtins.int
+    """Blocks dealt with so far: removed, or found gone."""
+    block_count: _builtins.int
+    """Blocks to deal with in all: those that were known when it began."""
+    ram_bytes: _builtins.int
+    """Bytes freed in RAM so far."""
+    ssd_bytes: _builtins.int
+    """Bytes freed on SSD so far."""
+    def __init__(
+        self,
+        *,
+        processed_block_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        ram_bytes: _builtins.int = ...,
+        ssd_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "processed_block_count", b"processed_block_count", "ram_bytes", b"ram_bytes", "ssd_bytes", b"ssd_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictProgress: _TypeAlias = EvictProgress  # noqa: Y015
+
+@_typing.final
 class VerifyRequest(_message.Message):
     """Asks for a check of the blocks on SSD."""
 

@@ -68,6 +68,11 @@ class CacheServiceStub:
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.EvictWithProgress = channel.unary_stream(
+                '/icehouse.v1.CacheService/EvictWithProgress',
+                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictWithProgressResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_unary(
                 '/icehouse.v1.CacheService/Verify',
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
@@ -138,6 +143,15 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EvictWithProgress(self, request, context):
+        """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
+        it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
+        was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
         operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
@@ -194,6 +208,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictResponse.SerializeToString,
+            ),
+            'EvictWithProgress': grpc.unary_stream_rpc_method_handler(
+                    servicer.EvictWithProgress,
+                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictWithProgressResponse.SerializeToString,
             ),
             'Verify': grpc.unary_unary_rpc_method_handler(
                     servicer.Verify,
@@ -377,6 +396,33 @@ class CacheService:
             '/icehouse.v1.CacheService/Evict',
             icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
             icehouse_dot_v1_dot_cache__service__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictWithProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/icehouse.v1.CacheService/EvictWithProgress',
+            icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
+            icehouse_dot_v1_dot_cache__service__pb2.EvictWithProgressResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,11 @@ class CacheServiceStub:
     found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
     caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
     """
+    EvictWithProgress: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictWithProgressResponse]
+    """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
+    it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
+    was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+    """
     Verify: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
     operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
@@ -94,6 +99,11 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
     found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
     caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+    """
+    EvictWithProgress: _aio.UnaryStreamMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictWithProgressResponse]  # type: ignore[assignment]
+    """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
+    it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
+    was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
     """
     Verify: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
@@ -166,6 +176,17 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
         found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
         caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+        """
+
+    @_abc_1.abstractmethod
+    def EvictWithProgress(
+        self,
+        request: _cache_service_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.EvictWithProgressResponse], _abc.AsyncIterator[_cache_service_pb2.EvictWithProgressResponse]]:
+        """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
+        it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
+        was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
         """
 
     @_abc_1.abstractmethod

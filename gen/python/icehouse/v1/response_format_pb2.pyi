@@ -112,7 +112,7 @@ class ChoiceFormat(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The texts, at least one (RESPONSE_FORMAT_INVALID). One may be the beginning of another."""
+        """The texts, 1 (RESPONSE_FORMAT_INVALID) to 4,096 of them. One may be the beginning of another."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_service.proto.
  */
 export const file_icehouse_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSLqAQoORXhwbGFpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAQgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABInCgVjYWNoZRgFIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIPCgdhZGFwdGVyGBEgASgJQggKBnByb21wdCKDAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipgEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIIo0CCgtXYXJtUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIQCghwcmlvcml0eRgHIAEoBRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQibgoMV2FybVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIhCgV1c2FnZRgDIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlIrUBChhXYXJtV2l0aFByb2dyZXNzUmVzcG9uc2USJwoHc3RhcnRlZBgBIAEoCzIULmljZWhvdXNlLnYxLlN0YXJ0ZWRIABI4ChBwcmVmaWxsX3Byb2dyZXNzGAIgASgLMhwuaWNlaG91c2UudjEuUHJlZmlsbFByb2dyZXNzSAASLQoIZmluaXNoZWQYAyABKAsyGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2VIAEIHCgVldmVudCLmAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0IksKC1BpblJlc3BvbnNlEhMKC2Jsb2NrX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhIKCnNpemVfYnl0ZXMYAyABKAMi6AEKDFVucGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0Ik0KDVVucGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyL3AQoMRXZpY3RSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgEIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASDQoDYWxsGAUgASgISAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZ0YXJnZXQiZwoNRXZpY3RSZXNwb25zZRIXCg9yYW1fYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhcKD3NzZF9ibG9ja19jb3VudBgDIAEoAxIRCglzc2RfYnl0ZXMYBCABKAMiJAoNVmVyaWZ5UmVxdWVzdBITCgtibG9ja19saW1pdBgBIAEoAyKoAQoOVmVyaWZ5UmVzcG9uc2USHAoUdmVyaWZpZWRfYmxvY2tfY291bnQYASABKAMSFgoOdmVyaWZpZWRfYnl0ZXMYAiABKAMSFgoOZGFtYWdlZF9oYXNoZXMYAyADKAkSGwoTZGFtYWdlZF9ibG9ja19jb3VudBgEIAEoAxIrCghkdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKHAQoaVmVyaWZ5V2l0aFByb2dyZXNzUmVzcG9uc2USLwoIcHJvZ3Jlc3MYASABKAsyGy5pY2Vob3VzZS52MS5WZXJpZnlQcm9ncmVzc0gAEi8KCGZpbmlzaGVkGAIgASgLMhsuaWNlaG91c2UudjEuVmVyaWZ5UmVzcG9uc2VIAEIHCgVldmVudCJ4Cg5WZXJpZnlQcm9ncmVzcxIcChR2ZXJpZmllZF9ibG9ja19jb3VudBgBIAEoAxIWCg52ZXJpZmllZF9ieXRlcxgCIAEoAxIbChNkYW1hZ2VkX2Jsb2NrX2NvdW50GAMgASgDEhMKC2Jsb2NrX2NvdW50GAQgASgDIkAKEVdhdGNoU3RhdHNSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIkQKEldhdGNoU3RhdHNSZXNwb25zZRIuCgVzdGF0cxgBIAEoCzIfLmljZWhvdXNlLnYxLkNhY2hlU3RhdHNSZXNwb25zZSpPCglDYWNoZVRpZXISGgoWQ0FDSEVfVElFUl9VTlNQRUNJRklFRBAAEhIKDkNBQ0hFX1RJRVJfUkFNEAESEgoOQ0FDSEVfVElFUl9TU0QQAjKTBQoMQ2FjaGVTZXJ2aWNlEkQKB0V4cGxhaW4SGy5pY2Vob3VzZS52MS5FeHBsYWluUmVxdWVzdBocLmljZWhvdXNlLnYxLkV4cGxhaW5SZXNwb25zZRI7CgRXYXJtEhguaWNlaG91c2UudjEuV2FybVJlcXVlc3QaGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2USVQoQV2FybVdpdGhQcm9ncmVzcxIYLmljZWhvdXNlLnYxLldhcm1SZXF1ZXN0GiUuaWNlaG91c2UudjEuV2FybVdpdGhQcm9ncmVzc1Jlc3BvbnNlMAESOAoDUGluEhcuaWNlaG91c2UudjEuUGluUmVxdWVzdBoYLmljZWhvdXNlLnYxLlBpblJlc3BvbnNlEj4KBVVucGluEhkuaWNlaG91c2UudjEuVW5waW5SZXF1ZXN0GhouaWNlaG91c2UudjEuVW5waW5SZXNwb25zZRI+CgVFdmljdBIZLmljZWhvdXNlLnYxLkV2aWN0UmVxdWVzdBoaLmljZWhvdXNlLnYxLkV2aWN0UmVzcG9uc2USQQoGVmVyaWZ5EhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBobLmljZWhvdXNlLnYxLlZlcmlmeVJlc3BvbnNlElsKElZlcmlmeVdpdGhQcm9ncmVzcxIaLmljZWhvdXNlLnYxLlZlcmlmeVJlcXVlc3QaJy5pY2Vob3VzZS52MS5WZXJpZnlXaXRoUHJvZ3Jlc3NSZXNwb25zZTABEk8KCldhdGNoU3RhdHMSHi5pY2Vob3VzZS52MS5XYXRjaFN0YXRzUmVxdWVzdBofLmljZWhvdXNlLnYxLldhdGNoU3RhdHNSZXNwb25zZTABYgZwcm90bzM", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_inference_service, file_icehouse_v1_prompt, file_icehouse_v1_tool, file_icehouse_v1_usage]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSLqAQoORXhwbGFpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAQgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABInCgVjYWNoZRgFIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIPCgdhZGFwdGVyGBEgASgJQggKBnByb21wdCKDAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipgEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIIo0CCgtXYXJtUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIQCghwcmlvcml0eRgHIAEoBRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQibgoMV2FybVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIhCgV1c2FnZRgDIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlIrUBChhXYXJtV2l0aFByb2dyZXNzUmVzcG9uc2USJwoHc3RhcnRlZBgBIAEoCzIULmljZWhvdXNlLnYxLlN0YXJ0ZWRIABI4ChBwcmVmaWxsX3Byb2dyZXNzGAIgASgLMhwuaWNlaG91c2UudjEuUHJlZmlsbFByb2dyZXNzSAASLQoIZmluaXNoZWQYAyABKAsyGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2VIAEIHCgVldmVudCLmAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0IksKC1BpblJlc3BvbnNlEhMKC2Jsb2NrX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhIKCnNpemVfYnl0ZXMYAyABKAMi6AEKDFVucGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0Ik0KDVVucGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyL3AQoMRXZpY3RSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgEIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASDQoDYWxsGAUgASgISAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZ0YXJnZXQiZwoNRXZpY3RSZXNwb25zZRIXCg9yYW1fYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhcKD3NzZF9ibG9ja19jb3VudBgDIAEoAxIRCglzc2RfYnl0ZXMYBCABKAMihAEKGUV2aWN0V2l0aFByb2dyZXNzUmVzcG9uc2USLgoIcHJvZ3Jlc3MYASABKAsyGi5pY2Vob3VzZS52MS5FdmljdFByb2dyZXNzSAASLgoIZmluaXNoZWQYAiABKAsyGi5pY2Vob3VzZS52MS5FdmljdFJlc3BvbnNlSABCBwoFZXZlbnQiaQoNRXZpY3RQcm9ncmVzcxIdChVwcm9jZXNzZWRfYmxvY2tfY291bnQYASABKAMSEwoLYmxvY2tfY291bnQYAiABKAMSEQoJcmFtX2J5dGVzGAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDIqgBCg5WZXJpZnlSZXNwb25zZRIcChR2ZXJpZmllZF9ibG9ja19jb3VudBgBIAEoAxIWCg52ZXJpZmllZF9ieXRlcxgCIAEoAxIWCg5kYW1hZ2VkX2hhc2hlcxgDIAMoCRIbChNkYW1hZ2VkX2Jsb2NrX2NvdW50GAQgASgDEisKCGR1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIocBChpWZXJpZnlXaXRoUHJvZ3Jlc3NSZXNwb25zZRIvCghwcm9ncmVzcxgBIAEoCzIbLmljZWhvdXNlLnYxLlZlcmlmeVByb2dyZXNzSAASLwoIZmluaXNoZWQYAiABKAsyGy5pY2Vob3VzZS52MS5WZXJpZnlSZXNwb25zZUgAQgcKBWV2ZW50IngKDlZlcmlmeVByb2dyZXNzEhwKFHZlcmlmaWVkX2Jsb2NrX2NvdW50GAEgASgDEhYKDnZlcmlmaWVkX2J5dGVzGAIgASgDEhsKE2RhbWFnZWRfYmxvY2tfY291bnQYAyABKAMSEwoLYmxvY2tfY291bnQYBCABKAMiQAoRV2F0Y2hTdGF0c1JlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iRAoSV2F0Y2hTdGF0c1Jlc3BvbnNlEi4KBXN0YXRzGAEgASgLMh8uaWNlaG91c2UudjEuQ2FjaGVTdGF0c1Jlc3BvbnNlKk8KCUNhY2hlVGllchIaChZDQUNIRV9USUVSX1VOU1BFQ0lGSUVEEAASEgoOQ0FDSEVfVElFUl9SQU0QARISCg5DQUNIRV9USUVSX1NTRBACMu0FCgxDYWNoZVNlcnZpY2USRAoHRXhwbGFpbhIbLmljZWhvdXNlLnYxLkV4cGxhaW5SZXF1ZXN0GhwuaWNlaG91c2UudjEuRXhwbGFpblJlc3BvbnNlEjsKBFdhcm0SGC5pY2Vob3VzZS52MS5XYXJtUmVxdWVzdBoZLmljZWhvdXNlLnYxLldhcm1SZXNwb25zZRJVChBXYXJtV2l0aFByb2dyZXNzEhguaWNlaG91c2UudjEuV2FybVJlcXVlc3QaJS5pY2Vob3VzZS52MS5XYXJtV2l0aFByb2dyZXNzUmVzcG9uc2UwARI4CgNQaW4SFy5pY2Vob3VzZS52MS5QaW5SZXF1ZXN0GhguaWNlaG91c2UudjEuUGluUmVzcG9uc2USPgoFVW5waW4SGS5pY2Vob3VzZS52MS5VbnBpblJlcXVlc3QaGi5pY2Vob3VzZS52MS5VbnBpblJlc3BvbnNlEj4KBUV2aWN0EhkuaWNlaG91c2UudjEuRXZpY3RSZXF1ZXN0GhouaWNlaG91c2UudjEuRXZpY3RSZXNwb25zZRJYChFFdmljdFdpdGhQcm9ncmVzcxIZLmljZWhvdXNlLnYxLkV2aWN0UmVxdWVzdBomLmljZWhvdXNlLnYxLkV2aWN0V2l0aFByb2dyZXNzUmVzcG9uc2UwARJBCgZWZXJpZnkSGi5pY2Vob3VzZS52MS5WZXJpZnlSZXF1ZXN0GhsuaWNlaG91c2UudjEuVmVyaWZ5UmVzcG9uc2USWwoSVmVyaWZ5V2l0aFByb2dyZXNzEhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBonLmljZWhvdXNlLnYxLlZlcmlmeVdpdGhQcm9ncmVzc1Jlc3BvbnNlMAESTwoKV2F0Y2hTdGF0cxIeLmljZWhvdXNlLnYxLldhdGNoU3RhdHNSZXF1ZXN0Gh8uaWNlaG91c2UudjEuV2F0Y2hTdGF0c1Jlc3BvbnNlMAFiBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_inference_service, file_icehouse_v1_prompt, file_icehouse_v1_tool, file_icehouse_v1_usage]);
 
 /**
  * A prompt to look up.
@@ -726,6 +726,85 @@ export const EvictResponseSchema: GenMessage<EvictResponse> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_service, 11);
 
 /**
+ * How far a removal is.
+ *
+ * @generated from message icehouse.v1.EvictWithProgressResponse
+ */
+export type EvictWithProgressResponse = Message<"icehouse.v1.EvictWithProgressResponse"> & {
+  /**
+   * What happened. Fields may be added: skip events that are not known.
+   *
+   * @generated from oneof icehouse.v1.EvictWithProgressResponse.event
+   */
+  event: {
+    /**
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
+     *
+     * @generated from field: icehouse.v1.EvictProgress progress = 1;
+     */
+    value: EvictProgress;
+    case: "progress";
+  } | {
+    /**
+     * What was removed. Once, last.
+     *
+     * @generated from field: icehouse.v1.EvictResponse finished = 2;
+     */
+    value: EvictResponse;
+    case: "finished";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message icehouse.v1.EvictWithProgressResponse.
+ * Use `create(EvictWithProgressResponseSchema)` to create a new message.
+ */
+export const EvictWithProgressResponseSchema: GenMessage<EvictWithProgressResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 12);
+
+/**
+ * What is done of a removal.
+ *
+ * @generated from message icehouse.v1.EvictProgress
+ */
+export type EvictProgress = Message<"icehouse.v1.EvictProgress"> & {
+  /**
+   * Blocks dealt with so far: removed, or found gone.
+   *
+   * @generated from field: int64 processed_block_count = 1;
+   */
+  processedBlockCount: bigint;
+
+  /**
+   * Blocks to deal with in all: those that were known when it began.
+   *
+   * @generated from field: int64 block_count = 2;
+   */
+  blockCount: bigint;
+
+  /**
+   * Bytes freed in RAM so far.
+   *
+   * @generated from field: int64 ram_bytes = 3;
+   */
+  ramBytes: bigint;
+
+  /**
+   * Bytes freed on SSD so far.
+   *
+   * @generated from field: int64 ssd_bytes = 4;
+   */
+  ssdBytes: bigint;
+};
+
+/**
+ * Describes the message icehouse.v1.EvictProgress.
+ * Use `create(EvictProgressSchema)` to create a new message.
+ */
+export const EvictProgressSchema: GenMessage<EvictProgress> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 13);
+
+/**
  * Asks for a check of the blocks on SSD.
  *
  * @generated from message icehouse.v1.VerifyRequest
@@ -745,7 +824,7 @@ export type VerifyRequest = Message<"icehouse.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 12);
+  messageDesc(file_icehouse_v1_cache_service, 14);
 
 /**
  * What the check found.
@@ -794,7 +873,7 @@ export type VerifyResponse = Message<"icehouse.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 13);
+  messageDesc(file_icehouse_v1_cache_service, 15);
 
 /**
  * How far a check is.
@@ -831,7 +910,7 @@ export type VerifyWithProgressResponse = Message<"icehouse.v1.VerifyWithProgress
  * Use `create(VerifyWithProgressResponseSchema)` to create a new message.
  */
 export const VerifyWithProgressResponseSchema: GenMessage<VerifyWithProgressResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 14);
+  messageDesc(file_icehouse_v1_cache_service, 16);
 
 /**
  * What is done of a check.
@@ -873,7 +952,7 @@ export type VerifyProgress = Message<"icehouse.v1.VerifyProgress"> & {
  * Use `create(VerifyProgressSchema)` to create a new message.
  */
 export const VerifyProgressSchema: GenMessage<VerifyProgress> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 15);
+  messageDesc(file_icehouse_v1_cache_service, 17);
 
 /**
  * Asks for counters again and again.
@@ -894,7 +973,7 @@ export type WatchStatsRequest = Message<"icehouse.v1.WatchStatsRequest"> & {
  * Use `create(WatchStatsRequestSchema)` to create a new message.
  */
 export const WatchStatsRequestSchema: GenMessage<WatchStatsRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 16);
+  messageDesc(file_icehouse_v1_cache_service, 18);
 
 /**
  * Counters between two steps.
@@ -915,7 +994,7 @@ export type WatchStatsResponse = Message<"icehouse.v1.WatchStatsResponse"> & {
  * Use `create(WatchStatsResponseSchema)` to create a new message.
  */
 export const WatchStatsResponseSchema: GenMessage<WatchStatsResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 17);
+  messageDesc(file_icehouse_v1_cache_service, 19);
 
 /**
  * Where a block is.
@@ -1023,6 +1102,18 @@ export const CacheService: GenService<{
     methodKind: "unary";
     input: typeof EvictRequestSchema;
     output: typeof EvictResponseSchema;
+  },
+  /**
+   * As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
+   * it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
+   * was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+   *
+   * @generated from rpc icehouse.v1.CacheService.EvictWithProgress
+   */
+  evictWithProgress: {
+    methodKind: "server_streaming";
+    input: typeof EvictRequestSchema;
+    output: typeof EvictWithProgressResponseSchema;
   },
   /**
    * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For

@@ -120,7 +120,7 @@ export const JsonObjectFormatSchema: GenMessage<JsonObjectFormat> = /*@__PURE__*
  */
 export type ChoiceFormat = Message<"icehouse.v1.ChoiceFormat"> & {
   /**
-   * The texts, at least one (RESPONSE_FORMAT_INVALID). One may be the beginning of another.
+   * The texts, 1 (RESPONSE_FORMAT_INVALID) to 4,096 of them. One may be the beginning of another.
    *
    * @generated from field: repeated string texts = 1;
    */

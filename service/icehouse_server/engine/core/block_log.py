@@ -26,7 +26,10 @@ class KvTier(enum.Enum):
 
 
 class Came(NamedTuple):
-    """A block came to a tier, whole or a tail. `parent` is its chain's root where it is the first one."""
+    """A block came to a tier, whole or a tail; noted again when the tokens of one on SSD become known.
+
+    `parent` is its chain's root where it is the first one.
+    """
 
     tier: KvTier
     name: BlockHash
@@ -34,7 +37,7 @@ class Came(NamedTuple):
     is_first: bool
     token_count: int
     token_ids: tuple[int, ...] | None
-    """None for a block on SSD that this process never saw whole."""
+    """None for a block on SSD that this process has not seen whole yet."""
 
 
 class Left(NamedTuple):

@@ -6,14 +6,13 @@ in decode alike, so that a cancelled request leaves its blocks behind and no ste
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, join_keys
+from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind
 from icehouse_server.domain.cache_commands import Explain, Explanation
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, ReuseLimit
@@ -158,10 +157,8 @@ class PrefixCache:
         """Take in the tokens of blocks that only the SSD knew."""
         for header in headers:
             entry = self._index.get(header.hash)
-            if entry is not None and entry.token_ids is None:
-                # What is none of ours stays unknown, and is found by its name alone.
-                with contextlib.suppress(ValueError):
-                    entry.token_ids = join_keys(header.token_ids, header.extra)
+            if entry is not None:
+                self._index.learn_header(entry, header)
 
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> PrefixPlan:
         """Say what of a prompt is reused and from where, and note the use."""
@@ -304,8 +301,7 @@ class PrefixCache:
 
     def promote(self, sequence: Sequence, entry: Entry, regions: Mapping[RegionKind, Region]) -> None:
         """Put regions that this sequence read from SSD into RAM, where they are not there again by now."""
-        if entry.token_ids is None:
-            entry.token_ids = sequence.keys(entry.start_token_index, entry.end_token_index)
+        self._index.learn_tokens(entry, sequence.keys(entry.start_token_index, entry.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in entry.ram}
         self._store(sequence, entry, missing)
 
@@ -359,7 +355,7 @@ class PrefixCache:
         """Note that a block is gone from SSD."""
         entry = self._index.get(block)
         if entry is not None:
-            self._quotas.note_stored(entry, change_bytes=-entry.ssd_bytes)
+            self._quotas.note_stored(entry, before_bytes=entry.ssd_bytes, after_bytes=0)
             self._index.forget_stored(block)
 
     def note_persisted(self, record: BlockRecord) -> None:
@@ -402,7 +398,7 @@ class PrefixCache:
     def keep(self, entries: ReadSequence[Entry]) -> list[Entry]:
         """Keep blocks in RAM that were to leave it; return those for which there is no room. They are gone
         if they are not written."""
-        return [entry for entry in entries if not self._eviction.keep(entry, None)]
+        return self._eviction.keep(entries, None)
 
     def pin(self, entries: ReadSequence[Entry], *, pinned: bool) -> None:
         """Pin or unpin blocks, as far as this thread decides it; `pin_stored` does the rest."""
@@ -451,7 +447,7 @@ class PrefixCache:
         known = self._index.get(record.hash)
         before_bytes = 0 if known is None else known.ssd_bytes
         entry = self._index.add_stored(record)
-        self._quotas.note_stored(entry, change_bytes=entry.ssd_bytes - before_bytes)
+        self._quotas.note_stored(entry, before_bytes=before_bytes, after_bytes=entry.ssd_bytes)
         return entry
 
     def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:

@@ -16,10 +16,13 @@ from icehouse_server.domain.cache_commands import (
     CacheCommand,
     ContinueListing,
     Evict,
+    EvictBlocks,
     EvictReport,
     Explain,
     Explanation,
+    KnownBlocks,
     KnownTokens,
+    ListKnown,
     ListStored,
     Pin,
     PinReport,
@@ -236,7 +239,12 @@ class CacheCommands:
         if isinstance(command, Unpin):
             return self._pin(command.prompt_token_ids, command.scope, pinned=False, reply=reply)
         if isinstance(command, Evict):
-            return self._evict(command, reply)
+            return self._evict(self._known(command), reply)
+        if isinstance(command, ListKnown):
+            return KnownBlocks(tuple(entry.hash for entry in reversed(self._known(command))))
+        if isinstance(command, EvictBlocks):
+            found = (self._cache.find(name) for name in command.block_hashes)
+            return self._evict([entry for entry in found if entry is not None], reply)
         if isinstance(command, BeginListing):
             return self._listing.begin(command.tenants)
         if isinstance(command, ContinueListing):
@@ -321,17 +329,19 @@ class CacheCommands:
             answer(change.report())
             return
         missing = frozenset(outcome.missing)
-        kept = tuple(entry for entry in change.entries if entry.ram or entry.hash not in missing)
-        gone = [entry for entry in change.entries if not entry.ram and entry.hash in missing]
-        self._cache.pin(gone, pinned=False)
+        # What was there when it was pinned may have been found damaged by now.
+        kept = tuple(e for e in change.entries if e.ram or (e.ssd and e.hash not in missing))
+        self._cache.pin([entry for entry in change.entries if entry not in kept], pinned=False)
         answer(dataclasses.replace(change, entries=kept).report() if kept else _nothing_to_pin())
 
-    def _evict(self, command: Evict, reply: _Reply) -> EvictReport | None:
-        cache = self._cache
+    def _known(self, command: Evict | ListKnown) -> list[Entry]:
+        """Return the blocks that a command means, in the order in which they were made or of the prompt."""
         if command.prompt_token_ids is None:
-            entries = cache.blocks()
-        else:
-            entries = cache.known_chain(command.prompt_token_ids, command.scope)
+            return self._cache.blocks()
+        return self._cache.known_chain(command.prompt_token_ids, command.scope)
+
+    def _evict(self, entries: list[Entry], reply: _Reply) -> EvictReport | None:
+        cache = self._cache
         in_ram = [entry for entry in entries if entry.ram]
         # A block on its way to SSD is there before this command is carried out.
         stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]

@@ -67,13 +67,22 @@ class Security:
         try:
             changed = await asyncio.to_thread(refresh)
         except StartError as error:
-            if self._logged.get(name) != error.message:
-                self._logged[name] = error.message
+            if self._is_new(name, error.message):
                 _logger.error(
                     "old_secrets_kept",
                     extra={"kind": name, "reason": error.reason.value, "detail": error.message},
                 )
             return
+        except Exception as error:
+            # A fault of ours: the next look, at files that somebody may have mended, must come all the same.
+            if self._is_new(name, repr(error)):
+                _logger.exception("old_secrets_kept", extra={"kind": name, "detail": repr(error)})
+            return
         self._logged.pop(name, None)
         if changed:
             _logger.info("new_secrets_taken", extra={"kind": name})
+
+    def _is_new(self, name: str, detail: str) -> bool:
+        """Whether this was not what was wrong the last time."""
+        was, self._logged[name] = self._logged.get(name), detail
+        return was != detail

@@ -138,7 +138,9 @@ def _token_of(line: str) -> Token:
 def _expire_time_of(text: str | None) -> float:
     if text is None:
         return _NEVER
-    last_day = datetime.datetime.combine(
-        datetime.date.fromisoformat(text), datetime.time(), tzinfo=datetime.UTC
-    )
-    return (last_day + datetime.timedelta(days=1)).timestamp()
+    last_day = datetime.date.fromisoformat(text)
+    if last_day == datetime.date.max:
+        # 9999-12-31, which is how some say never: there is no day after it.
+        return _NEVER
+    end = datetime.datetime.combine(last_day, datetime.time(), tzinfo=datetime.UTC)
+    return (end + datetime.timedelta(days=1)).timestamp()

@@ -89,8 +89,8 @@ _DEADLINES_S = {
     # The longest output, at two tokens a second.
     Cost.GENERATION: 4 * 3600.0,
 }
-_CHECK_S = 24 * 3600.0
-"""Reading terabytes."""
+_WHOLE_DISK_S = 24 * 3600.0
+"""Reading terabytes, or removing them."""
 
 _GENERATION = Method(Pool.WORK, Place.INFERENCE, Cost.GENERATION)
 _COMMAND = Method(Pool.COMMANDS, Place.INFERENCE, Cost.PROMPT)
@@ -99,7 +99,7 @@ _CHECK = Method(
     Place.STORAGE,
     access=Access.OPERATOR,
     message_byte_limit=4 * KIB,
-    own_deadline_s=_CHECK_S,
+    own_deadline_s=_WHOLE_DISK_S,
 )
 _LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
 _CHANNELZ = Method(
@@ -136,6 +136,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Pin": _COMMAND,
     "icehouse.v1.CacheService/Unpin": _COMMAND,
     "icehouse.v1.CacheService/Evict": _COMMAND,
+    "icehouse.v1.CacheService/EvictWithProgress": dataclasses.replace(_COMMAND, own_deadline_s=_WHOLE_DISK_S),
     "icehouse.v1.CacheService/Verify": _CHECK,
     "icehouse.v1.CacheService/VerifyWithProgress": _CHECK,
     "icehouse.v1.CacheService/WatchStats": Method(Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB),

@@ -22,6 +22,9 @@ TOKEN_ID_BYTES = 8
 """What one waiting token id is counted as."""
 LOGPROB_BYTES = 16
 """What one waiting log probability is counted as."""
+PIECE_COUNT = 512
+"""Tokens whose log probabilities are told at once where what waits is merged: more would keep the event loop
+for longer than a decode step."""
 
 
 class Outbox:
@@ -92,9 +95,15 @@ class Outbox:
 
     def _append(self, event: Event) -> None:
         newest = self._waiting[-1] if self._waiting else None
-        if isinstance(event, PrefillProgress) and isinstance(newest, PrefillProgress):
-            self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
+        if isinstance(event, PrefillProgress):
+            if isinstance(newest, PrefillProgress) and _fit_one_piece(newest, event):
+                self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
+            else:
+                self._waiting.append(event)
         elif isinstance(event, Delta) and len(self._waiting) >= self._event_limit:
+            if isinstance(newest, Delta | _DeltaRun) and not _fit_one_piece(newest, event):
+                self._waiting.append(event)
+                return
             if isinstance(newest, Delta):
                 newest = self._waiting[-1] = _DeltaRun(newest)
             if isinstance(newest, _DeltaRun):
@@ -111,15 +120,19 @@ class _DeltaRun:
     def __init__(self, first: Delta) -> None:
         self._texts = [first.text]
         self._token_ids = list(first.token_ids)
-        self._logprobs = list(first.logprobs)
+        self.logprobs = list(first.logprobs)
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend(delta.logprobs)
+        self.logprobs.extend(delta.logprobs)
 
     def merged(self) -> Delta:
-        return Delta("".join(self._texts), tuple(self._token_ids), tuple(self._logprobs))
+        return Delta("".join(self._texts), tuple(self._token_ids), tuple(self.logprobs))
+
+
+def _fit_one_piece(newest: PrefillProgress | Delta | _DeltaRun, event: PrefillProgress | Delta) -> bool:
+    return not event.logprobs or len(newest.logprobs) + len(event.logprobs) <= PIECE_COUNT
 
 
 def _size_bytes(event: Event) -> int:
@@ -127,7 +140,7 @@ def _size_bytes(event: Event) -> int:
     if isinstance(event, Delta):
         size_bytes += len(event.text.encode("utf-8")) + TOKEN_ID_BYTES * len(event.token_ids)
     if isinstance(event, Delta | PrefillProgress):
-        size_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) for entry in event.logprobs)
+        size_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) + len(entry.asked) for entry in event.logprobs)
     return size_bytes
 
 

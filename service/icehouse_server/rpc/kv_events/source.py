@@ -7,7 +7,6 @@ nobody has subscribed it does not even do that, and the log is off.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from icehouse_server.clock import Clock
@@ -16,6 +15,7 @@ from icehouse_server.domain.cache_commands import CacheAnswer
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.errors import IcehouseError
+from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.feed import EventFeed, Subscription
@@ -53,9 +53,7 @@ class KvEventSource:
     async def stop(self) -> None:
         """Follow it no more; subscribers are ended by whoever serves them."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await background.end(self._task)
 
     def subscribe(self, *, after_number: int, tenant: Tenant | None) -> Subscription:
         """Return what follows `after_number`, of one tenant or of all; raises EventsExpired."""
@@ -66,7 +64,7 @@ class KvEventSource:
         """Begin to follow the log, if nobody has asked for that before."""
         self._follower.begin(DEFAULT_TENANT if tenant is None else tenant)
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="kv-events")
+            self._task = background.start(self._run(), name="kv-events")
 
     async def _run(self) -> None:
         while self._follower.is_on:

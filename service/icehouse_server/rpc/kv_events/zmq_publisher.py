@@ -23,6 +23,7 @@ from icehouse_server.domain.blocks import unpack_tokens
 from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import Reason, StartError
+from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.feed import BATCH_TOKEN_COUNT
 from icehouse_server.rpc.kv_events.source import CONNECT_PREFIX, KvEventSource
@@ -57,7 +58,7 @@ class ZmqPublisher:
     def start(self) -> str:
         """Open the endpoint and tell everything to whoever comes; return where."""
         endpoint = self.open()
-        self._task = asyncio.create_task(self._run(), name="kv-events-zmq")
+        self._task = background.start(self._run(), name="kv-events-zmq")
         return endpoint
 
     def open(self) -> str:
@@ -87,9 +88,7 @@ class ZmqPublisher:
     async def stop(self) -> None:
         """Close the endpoint; what was not sent yet is lost."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await background.end(self._task)
         self._context.destroy(linger=0)
 
     def publish(self, batch: KvBatch) -> None:

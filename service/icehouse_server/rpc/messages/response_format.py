@@ -15,6 +15,9 @@ from icehouse_server.domain.response_format import (
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.validation import refuse_value
 
+CHOICE_TEXT_LIMIT = 4096
+"""Most texts of one choice."""
+
 _FIELD = "response_format"
 
 
@@ -32,7 +35,9 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
     if kind == "lark":
         return LarkGrammar(proto.lark)
     if kind == "choice" and proto.choice.texts:
-        return Choice(tuple(proto.choice.texts))
+        check_choice_count(len(proto.choice.texts), field=f"{_FIELD}.choice.texts")
+        # A form is remembered as it is, and texts that are repeated add nothing to it.
+        return Choice(tuple(dict.fromkeys(proto.choice.texts)))
     if kind == "choice":
         raise _missing(
             f"{_FIELD}.choice.texts is empty; give at least one text", field=f"{_FIELD}.choice.texts"
@@ -41,6 +46,12 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
         f"{_FIELD} is empty; set one of json_schema, json_object, regex, lark and choice, or leave it out",
         field=_FIELD,
     )
+
+
+def check_choice_count(count: int, *, field: str) -> None:
+    """Refuse more texts than one choice may have: each costs time and memory, the empty ones too."""
+    if count > CHOICE_TEXT_LIMIT:
+        refuse_value(field, f"{count} texts", f"at most {CHOICE_TEXT_LIMIT} texts")
 
 
 def _missing(message: str, *, field: str) -> InvalidRequest:

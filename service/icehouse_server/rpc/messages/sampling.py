@@ -129,10 +129,14 @@ def _check_penalties(proto: sampling_pb2.SamplingParams) -> None:
             refuse_value(f"sampling.{name}", window, ">= 0; 0 counts all tokens")
 
 
-def _logit_bias_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tuple[int, float], ...]:
-    count = len(proto.logit_bias)
+def check_logit_bias_count(count: int, *, field: str) -> None:
+    """Refuse more entries than a request may have."""
     if count > LOGIT_BIAS_COUNT_LIMIT:
-        refuse_value("sampling.logit_bias", f"{count} entries", f"at most {LOGIT_BIAS_COUNT_LIMIT} entries")
+        refuse_value(field, f"{count} entries", f"at most {LOGIT_BIAS_COUNT_LIMIT} entries")
+
+
+def _logit_bias_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tuple[int, float], ...]:
+    check_logit_bias_count(len(proto.logit_bias), field="sampling.logit_bias")
     biases = tuple(sorted(proto.logit_bias.items()))
     for token_id, bias in biases:
         field = f"sampling.logit_bias[{token_id}]"

@@ -46,6 +46,18 @@ def evict_response(report: EvictReport) -> cache_service_pb2.EvictResponse:
     return to_proto(report, cache_service_pb2.EvictResponse)
 
 
+def evict_progress(
+    report: EvictReport, *, processed_block_count: int, block_count: int
+) -> cache_service_pb2.EvictProgress:
+    """Return how far a removal of so many blocks is."""
+    return cache_service_pb2.EvictProgress(
+        processed_block_count=processed_block_count,
+        block_count=block_count,
+        ram_bytes=report.ram_bytes,
+        ssd_bytes=report.ssd_bytes,
+    )
+
+
 def verify_response(report: VerifyReport) -> cache_service_pb2.VerifyResponse:
     """Return what a check found; the list of names is cut, their number is not."""
     return cache_service_pb2.VerifyResponse(

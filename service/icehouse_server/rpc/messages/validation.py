@@ -118,8 +118,7 @@ def completions_of(value: int, sampling: SamplingParams, config: ServerConfig) -
 
 def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
     """Return the stop strings without repetitions."""
-    if len(stop) > config.max_stop_count:
-        refuse_value("stop", f"{len(stop)} strings", f"at most {config.max_stop_count} strings")
+    check_stop_count(len(stop), config, field="stop")
     for index, text in enumerate(stop):
         size_bytes = len(text.encode("utf-8"))
         if not 1 <= size_bytes <= config.max_stop_bytes:
@@ -127,6 +126,12 @@ def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
                 f"stop[{index}]", f"{size_bytes} bytes", f"1 to {config.max_stop_bytes} bytes long in UTF-8"
             )
     return tuple(dict.fromkeys(stop))
+
+
+def check_stop_count(count: int, config: ServerConfig, *, field: str) -> None:
+    """Refuse more stop strings than a request may have."""
+    if count > config.max_stop_count:
+        refuse_value(field, f"{count} strings", f"at most {config.max_stop_count} strings")
 
 
 def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> LogprobsWanted:

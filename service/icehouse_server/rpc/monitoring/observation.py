@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from icehouse_server.clock import Clock
 from icehouse_server.rpc.access.tenants import Tenants
+from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.access_log import AccessLog
 from icehouse_server.rpc.calls.slow_requests import SlowRequests
 from icehouse_server.rpc.calls.watchers import Telemetry, Watchers
@@ -51,12 +51,10 @@ class Observation:
     def start(self) -> None:
         """Begin to sample, if anybody wants samples."""
         if self._has_samples:
-            self._task = asyncio.create_task(self.poller.run(), name="sampler")
+            self._task = background.start(self.poller.run(), name="sampler")
 
     async def stop(self) -> None:
         """Sample no more."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await background.end(self._task)
             self._task = None

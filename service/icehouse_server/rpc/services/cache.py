@@ -1,4 +1,5 @@
-"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats; Warm and Verify with progress, too."""
+"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats; those that may be long with progress,
+too."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from icehouse_server.domain.cache_commands import (
     CacheAnswer,
     CacheCommand,
     Evict,
+    EvictBlocks,
     EvictReport,
     Explain,
     Explanation,
+    KnownBlocks,
+    ListKnown,
     ListStored,
     Pin,
     PinReport,
@@ -34,6 +38,7 @@ from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
 from icehouse_server.rpc.messages.stats import (
+    evict_progress,
     evict_response,
     explain_response,
     verify_progress,
@@ -44,10 +49,12 @@ from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prompts import Unread, prompt_of, unchecked
 
-Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, VerifyReport, StoredBlocks)
+Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, KnownBlocks, VerifyReport, StoredBlocks)
 
 _VERIFY_SLICE_COUNT = 64
 """Blocks that are read before anybody looks whether the caller is still there."""
+_EVICT_SLICE_COUNT = 256
+"""Blocks that are removed before."""
 
 
 class _Scoped(Protocol):
@@ -170,22 +177,54 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""
         async with self._calls.call("Evict", context) as call:
-            kind = request.WhichOneof("target")
-            if kind is None:
-                raise InvalidRequest(
-                    Reason.PROMPT_MISSING,
-                    "nothing is named to evict; set `text`, `chat`, `tokens` or `all`",
-                    field="target",
-                )
-            scope = scope_of(request, call)
-            if kind == "all":
-                if not request.all:
-                    refuse_value("all", False, "true; name a prompt to evict less")
-                call.caller.require_operator("evicting everything")
-                check_model(request.model, self._router.require_model().info)
-                return evict_response(await self._submit(Evict(None), EvictReport))
-            token_ids, _ = await self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
-            return evict_response(await self._submit(Evict(token_ids, scope), EvictReport))
+            known = await self._target_of(request, call)
+            command = Evict(known.prompt_token_ids, known.scope)
+            return evict_response(await self._submit(command, EvictReport))
+
+    async def EvictWithProgress(  # type: ignore[override]
+        self, request: messages.EvictRequest, context: Context
+    ) -> None:
+        """Remove a prompt's blocks, or everything, and tell how far it is."""
+        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        async with self._calls.call("EvictWithProgress", context) as call, timer.guard():
+            async for report, progress in self._evicted(await self._target_of(request, call)):
+                removed = report
+                await timer.write(context, messages.EvictWithProgressResponse(progress=progress))
+            await timer.write(context, messages.EvictWithProgressResponse(finished=evict_response(removed)))
+
+    async def _target_of(self, request: messages.EvictRequest, call: Call) -> ListKnown:
+        """Return what tells the blocks that are to be removed."""
+        kind = request.WhichOneof("target")
+        if kind is None:
+            raise InvalidRequest(
+                Reason.PROMPT_MISSING,
+                "nothing is named to evict; set `text`, `chat`, `tokens` or `all`",
+                field="target",
+            )
+        scope = scope_of(request, call)
+        if kind == "all":
+            if not request.all:
+                refuse_value("all", False, "true; name a prompt to evict less")
+            call.caller.require_operator("evicting everything")
+            check_model(request.model, self._router.require_model().info)
+            return ListKnown(None)
+        token_ids, _ = await self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
+        return ListKnown(token_ids, scope)
+
+    async def _evicted(self, command: ListKnown) -> AsyncIterator[tuple[EvictReport, messages.EvictProgress]]:
+        """Yield what is removed so far, and how far that is, before the first slice and after each.
+
+        One slice is asked for at a time, so that a caller who goes away ends the removal.
+        """
+        known = (await self._submit(command, KnownBlocks)).block_hashes
+        removed = EvictReport()
+        yield removed, evict_progress(removed, processed_block_count=0, block_count=len(known))
+        # One slice where nothing is known, too: it waits for what an order before has yet to remove.
+        for start in range(0, max(1, len(known)), _EVICT_SLICE_COUNT):
+            part = known[start : start + _EVICT_SLICE_COUNT]
+            removed = removed.joined(await self._submit(EvictBlocks(part), EvictReport))
+            done_count = start + len(part)
+            yield removed, evict_progress(removed, processed_block_count=done_count, block_count=len(known))
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""

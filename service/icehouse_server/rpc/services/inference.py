@@ -11,6 +11,7 @@ from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import CacheReport, Finished
 from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.response_format import response_format_of
 from icehouse_server.rpc.messages.responses import cache_report_proto
@@ -43,9 +44,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self._draw_seed = parts.draw_seed
         self._stats = stats
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
-    ) -> messages.GenerateResponse:
+    ) -> Encoded:
         """Answer once, with the complete output."""
         async with self._calls.call("Generate", context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)

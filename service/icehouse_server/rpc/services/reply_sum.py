@@ -1,13 +1,21 @@
-"""Reply sum: what Generate answers, the events of a stream added up by completion."""
+"""Reply sum: what Generate answers, the events of a stream added up by completion.
+
+Log probabilities, by far the most of it, are kept as they go over the wire, which takes a quarter of what the
+messages do, and the answer is put together of bytes: the event loop touches each of them once, as it comes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from icehouse.v1 import completion_pb2, logprobs_pb2, tool_pb2, usage_pb2
+from icehouse.v1 import completion_pb2, tool_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_server.domain.sampling import SEED_RANGE
+from icehouse_server.rpc.calls.wire import Encoded
+
+_LENGTH_DELIMITED = 2
+"""The wire type of messages in messages."""
 
 
 class ReplySum:
@@ -15,7 +23,8 @@ class ReplySum:
 
     def __init__(self, *, completion_count: int) -> None:
         self._started = inference.Started()
-        self._prompt_logprobs: list[logprobs_pb2.TokenLogprobs] = []
+        self._logprobs = bytearray()
+        """Those of the prompt and of the first completion, as fields of the answer."""
         self._outputs = [_OutputSum() for _ in range(completion_count)]
 
     def add(self, responses: Iterable[inference.StreamResponse]) -> None:
@@ -25,22 +34,23 @@ class ReplySum:
                 case "started":
                     self._started = response.started
                 case "prefill_progress":
-                    self._prompt_logprobs.extend(response.prefill_progress.prompt_logprobs)
+                    told = response.prefill_progress.prompt_logprobs
+                    if told:
+                        self._logprobs += inference.GenerateResponse(prompt_logprobs=told).SerializeToString()
                 case "delta":
-                    self._outputs[response.delta.completion_index].add(response.delta)
+                    self._add(response.delta)
                 case "finished":
                     self._outputs[response.finished.completion_index].finished = response.finished
 
-    def response(
-        self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool
-    ) -> inference.GenerateResponse:
-        """Return the whole, once each `finished` was added; `caches` is what each completion reused."""
+    def response(self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool) -> Encoded:
+        """Return the whole, a GenerateResponse, once each `finished` was added; `caches` is what each
+        completion reused."""
         completions = [
             output.completion(index, seed=(self._started.seed + index) % SEED_RANGE, cache=cache)
             for index, (output, cache) in enumerate(zip(self._outputs, caches, strict=True))
         ]
         first = completions[0]
-        return inference.GenerateResponse(
+        answer = inference.GenerateResponse(
             request_id=self._started.request_id,
             model=self._started.model,
             text=first.text,
@@ -53,10 +63,17 @@ class ReplySum:
             tool_calls=first.tool_calls,
             reasoning=first.reasoning,
             malformed_tool_calls=first.malformed_tool_calls,
-            logprobs=first.logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-            completions=completions if lists_completions else (),
         )
+        parts = [answer.SerializeToString(), bytes(self._logprobs)]
+        if lists_completions:
+            for completion, output in zip(completions, self._outputs, strict=True):
+                parts += _completion_field(completion.SerializeToString(), bytes(output.logprobs))
+        return Encoded(b"".join(parts))
+
+    def _add(self, delta: inference.Delta) -> None:
+        self._outputs[delta.completion_index].add(delta)
+        if delta.logprobs and delta.completion_index == 0:
+            self._logprobs += inference.GenerateResponse(logprobs=delta.logprobs).SerializeToString()
 
 
 class _OutputSum:
@@ -67,7 +84,8 @@ class _OutputSum:
         self._texts: list[str] = []
         self._reasonings: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[logprobs_pb2.TokenLogprobs] = []
+        self.logprobs = bytearray()
+        """As fields of a completion."""
         self._calls: dict[int, tool_pb2.ToolCall] = {}
         self._arguments: dict[int, list[str]] = {}
         self._malformed: list[tool_pb2.MalformedToolCall] = []
@@ -76,7 +94,8 @@ class _OutputSum:
         self._texts.append(delta.text)
         self._reasonings.append(delta.reasoning)
         self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend(delta.logprobs)
+        if delta.logprobs:
+            self.logprobs += completion_pb2.Completion(logprobs=delta.logprobs).SerializeToString()
         if delta.HasField("malformed_tool_call"):
             self._malformed.append(delta.malformed_tool_call)
         if delta.HasField("tool_call"):
@@ -97,7 +116,6 @@ class _OutputSum:
             seed=seed,
             tool_calls=self._calls.values(),
             reasoning="".join(self._reasonings),
-            logprobs=self._logprobs,
             malformed_tool_calls=self._malformed,
         )
 
@@ -108,3 +126,18 @@ class _OutputSum:
         if piece.index not in self._calls:
             self._calls[piece.index] = tool_pb2.ToolCall(id=piece.id, name=piece.name)
         self._arguments.setdefault(piece.index, []).append(piece.arguments_json)
+
+
+def _completion_field(*parts: bytes) -> tuple[bytes, ...]:
+    """Return one of the answer's `completions`, made of these parts, as it goes over the wire."""
+    tag = inference.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+    return (_varint(tag), _varint(sum(len(part) for part in parts)), *parts)
+
+
+def _varint(value: int) -> bytes:
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)

@@ -17,7 +17,9 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.messages.validation import refuse_value
+from icehouse_server.rpc.messages.response_format import check_choice_count
+from icehouse_server.rpc.messages.sampling import check_logit_bias_count
+from icehouse_server.rpc.messages.validation import check_stop_count, refuse_value
 from icehouse_server.rpc.services.prompts import check_length
 
 NO_EFFECT = frozenset(
@@ -78,6 +80,7 @@ def worker_request_of(
     _refuse(params, "sampling_params.")
     if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
         refuse_value("data_parallel_rank", request.data_parallel_rank, "0: this worker has one rank")
+    _check_counts(params, config)
     native = inference_service_pb2.GenerateRequest(
         request_id=request.request_id,
         max_output_tokens=_max_output_tokens(params, info, config),
@@ -116,6 +119,13 @@ def _refuse(message: Message, prefix: str) -> None:
                 field=name,
                 metadata={"field": name},
             )
+
+
+def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
+    """Refuse what the API would before it is copied into the API's message, which may take seconds."""
+    check_stop_count(len(params.stop), config, field="sampling_params.stop")
+    check_logit_bias_count(len(params.logit_bias), field="sampling_params.logit_bias")
+    check_choice_count(len(params.choice.choices), field="sampling_params.choice.choices")
 
 
 def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: ServerConfig) -> int:

@@ -9,6 +9,10 @@ from icehouse_server.domain.events import Event, Started
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.messages.validation import refuse_value
+
+ABORT_LIMIT = 256
+"""Most names in one Abort; a gateway sends one for each client that left."""
 
 
 class RunningRequest:
@@ -45,26 +49,28 @@ class RunningRequests:
     def __init__(self, cancel: Callable[[RequestId], None]) -> None:
         self._cancel = cancel
         self._all: dict[RunningRequest, str] = {}
-        self._by_name: dict[str, RunningRequest] = {}
 
     @contextlib.contextmanager
     def running(self, name: str, caller: Caller) -> Iterator[RunningRequest]:
-        """Know a request by its name until the block ends. Of two with one name the first is known."""
+        """Know a request by its name until the block ends; others, of any tenant, may have the same."""
         request = RunningRequest(caller)
         self._all[request] = name
-        self._by_name.setdefault(name, request)
         try:
             yield request
         finally:
             del self._all[request]
-            if self._by_name.get(name) is request:
-                del self._by_name[name]
 
     def abort(self, names: Sequence[str], caller: Caller) -> None:
-        """End the caller's own requests of these names; others, and unknown ones, are passed over."""
-        for name in names:
-            request = self._by_name.get(name)
-            if request is not None and _may_command(caller, request):
+        """End the caller's own requests of these names; others, and unknown ones, are passed over.
+
+        Each is cancelled once, however often it is named while its reader takes what is left. Raises
+        InvalidRequest for more than `ABORT_LIMIT` names.
+        """
+        if len(names) > ABORT_LIMIT:
+            refuse_value("request_ids", f"{len(names)} names", f"at most {ABORT_LIMIT} names")
+        wanted = set(names) - {""}
+        for request, name in self._all.items():
+            if name in wanted and not request.is_aborted and _may_command(caller, request):
                 request.is_aborted = True
                 for request_id in request.request_ids:
                     self._cancel(request_id)

@@ -268,9 +268,9 @@ class VllmEngineService:
             source = self._worker.kv_events
             if source is None:
                 _unsupported("KV events")
-            # A gateway waits for the headers, which may be long before the first event.
-            await timer.begin(context)
             async with contextlib.aclosing(source.subscribe(request, call.caller, self._load)) as batches:
+                # A gateway waits for the headers, which may be long before the first event.
+                await timer.begin(context)
                 async for batch in batches:
                     await timer.write(context, batch)
 

@@ -41,7 +41,6 @@ from icehouse_server.storage.worker.credit import Meter
 from icehouse_server.storage.worker.reader_pool import HeadReport, LoadReport
 from icehouse_server.storage.worker.requests import (
     CloseRequest,
-    FlushRequest,
     ListRequest,
     PinRequest,
     PurgeRequest,
@@ -120,6 +119,7 @@ class StorageLoop:
         """Parts that are yet to be posted: their blocks, and whether they are the first and the last."""
         self._announced_detail = ""
         self._has_inventory = False
+        """Whether the engine was ever told the whole of one, and so waits for none."""
         self._kept_up_time = clock.monotonic()
 
     def open(self) -> None:
@@ -130,8 +130,7 @@ class StorageLoop:
             self._fail(error)
             if not self._has_inventory:
                 # Later failures leave the engine what it knows: files may still be read.
-                self._has_inventory = True
-                self._post(Inventory(()))
+                self._post_inventory(Inventory(()))
             self._announce()
             return
         report = self._store.report
@@ -155,7 +154,6 @@ class StorageLoop:
             )
         self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
         self._state.open()
-        self._has_inventory = True
         self._begin_inventory()
         self._announce()
 
@@ -186,8 +184,12 @@ class StorageLoop:
         # As they are by now: what went meanwhile was told already.
         found = (self._store.index.get(block_hash) for block_hash in hashes)
         records = tuple(record for record in found if record is not None)
-        self._post(Inventory(records, is_first=is_first, is_last=is_last))
+        self._post_inventory(Inventory(records, is_first=is_first, is_last=is_last))
         return True
+
+    def _post_inventory(self, part: Inventory) -> None:
+        self._has_inventory |= part.is_last
+        self._post(part)
 
     def wait(self, timeout_s: float) -> None:
         """Handle the next message, or return when none comes in time."""
@@ -207,7 +209,6 @@ class StorageLoop:
 
     def _work(self) -> bool:
         now = self._clock.monotonic()
-        self._spiller.finish_flushes()
         if self._close is not None and (not self._spiller or now >= self._close.deadline_time):
             self._end()
             return False
@@ -258,9 +259,6 @@ class StorageLoop:
                 self._verifications.append(_Ticket(VerifyTask(request), self._spiller.accepted_total))
             case ListRequest():
                 self._verifications.append(_Ticket(ListTask(request), self._spiller.accepted_total))
-            case FlushRequest():
-                self._task_meter.give_back(1)
-                self._spiller.flush(request)
             case StatsRequest(task_id):
                 self._task_meter.give_back(1)
                 self._asked.append(task_id)
@@ -400,6 +398,9 @@ class StorageLoop:
         self._state.break_down(f"{detail} the cache directory works again", now=now)
         self._spiller.undo_writings()
         self._store.abandon()
+        if next(self._inventory, None) is not None and not self._has_inventory:
+            # Requests wait for the last part, and whether the directory is opened again nobody knows.
+            self._post_inventory(Inventory((), is_first=False, is_last=True))
         self._inventory = iter(())
 
     def _announce(self) -> None:

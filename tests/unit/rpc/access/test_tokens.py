@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import hmac
+import itertools
 import logging
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -160,6 +162,9 @@ async def test_orders_reach_the_callers_own_blocks_only(tmp_path: Path) -> None:
             (cache_service_pb2.EvictRequest(text="Hi", cache=foreign), served.cache.Evict),
         ):
             assert (await refused(method(message, metadata=bearer(SEARCH)))).reason == "TENANT_FORBIDDEN"
+        evict = cache_service_pb2.EvictRequest(text="Hi", cache=foreign)
+        stream = served.cache.EvictWithProgress(evict, metadata=bearer(SEARCH))
+        assert (await refused(stream.read())).reason == "TENANT_FORBIDDEN"
         assert served.engine.orders == []
         await served.cache.Evict(cache_service_pb2.EvictRequest(text="Hi"), metadata=bearer(SEARCH))
         [order] = served.engine.orders
@@ -172,6 +177,7 @@ async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) ->
         verify = cache_service_pb2.VerifyRequest()
         for call in (
             served.cache.Evict(evict_all, metadata=bearer(SEARCH)),
+            served.cache.EvictWithProgress(evict_all, metadata=bearer(SEARCH)).read(),
             served.cache.Verify(verify, metadata=bearer(SEARCH)),
             served.cache.VerifyWithProgress(verify, metadata=bearer(SEARCH)).read(),
         ):
@@ -211,6 +217,40 @@ async def test_an_expired_token_is_none(tmp_path: Path) -> None:
         # The clock's wall time is 2023-11-14 22:30 UTC: the last day is not over.
         await served.inference.Generate(GENERATE, metadata=bearer(SEARCH))
         served.clock.now += 2 * 3600
+        refusal = await refused(served.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
+        assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
+
+
+async def test_the_last_of_all_days_never_ends(tmp_path: Path) -> None:
+    async with guarded_server(tmp_path) as served:
+        write(tmp_path / "tokens", line(SEARCH, "search", last_day="9999-12-31"))
+        await served.server.security.refresh()
+        await served.inference.Generate(GENERATE, metadata=bearer(SEARCH))
+        refusal = await refused(served.inference.Generate(GENERATE, metadata=bearer(ADS)))
+        assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
+
+
+async def test_a_failure_of_our_own_does_not_end_the_reloading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, looks, has_failed_twice = asyncio.get_running_loop(), itertools.count(1), asyncio.Event()
+
+    def overflow(text: str) -> None:
+        if next(looks) == 2:
+            loop.call_soon_threadsafe(has_failed_twice.set)
+        raise OverflowError("date value out of range")
+
+    async with guarded_server(tmp_path, reload_s=0.001) as served:
+        with monkeypatch.context() as broken:
+            broken.setattr("icehouse_server.rpc.access.tokens._token_of", overflow)
+            write(tmp_path / "tokens", line(ADS, "ads"))
+            async with asyncio.timeout(30):
+                await has_failed_twice.wait()
+            await served.inference.Generate(GENERATE, metadata=bearer(SEARCH))
+        details = [vars(r)["detail"] for r in caplog.records if r.getMessage() == "old_secrets_kept"]
+        assert details == ["OverflowError('date value out of range')"]
+        assert "security" in {task.get_name() for task in asyncio.all_tasks()}
+        await served.server.security.refresh()
         refusal = await refused(served.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
         assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, PrefillProgress, Started
-from icehouse_server.domain.request import TokenLogprobs
+from icehouse_server.domain.request import Logprob, TokenLogprobs
 from icehouse_server.errors import Cancelled, Overloaded, Reason
 from icehouse_server.rpc.engine_client.outbox import Outbox
 
@@ -69,6 +69,28 @@ async def test_log_probabilities_of_merged_progress_are_all_told_and_counted() -
     assert await take_all(box) == [PrefillProgress(5, 9, (first, second))]
     assert box.waiting_bytes == 0 and stalls == []
     box.put(PrefillProgress(9, 9, (first,) * 3))
+    assert stalls == ["stall"]
+
+
+async def test_what_waits_of_log_probabilities_is_told_in_pieces() -> None:
+    box, stalls = outbox(event_limit=2, byte_limit=1 << 20)
+    entry = TokenLogprobs(3, -0.5, 1)
+    for number in range(1, 12):
+        box.put(PrefillProgress(100 * number, 9000, (entry,) * 100))
+    told = [await box.take() for _ in range(box.waiting_count)]
+    assert [len(event.logprobs) for event in told] == [500, 500, 100]
+    assert [event.processed_token_count for event in told] == [500, 1000, 1100]
+    for _ in range(1200):
+        box.put(Delta("x", (3,), (entry,)))
+    told = [await box.take() for _ in range(box.waiting_count)]
+    counts = [len(event.logprobs) for event in told]
+    assert (sum(counts), max(counts)) == (1200, 512) and len(told) <= 4
+    assert box.waiting_bytes == 0 and stalls == []
+
+
+async def test_log_probabilities_that_were_asked_for_count_as_others_do() -> None:
+    box, stalls = outbox(byte_limit=100)
+    box.put(PrefillProgress(1, 9, (TokenLogprobs(3, -0.5, 1, (), (Logprob(4, -1.0),) * 6),)))
     assert stalls == ["stall"]
 
 

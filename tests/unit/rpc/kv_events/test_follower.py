@@ -81,6 +81,18 @@ def test_token_ids_are_read_for_those_that_lack_them() -> None:
     assert follower.publish() == 1 and follower.made.question() is None
 
 
+def test_what_could_not_be_read_is_told_when_a_prompt_brings_its_tokens() -> None:
+    follower = listed(Follower())
+    name = follower.came(1, has_tokens=False)
+    follower.publish()
+    question = follower.made.question()
+    assert question == ReadTokens((name,))
+    assert follower.made.answer(question, BlockTokens(()))
+    assert follower.publish() == 0 and follower.made.question() is None
+    follower.came(1)
+    assert follower.publish() == 1 and follower.made.question() is None
+
+
 def test_a_full_queue_is_asked_again_later() -> None:
     follower = listed(Follower())
     name = follower.came(1, has_tokens=False)

@@ -18,8 +18,12 @@ from icehouse_server.domain.response_format import (
     Regex,
     ResponseFormat,
 )
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.response_format import CHOICE_TEXT_LIMIT, response_format_of
+from icehouse_server.rpc.services.grammars import GrammarCompilers
 
 from tests.fixtures.rpc.details import refused
+from tests.fixtures.rpc.fake_grammars import FakeGrammars
 from tests.unit.rpc.conftest import RunningServer, channel_options, running
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -68,18 +72,38 @@ async def test_without_a_format_nothing_is_compiled(served: RunningServer) -> No
         ({"compact": True}, "PARAMETER_OUT_OF_RANGE", "response_format.compact"),
         ({"regex": "wrong"}, "RESPONSE_FORMAT_INVALID", "response_format.regex"),
         ({"regex": "é" * 600}, "GRAMMAR_TOO_COMPLEX", "response_format"),
+        (
+            {"choice": formats.ChoiceFormat(texts=["a", *[""] * 100_000])},
+            "PARAMETER_OUT_OF_RANGE",
+            "response_format.choice.texts",
+        ),
     ],
-    ids=["nothing", "no choices", "compact regex", "compact alone", "wrong", "too long"],
+    ids=["nothing", "no choices", "compact regex", "compact alone", "wrong", "too long", "too many choices"],
 )
 async def test_misuse_is_named_before_anything_runs(fields: dict[str, Any], reason: str, field: str) -> None:
     async with running(max_grammar_bytes=1024) as served:
         answer = await refused(served.inference.Generate(request(**fields)))
         assert (answer.code, answer.reason, answer.field) == (INVALID, reason, field)
-        assert served.engine.submitted == []
+        assert served.engine.submitted == [] and served.grammars.compiled == []
         if reason == "GRAMMAR_TOO_COMPLEX":
             assert answer.info.metadata == {"size_bytes": "1200", "limit_bytes": "1024"}
         if field == "response_format.regex":
             assert answer.info.metadata == {"place": "column 3", "detail": "it is wrong"}
+
+
+def test_a_choice_is_remembered_without_repetitions() -> None:
+    texts = ["b", "a", "b"] + [""] * (CHOICE_TEXT_LIMIT - 3)
+    choice = formats.ResponseFormat(choice=formats.ChoiceFormat(texts=texts))
+    assert response_format_of(choice) == Choice(("b", "a", ""))
+
+
+async def test_a_text_without_a_byte_counts_as_one() -> None:
+    compiler = FakeGrammars()
+    compilers = GrammarCompilers(compiler, byte_limit=1024, timeout_s=1.0)
+    with pytest.raises(InvalidRequest, match="1025 bytes") as caught:
+        await compilers.compile(Choice(("",) * 1025))
+    assert caught.value.reason is Reason.GRAMMAR_TOO_COMPLEX and compiler.compiled == []
+    compilers.close()
 
 
 async def test_the_compiler_has_threads_of_its_own_and_reads_the_vocabulary_at_once(

@@ -18,9 +18,11 @@ from icehouse_server.domain.cache_commands import (
     BlockMatch,
     CacheCommand,
     Evict,
+    EvictBlocks,
     EvictReport,
     Explain,
     Explanation,
+    ListKnown,
     ListStored,
     Pin,
     PinReport,
@@ -32,7 +34,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.events import CacheReport, Event, PrefillProgress
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.errors import NotFound, Reason
+from icehouse_server.errors import NotFound, Reason, StorageError
 from icehouse_server.rpc.engine_client.ports import CommandReply
 
 from tests.fixtures.rpc.details import refused
@@ -123,8 +125,9 @@ async def test_evict_by_prompt_and_altogether(served: RunningServer) -> None:
 async def test_evict_never_takes_more_than_was_named(
     served: RunningServer, bad: messages.EvictRequest, reason: str, field: str | None
 ) -> None:
-    answer = await refused(served.cache.Evict(bad))
-    assert answer.reason == reason and (field is None or answer.field == field)
+    for call in (served.cache.Evict(bad), served.cache.EvictWithProgress(bad).read()):
+        answer = await refused(call)
+        assert answer.reason == reason and (field is None or answer.field == field)
     assert served.engine.orders == []
 
 
@@ -141,6 +144,8 @@ async def test_verify_cuts_names_but_not_their_number(served: RunningServer) -> 
 
 
 STORED = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(150))
+KNOWN = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(600))
+ALL = messages.EvictRequest(all=True)
 
 
 async def test_verify_tells_how_far_it_is_in_slices(served: RunningServer) -> None:
@@ -158,11 +163,59 @@ async def test_verify_tells_how_far_it_is_in_slices(served: RunningServer) -> No
     assert served.engine.orders == [ListStored(), *slices] * 2
 
 
-@pytest.mark.parametrize("method", ["Verify", "VerifyWithProgress"])
-async def test_a_check_ends_with_its_caller(method: str) -> None:
+async def test_evict_tells_how_far_it_is_in_slices(served: RunningServer) -> None:
+    served.engine.stored = KNOWN
+    served.engine.order_answer = EvictReport(1, 10, 200, 2000)
+    told = [response async for response in served.cache.EvictWithProgress(ALL)]
+    assert [r.progress.processed_block_count for r in told[:-1]] == [0, 256, 512, 600]
+    assert {r.progress.block_count for r in told[:-1]} == {600}
+    assert [(r.progress.ram_bytes, r.progress.ssd_bytes) for r in told[1:3]] == [(10, 2000), (20, 4000)]
+    assert told[-1].finished == messages.EvictResponse(
+        ram_block_count=3, ram_bytes=30, ssd_block_count=600, ssd_bytes=6000
+    )
+    slices = [EvictBlocks(KNOWN[:256]), EvictBlocks(KNOWN[256:512]), EvictBlocks(KNOWN[512:])]
+    assert served.engine.orders == [ListKnown(None), *slices]
+
+
+async def test_evict_of_a_prompt_with_progress_waits_for_orders_before_also_where_nothing_is_known(
+    served: RunningServer,
+) -> None:
+    served.engine.order_answer = EvictReport()
+    request = messages.EvictRequest(text="Hi", cache=BLUE)
+    told = [response async for response in served.cache.EvictWithProgress(request)]
+    assert [response.WhichOneof("event") for response in told] == ["progress", "progress", "finished"]
+    assert served.engine.orders == [ListKnown(tuple(b"Hi"), CacheScope(Tenant("blue"))), EvictBlocks(())]
+
+
+async def test_an_evict_whose_store_breaks_says_how_far_it_was(served: RunningServer) -> None:
+    served.engine.stored = KNOWN
+    served.engine.order_answer = EvictReport(0, 0, 256, 2560)
+    original = served.engine.submit_command
+
+    def submit(command: CacheCommand, reply: CommandReply) -> None:
+        if len(served.engine.orders) == 2:
+            served.engine.order_answer = StorageError(Reason.STORE_UNUSABLE, "the disk refused")
+        original(command, reply)
+
+    served.engine.submit_command = submit  # type: ignore[method-assign]
+    call = served.cache.EvictWithProgress(ALL)
+    told = [(await call.read()).progress.ssd_bytes for _ in range(2)]
+    assert told == [0, 2560]
+    assert (await refused(call.read())).reason == "STORE_UNUSABLE"
+    assert len(served.engine.orders) == 3, "nothing more is asked of a broken store"
+
+
+CHECKED = [ListStored(), Verify(STORED[:64]), Verify(STORED[64:128])]
+REMOVED = [ListKnown(None), EvictBlocks(KNOWN[:256]), EvictBlocks(KNOWN[256:512])]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["cancelled", "connection lost"])
+@pytest.mark.parametrize("method", ["Verify", "VerifyWithProgress", "EvictWithProgress"])
+async def test_an_order_that_may_be_long_ends_with_its_caller(method: str, is_lost: bool) -> None:
     async with watched_server() as (served, notes):
-        served.engine.stored = STORED
-        served.engine.order_answer = VerifyReport(64, 640, (), 0.5)
+        evicts = method == "EvictWithProgress"
+        served.engine.stored = KNOWN if evicts else STORED
+        served.engine.order_answer = EvictReport() if evicts else VerifyReport(64, 640, (), 0.5)
         reached, go_on = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -177,16 +230,19 @@ async def test_a_check_ends_with_its_caller(method: str) -> None:
 
         original = served.engine.submit_command
         served.engine.submit_command = submit  # type: ignore[method-assign]
-        call = getattr(served.cache, method)(messages.VerifyRequest())
+        call = getattr(served.cache, method)(ALL if evicts else messages.VerifyRequest())
         reading = call if method == "Verify" else call.read()
         waiting = asyncio.ensure_future(reading)
         await asyncio.to_thread(reached.wait, 20)
-        call.cancel()
+        if is_lost:
+            await served.channel.close()
+        else:
+            call.cancel()
         await asyncio.wait([waiting])
         await notes.ended(1)
         go_on.set()
         await served.settle()
-    assert served.engine.orders == [ListStored(), Verify(STORED[:64]), Verify(STORED[64:128])]
+    assert served.engine.orders == (REMOVED if evicts else CHECKED)
     assert notes.calls[0].code == "CANCELLED"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.fixtures.rpc.worker import HAS_PROTOCOL
 if not HAS_PROTOCOL:
     pytest.skip("smg-grpc-proto, of the extra `fleet`, is missing", allow_module_level=True)
 
+from icehouse.v1 import inference_service_pb2
 from icehouse.v1 import inference_service_pb2 as native
 from icehouse_server.config import ServerConfig
 from icehouse_server.errors import InvalidRequest
@@ -162,6 +164,24 @@ def test_what_cannot_be_done_is_refused_by_its_name(field: str) -> None:
         read(**REFUSED_VALUES[field])
     assert caught.value.field == field
     assert field in caught.value.message or "the prompt has" in caught.value.message
+
+
+UNCOPIED: dict[str, dict[str, Any]] = {
+    "sampling_params.stop": {"stop": ["x"] * 100_000},
+    "sampling_params.logit_bias": {"logit_bias": dict.fromkeys(range(100_000), 1.0)},
+    "sampling_params.choice.choices": {"choice": {"choices": ["x"] * 100_000}},
+}
+
+
+@pytest.mark.parametrize("field", UNCOPIED)
+def test_what_is_too_many_is_refused_before_it_is_copied(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_message(**fields: Any) -> native.GenerateRequest:
+        raise AssertionError(f"a message was made of {sorted(fields)}")
+
+    monkeypatch.setattr(inference_service_pb2, "GenerateRequest", no_message)
+    with pytest.raises(InvalidRequest, match=f"{re.escape(field)} is '100000 .*at most") as caught:
+        sampled(**UNCOPIED[field])
+    assert caught.value.field == field
 
 
 def test_every_refused_field_has_its_example() -> None:

@@ -31,6 +31,7 @@ from tests.fixtures.rpc.fake_engine import (
     started,
     usage_of,
 )
+from tests.fixtures.rpc.fake_grammars import HELD
 from tests.fixtures.rpc.worker import ARCHIVE, HAS_PROTOCOL, worker_parts
 
 if not HAS_PROTOCOL:
@@ -224,6 +225,27 @@ async def test_an_abort_is_for_ones_own_requests(tmp_path: Path) -> None:
         assert counts == [1, 0, 1]
         await served.worker.Abort(order, metadata=bearer(BOSS))
         assert [each.finish_reason for each in await rest_of(call)] == ["abort"]
+
+
+async def test_a_name_that_another_tenant_used_first_is_one_s_own_too(tmp_path: Path) -> None:
+    async with guarded_server(tmp_path, server={"worker": worker_parts()}) as served:
+        served.engine.script = hanging
+        # Its name is known, and it has not reached the engine yet, which runs no two of one name.
+        first = served.worker.Generate(asking(regex=HELD.pattern), metadata=bearer(ADS))
+        assert await asyncio.to_thread(served.grammars.held.wait, 10)
+        call = served.worker.Generate(asking(), metadata=bearer(SEARCH))
+        await call.read()
+        await served.worker.Abort(messages.AbortRequest(request_ids=["r1"]), metadata=bearer(SEARCH))
+        async with asyncio.timeout(10):
+            assert [each.finish_reason for each in await rest_of(call)] == ["abort"]
+        served.grammars.let_go.set()
+        assert (await first.read()).chunk.token_ids == [1]
+
+
+async def test_more_names_than_are_aborted_at_once_are_refused(served: RunningServer) -> None:
+    refusal = await refused(served.worker.Abort(messages.AbortRequest(request_ids=["x"] * 257)))
+    assert (refusal.code, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_ids")
+    assert "257" in refusal.message and "256" in refusal.message
 
 
 async def test_the_proved_tenant_is_the_tenant(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ from icehouse_server.storage.worker.requests import PurgeRequest
 from icehouse_server.storage.worker.tasks import PurgeTask
 
 from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.faults import FaultyFiles
 from tests.fixtures.storage.storage_thread import StorageThread
 
 
@@ -89,7 +91,7 @@ def test_uses_are_written_while_spills_keep_coming(tmp_path):
         assert {row.hash: row.hit_count for row in rows}[stored.header.hash] == 1
 
 
-def test_a_purge_of_many_looks_at_each_block_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_purge_of_many_looks_at_each_block_once(tmp_path):
     stored = make_chain(3 * 64 + 5)
     with StorageThread(tmp_path) as served:
         served.spill(*stored)
@@ -102,12 +104,12 @@ def test_a_purge_of_many_looks_at_each_block_once(tmp_path, monkeypatch: pytest.
                 copied.append(len(got))
                 return got
 
-        task = PurgeTask(PurgeRequest(TaskId(7), hashes=None, fingerprint=None))
-        targets = task._targets
-        monkeypatch.setattr(task, "_targets", lambda store: Counted(targets(store)))
+        task = PurgeTask(PurgeRequest(TaskId(7), tuple(block.header.hash for block in stored)))
+        assert task.step(served.storage._store) is None
+        task._left = Counted(task._left)
         while task.step(served.storage._store) is None:
             pass
-        assert sum(copied) == len(stored)
+        assert sum(copied) == len(stored) - 64
 
 
 def test_whoever_asks_for_the_counters_at_once_gets_one_count(tmp_path):
@@ -144,3 +146,32 @@ def test_a_large_inventory_comes_in_parts_between_other_work(tmp_path, monkeypat
         assert any(isinstance(o, Persisted) for o in outcomes[: places[-1]]), (
             "spills waited for the inventory"
         )
+
+
+@pytest.mark.parametrize("is_opened_again", [False, True])
+def test_nobody_waits_for_the_rest_of_an_inventory_when_the_disk_fails_between_its_parts(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, is_opened_again: bool
+):
+    monkeypatch.setattr("icehouse_server.storage.worker.loop._INVENTORY_PART_COUNT", 4)
+    chain = make_chain(18)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+    files = FaultyFiles("create", 1, errno.EIO, times=10_000)
+    with StorageThread(tmp_path, files=files) as served:
+        [first] = served.outcomes
+        assert (first.is_first, first.is_last) == (True, False)
+        files.is_armed = True
+        credit = served.storage.try_reserve(1 << 20)
+        assert credit is not None
+        served.storage.spill(make_block(seed=99), credit)
+        parts = [o for o in served.take() if isinstance(o, Inventory)]
+        # Those whose turn came before the spill's, and one without blocks that nothing follows.
+        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert not any(part.is_first for part in parts[1:]) and parts[-1].records == ()
+        assert sum(len(part.records) for part in parts) < len(chain)
+        files.is_armed = not is_opened_again
+        served.clock.advance(3600)
+        parts = [o for o in served.take() if isinstance(o, Inventory)]
+        # What the engine knows it keeps, until the directory tells the whole of it.
+        assert sum(len(part.records) for part in parts) == (len(chain) if is_opened_again else 0)
+        assert bool(parts) is is_opened_again

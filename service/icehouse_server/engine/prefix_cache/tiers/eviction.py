@@ -61,9 +61,9 @@ class RamEviction:
         self._ram.touch(entries, now)
         self._spills.touch(entries)
         spared = [entry.hash for entry in entries]
+        self.keep(entries, request_id)
         for entry in entries:
             entry.hit_count += 1
-            self.keep(entry, request_id)
             if self._spills.is_write_behind:
                 self._spills.offer(entry, spared=spared, request_id=request_id)
 
@@ -125,13 +125,16 @@ class RamEviction:
                 size_bytes -= entry.ram_bytes
         return chosen
 
-    def keep(self, entry: Entry, request_id: RequestId | None) -> bool:
-        """Keep a block that was to leave RAM, if others can go in its place; say whether it stays."""
-        if entry.spill is not None and entry.spill.leaves_ram:
-            # Its bytes are taken again while others are looked for.
-            entry.spill.leaves_ram = False
-            entry.spill.leaves_ram = not self._fits_after_all(entry, request_id)
-        return not entry.is_leaving
+    def keep(self, entries: Sequence[Entry], request_id: RequestId | None) -> list[Entry]:
+        """Keep blocks that were to leave RAM, if others than these can go in their place; return those that
+        leave all the same."""
+        spared = [entry.hash for entry in entries]
+        for entry in entries:
+            if entry.spill is not None and entry.spill.leaves_ram:
+                # Its bytes are taken again while others are looked for.
+                entry.spill.leaves_ram = False
+                entry.spill.leaves_ram = not self._fits_after_all(entry, request_id, spared=spared)
+        return [entry for entry in entries if entry.is_leaving]
 
     def spill_ended(self, entry: Entry, *, is_kept_on_ssd: bool) -> None:
         """Clear what is known of a block's way to SSD; one that was leaving goes now.
@@ -141,7 +144,7 @@ class RamEviction:
         spill = self._index.end_spill(entry)
         if spill is not None and spill.leaves_ram:
             may_stay = entry.is_pinned and not is_kept_on_ssd
-            if not may_stay or not self._fits_after_all(entry, None):
+            if not may_stay or not self._fits_after_all(entry, None, spared=(entry.hash,)):
                 self._ram.drop(entry)
         self._index.discard_if_empty(entry)
 
@@ -152,8 +155,10 @@ class RamEviction:
         for entry in sorted(self._index.spilling, key=lambda entry: entry.is_leaving):
             self.spill_ended(entry, is_kept_on_ssd=False)
 
-    def _fits_after_all(self, entry: Entry, request_id: RequestId | None) -> bool:
-        return self.make_space(0, spared=(entry.hash,), owner=entry.owner, request_id=request_id)
+    def _fits_after_all(
+        self, entry: Entry, request_id: RequestId | None, *, spared: Collection[BlockHash]
+    ) -> bool:
+        return self.make_space(0, spared=spared, owner=entry.owner, request_id=request_id)
 
     def _let_go(self, entry: Entry, *, spared: Collection[BlockHash], request_id: RequestId | None) -> None:
         if not entry.is_spilling:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from icehouse_server.domain.blocks import RegionKind, key_hash, prefix_key_hashes
+from icehouse_server.domain.blocks import BlockHeader, RegionKind, join_keys, key_hash, prefix_key_hashes
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.children import Children
@@ -159,10 +159,24 @@ class BlockIndex:
         if entry is None:
             entry = Entry(name, parent, start_token_index, len(token_ids))
             self._insert(entry)
-        if entry.token_ids is None:
-            entry.token_ids = token_ids
+        self.learn_tokens(entry, token_ids)
         assert entry.token_ids == token_ids, f"two blocks share the hash {name.hex()}"
         return entry
+
+    def learn_tokens(self, entry: Entry, token_ids: tuple[int, ...]) -> None:
+        """Note the tokens of a block where they are not known; those of one on SSD are news to the log."""
+        if entry.token_ids is None:
+            entry.token_ids = token_ids
+            if entry.ssd and self._log.is_on and entry.is_told:
+                self._log.note(entry.came_to(KvTier.SSD))
+
+    def learn_header(self, entry: Entry, header: BlockHeader) -> None:
+        """Note the tokens that a block's file tells, as long as they are of a form that is written here."""
+        try:
+            keys = join_keys(header.token_ids, header.extra)
+        except ValueError:
+            return  # not of this version: the block is found by its name alone
+        self.learn_tokens(entry, keys)
 
     def add_stored(self, record: BlockRecord) -> Entry:
         """Note that a block is committed on SSD."""

@@ -156,7 +156,7 @@ class Spills:
         if self.remove([victim.hash for victim in victims]) is None:
             return False
         for victim in victims:
-            self._quotas.note_stored(victim, change_bytes=-victim.ssd_bytes)
+            self._quotas.note_stored(victim, before_bytes=victim.ssd_bytes, after_bytes=0)
             self._index.forget_stored(victim.hash)
         return True
 

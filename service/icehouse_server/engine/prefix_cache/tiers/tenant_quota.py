@@ -78,17 +78,20 @@ class TenantQuotas:
         for entry in entries:
             if entry.owner is None:
                 stored_bytes = entry.ssd_bytes
-                self.note_stored(entry, change_bytes=-stored_bytes)
+                self.note_stored(entry, before_bytes=stored_bytes, after_bytes=0)
                 self._ram.set_owner(entry, owner)
-                self.note_stored(entry, change_bytes=stored_bytes)
+                self.note_stored(entry, before_bytes=0, after_bytes=stored_bytes)
 
-    def note_stored(self, entry: Entry, *, change_bytes: int) -> None:
-        """Account for a block that came to SSD, or left it."""
+    def note_stored(self, entry: Entry, *, before_bytes: int, after_bytes: int) -> None:
+        """Account for a block that came to SSD, left it, or takes more or less there."""
+        change_bytes = after_bytes - before_bytes
         add_bytes(self._stored_bytes, entry.owner, change_bytes)
         if entry.is_pinned:
             add_bytes(self._pinned_stored_bytes, entry.owner, change_bytes)
-        if change_bytes > 0 and self._limits.ssd_bytes:
+        elif self._limits.ssd_bytes and after_bytes and not before_bytes:
             self._stored_order.add(entry)
+        elif self._limits.ssd_bytes and before_bytes and not after_bytes:
+            self._stored_order.remove(entry)
 
     def ram_victims(
         self,
@@ -163,8 +166,11 @@ class TenantQuotas:
             return
         self._ram.set_pinned(entry, pinned=pinned)
         add_bytes(self._pinned_stored_bytes, entry.owner, entry.ssd_bytes if pinned else -entry.ssd_bytes)
-        if not pinned and self._limits.ssd_bytes and entry.ssd:
-            self._stored_order.add(entry)
+        if self._limits.ssd_bytes and entry.ssd_bytes:
+            if pinned:
+                self._stored_order.remove(entry)
+            else:
+                self._stored_order.add(entry)
 
     def snapshot(self) -> tuple[TenantShare, ...]:
         """Return what each known tenant holds."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from icehouse_server.domain import blocks
 from icehouse_server.domain.blocks import RegionKind, image_keys
 from icehouse_server.domain.ids import BlockHash, ImageDigest
+from icehouse_server.engine.core.block_log import Came, KvTier
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import IndexRules
 
@@ -105,6 +106,29 @@ def test_a_stored_block_of_unknown_tokens_is_found_by_its_hash_alone() -> None:
     unread_blocks[0].token_ids = tuple(LONG[2 * SIZE : 3 * SIZE])
     assert shelf.matched(fork) == 2 * SIZE + 1
     assert shelf.index.unread_blocks(root=ROOT, token_ids=fork, token_limit=len(fork) - 1) == []
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_tokens_that_become_known_of_a_stored_block_are_noted_once(is_computed: bool) -> None:
+    """Whoever follows the log may have failed to read them from the file."""
+    shelf, (made, *_) = Shelf(), Shelf().chain(LONG)
+    shelf.log.begin()
+    stored = shelf.index.add_stored(record_of(made, RegionKind.KV))
+    (*_, came) = shelf.log.take(limit=10)
+    assert came == Came(KvTier.SSD, stored.hash, ROOT, True, SIZE, None)
+    for _ in range(2):
+        if is_computed:
+            shelf.block(ROOT, 0, LONG[:SIZE], ram=False, ssd=False)
+        else:
+            shelf.index.learn_tokens(stored, tuple(LONG[:SIZE]))
+    assert shelf.log.take(limit=10) == [came._replace(token_ids=tuple(LONG[:SIZE]))]
+
+
+def test_tokens_that_become_known_are_not_noted_while_nobody_listens() -> None:
+    shelf, (made, *_) = Shelf(), Shelf().chain(LONG)
+    stored = shelf.index.add_stored(record_of(made, RegionKind.KV))
+    shelf.index.learn_tokens(stored, tuple(LONG[:SIZE]))
+    assert stored.token_ids == tuple(LONG[:SIZE]) and len(shelf.log) == 0
 
 
 def test_an_equal_hash_is_not_enough() -> None:

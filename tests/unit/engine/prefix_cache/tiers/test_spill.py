@@ -146,3 +146,19 @@ def test_a_lost_tier_takes_its_queue_along() -> None:
     ).lose_storage()
     assert (made.spills.under_way_count, entry.is_spilling, made.spills.is_on) == (0, False, False)
     assert not made.spills.has_credit(entry) and not made.spills.send(entry, request_id=None)
+
+
+def test_a_chain_that_is_kept_takes_no_room_from_itself() -> None:
+    made = bench()
+    first, second = made.block(), made.block(SIZE)
+    other = made.shelf.chain(range(100, 100 + SIZE))[-1]
+    region = TokenRegion(RegionKind.KV, other.token_ids or ())
+    ram = RamTier(limit_bytes=2 * region.size_bytes, block_token_count=SIZE, log=BlockLog())
+    eviction = RamEviction(ram=ram, index=made.shelf.index, spills=made.spills, quotas=made.quotas)
+    for entry in (first, second, other):
+        regions, entry.ram = entry.ram or {RegionKind.KV: region}, {}
+        ram.put(entry, regions)
+    ram.set_pinned(other, pinned=True)
+    assert made.spills.send(first, request_id=None) and first.spill is not None
+    first.spill.leaves_ram = True
+    assert eviction.keep([first, second], None) == [first] and not second.is_leaving

@@ -25,16 +25,21 @@ def test_it_is_that_of_a_plain_sort(seed: int) -> None:
     order, entries = StoredOrder(), [stored(number, dice.choice(OWNERS)) for number in range(60)]
     for entry in entries:
         order.add(entry)
+
+    def change(entry: Entry, **values: object) -> None:
+        if entry.ssd_bytes and not entry.is_pinned:
+            order.remove(entry)
+        for name, value in values.items():
+            setattr(entry, name, value)
+        if entry.ssd_bytes and not entry.is_pinned:
+            order.add(entry)
+
     for now in range(1, 40):
         for entry in dice.sample(entries, 3):
             entry.last_used_time = float(now)
         entry = dice.choice(entries)
-        entry.is_pinned = not entry.is_pinned
-        if not entry.is_pinned:
-            order.add(entry)
-        entry = dice.choice(entries)
-        entry.owner = dice.choice(OWNERS)
-        order.add(entry)
+        change(entry, is_pinned=not entry.is_pinned)
+        change(dice.choice(entries), owner=dice.choice(OWNERS))
         owners, kept = OWNERS[: dice.randint(1, 3)], {e.hash for e in dice.sample(entries, 5)}
         may_go = [
             e for e in entries if e.owner in owners and e.ssd and not e.is_pinned and e.hash not in kept
@@ -45,7 +50,7 @@ def test_it_is_that_of_a_plain_sort(seed: int) -> None:
         assert all(e in may_go for e in found) and len({e.hash for e in found}) == len(found)
         if dice.random() < 0.5:
             for gone in found[:1]:
-                gone.ssd, gone.ssd_bytes = {}, 0
+                change(gone, ssd={}, ssd_bytes=0)
 
 
 def test_a_victim_costs_no_look_at_all_the_others() -> None:

@@ -1,0 +1,32 @@
+"""Background tasks of the event loop: one that fails says so, and ending one never fails.
+
+Nobody waits for such a task before the server stops. Without this its failure would be silent until then,
+and would then take the rest of the stop with it: what RAM holds would not be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+_logger = logging.getLogger("icehouse_server.rpc.calls.background")
+
+
+def start(work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    """Run `work` until `end`; what it raises is logged at once."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_log_failure)
+    return task
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for it. What it raised was logged and is not raised again."""
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("background_task_failed", extra={"task": task.get_name()}, exc_info=error)

@@ -1,0 +1,54 @@
+"""Removals from the cache with the Python client: of a prompt, of everything, and how far they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from icehouse_client import AsyncClient, Client
+from icehouse_server.domain.cache_commands import Evict, EvictBlocks, EvictReport, ListKnown
+from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+
+from tests.system.clients.test_python_client import threaded
+from tests.unit.rpc.conftest import RunningServer
+
+KNOWN = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(300))
+
+
+async def test_removals_tell_how_far_they_are(served: RunningServer) -> None:
+    served.engine.stored = KNOWN
+    served.engine.order_answer = EvictReport(1, 10, 2, 20)
+    told: list[tuple[int, int]] = []
+
+    def note(progress: Any) -> None:
+        told.append((progress.processed_block_count, progress.block_count))
+
+    def use(client: Client) -> Any:
+        return client.cache.evict("Hi", tenant="blue", on_progress=note), client.cache.evict_all()
+
+    removed, at_once = await threaded(served, use)
+    assert (removed.ssd_block_count, at_once.ssd_block_count) == (4, 2)
+    assert told == [(0, 300), (256, 300), (300, 300)]
+    async with AsyncClient(served.server.address) as client:
+        assert await client.cache.evict_all(model="tiny", on_progress=note) == removed
+        assert told[3:] == told[:3]
+    slices = [EvictBlocks(KNOWN[:256]), EvictBlocks(KNOWN[256:])]
+    of_prompt = ListKnown(tuple(b"Hi"), CacheScope(Tenant("blue")))
+    assert served.engine.orders == [of_prompt, *slices, Evict(None), ListKnown(None), *slices]
+
+
+async def test_what_is_told_of_progress_can_end_a_removal(served: RunningServer) -> None:
+    served.engine.stored = KNOWN
+    served.engine.order_answer = EvictReport()
+
+    def enough(progress: object) -> None:
+        raise InterruptedError
+
+    async with AsyncClient(served.server.address) as client:
+        with pytest.raises(InterruptedError):
+            await client.cache.evict_all(on_progress=enough)
+
+
+def test_a_removal_of_everything_knows_its_options() -> None:
+    with Client("127.0.0.1:1") as nobody, pytest.raises(TypeError, match="there is no option"):
+        nobody.cache.evict_all(tenant="blue")  # type: ignore[call-arg]
