@@ -207,7 +207,7 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
         return None
     # Of an optional extra.
     from icehouse_server.vision.decoder import ImageLimits
-    from icehouse_server.vision.processor import ImageProcessor
+    from icehouse_server.vision.processor import open_processor
     from icehouse_server.vision.reader import ImageReader
 
     limits = ImageLimits(
@@ -215,8 +215,9 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
         size_bytes=config.server.max_image_bytes,
         pixel_count=config.server.max_image_pixels,
     )
-    token_id = mlx_vlm.image_token_id(read_config(source.path))
-    return ImageReader(ImageProcessor(source.path), limits, image_token_id=token_id)
+    model = read_config(source.path)
+    processor = open_processor(source.path, str(model["model_type"]))
+    return ImageReader(processor, limits, image_token_id=mlx_vlm.image_token_id(model))
 
 
 def weights_dtype(config: ModelConfig) -> str:

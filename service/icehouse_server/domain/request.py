@@ -108,6 +108,10 @@ class GenerationRequest:
                 parts.append(ImagePart(first - start, place, last - first, span.image, ids))
         return tuple(parts)
 
+    def rope_positions(self) -> RopePositions | None:
+        """Return the positions of its tokens, None where they are those in the sequence."""
+        return RopePositions.of(len(self.prompt_token_ids), self.images)
+
     def completion(self, index: int) -> GenerationRequest:
         """Return the request for another output of the same prompt; 0 is this one.
 
@@ -252,6 +256,8 @@ class ImageInput:
     """What the vision tower reads, by the names that the model's code has for it."""
     feature_count: int
     """Tokens of the prompt whose embeddings the tower makes."""
+    grid: tuple[int, int, int] | None = None
+    """Frames, rows and columns of these tokens, for models whose positions tell them (`RopePositions`)."""
 
     @property
     def size_bytes(self) -> int:
@@ -282,6 +288,48 @@ class ImagePart:
     count: int
     image: ImageInput
     span_token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RopePositions:
+    """Positions of a prompt's tokens where each has three: frame, row and column in an image, which begins
+    behind all before it; of text all three are equal (MRoPE of Qwen2-VL, arXiv 2409.12191)."""
+
+    of_prompt: npt.NDArray[np.int32]
+    """[3, tokens]."""
+    shift: int
+    """Behind the prompt a token's positions are its place in the sequence and so much more."""
+
+    @classmethod
+    def of(cls, token_count: int, images: Sequence[ImageSpan]) -> RopePositions | None:
+        """Lay out a prompt; None where no image has a grid."""
+        if not any(span.image.grid for span in images):
+            return None
+        parts: list[npt.NDArray[np.int32]] = []
+        place = position = 0
+        for span in images:
+            assert span.image.grid is not None, "a model lays all images out or none"
+            parts.append(text_positions(position, span.start_token_index - place))
+            position += span.start_token_index - place
+            parts.append(np.indices(span.image.grid, dtype=np.int32).reshape(3, -1) + position)
+            position += max(span.image.grid)
+            place = span.end_token_index
+        parts.append(text_positions(position, token_count - place))
+        laid = np.concatenate(parts, axis=1, dtype=np.int32)
+        assert laid.shape == (3, token_count), (laid.shape, token_count)
+        return cls(laid, position - place)
+
+    def at(self, start: int, count: int) -> npt.NDArray[np.int32]:
+        """Return the positions of tokens from `start` on, [3, count], of the prompt and behind it."""
+        inside = self.of_prompt[:, start : start + count]
+        first = max(start, self.of_prompt.shape[1])
+        behind = text_positions(first + self.shift, count - inside.shape[1])
+        return np.concatenate([inside, behind], axis=1)
+
+
+def text_positions(first: int, count: int) -> npt.NDArray[np.int32]:
+    """Return the positions of so many tokens of text, [3, count]."""
+    return np.tile(np.arange(first, first + count, dtype=np.int32), (3, 1))
 
 
 def keys_of(token_ids: tuple[int, ...], images: Sequence[ImageSpan]) -> TokenKeys:

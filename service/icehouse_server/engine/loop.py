@@ -449,6 +449,7 @@ def _chunk_of(planned: PrefillChunk) -> Chunk:
         next_token_ids=tokens[planned.start + 1 : planned.stop + 1] if is_measured else (),
         wanted=request.logprobs if is_measured else None,
         images=request.image_parts(planned.start, planned.stop) if request.images else (),
+        rope_positions=sequence.rope_positions,
         pooling=request.pooling,
         length=sequence.kv_length,
         speculation=request.speculation,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from PIL import Image
@@ -23,6 +24,7 @@ from icehouse_server.errors import InvalidRequest, ModelError, Reason
 
 _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 _CONFIGS: Final = ("preprocessor_config.json", "processor_config.json")
+_GRID_TYPES: Final = frozenset({"qwen2_5_vl"})
 _DEFAULT_TILE_TOKENS: Final = 169
 """`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
 
@@ -35,38 +37,54 @@ class PreparedImage:
     text: str
 
 
-class ImageProcessor:
+class ImageProcessor(Protocol):
+    """A model's own."""
+
+    mark: str
+    """What the chat template writes where an image stands, and what its tokens are spelled."""
+
+    def prepare(self, image: Image.Image) -> PreparedImage:
+        """Return the tensors and the text of one image. Raises what its library does for one that it cannot
+        take."""
+        ...
+
+
+def open_processor(path: Path, model_type: str) -> ImageProcessor:
+    """Read the processor of a model's folder. Raises ModelError when there is none to read."""
+    try:
+        configs = [_read(path / name) for name in _CONFIGS]
+        inner: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ModelError(
+            Reason.MODEL_INVALID, f"the image processor in {path} cannot be loaded: {_words(error)}"
+        ) from error
+    versions = [importlib.metadata.version(name) for name in ("transformers", "pillow")]
+    facts = [model_type, type(inner).__name__, inner.to_dict(), configs, versions]
+    fingerprint = json.dumps(facts, sort_keys=True, default=str).encode()
+    if model_type in _GRID_TYPES:
+        return GridProcessor(inner, fingerprint)
+    tile_token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
+    return TileProcessor(inner, fingerprint, tile_token_count=tile_token_count)
+
+
+class TileProcessor:
     """Of SmolVLM and Idefics3: an image is cut into tiles, each so many tokens, and shown once more whole."""
 
     mark = "<image>"
-    """What the chat template writes where an image stands, and what its tokens are spelled."""
 
-    def __init__(self, path: Path) -> None:
-        """`path` is the model's folder. Raises ModelError when it has no processor to read."""
-        try:
-            self._inner: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
-            configs = [_read(path / name) for name in _CONFIGS]
-        except Exception as error:  # transformers raises whatever its parsers raise
-            raise ModelError(
-                Reason.MODEL_INVALID, f"the image processor in {path} cannot be loaded: {_words(error)}"
-            ) from error
-        found = configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS)
-        self._tile_token_count = int(found)
-        versions = [importlib.metadata.version(name) for name in ("transformers", "pillow")]
-        facts = [type(self._inner).__name__, self._inner.to_dict(), configs, versions]
-        self.fingerprint = json.dumps(facts, sort_keys=True, default=str).encode()
-        """Everything that decides what becomes of the pixels."""
+    def __init__(self, inner: Any, fingerprint: bytes, *, tile_token_count: int) -> None:
+        self._inner = inner
+        self._fingerprint = fingerprint
+        self._tile_token_count = tile_token_count
 
     def prepare(self, image: Image.Image) -> PreparedImage:
-        """Return the tensors and the text of one image."""
         made = self._inner([[image]], return_row_col_info=True)
         rows, columns = made["rows"][0][0], made["cols"][0][0]
         # The mask comes as integers of eight bytes, and is more than the pixels then.
         mask = np.asarray(made["pixel_attention_mask"], dtype=bool)
         tensors = (_host("pixel_attention_mask", mask), _host("pixel_values", made["pixel_values"]))
-        digest = image_digest(self.fingerprint, tensors)
-        tile_count = mask.shape[1]
-        found = ImageInput(digest, tensors, feature_count=tile_count * self._tile_token_count)
+        digest = image_digest(self._fingerprint, tensors)
+        found = ImageInput(digest, tensors, feature_count=mask.shape[1] * self._tile_token_count)
         return PreparedImage(found, self._text(rows, columns))
 
     def _text(self, row_count: int, column_count: int) -> str:
@@ -77,6 +95,26 @@ class ImageProcessor:
             tiles = [f"{border}<row_{row}_col_{n}>{tokens}" for n in range(1, column_count + 1)]
             text += "".join(tiles) + "\n"
         return f"{text}{chr(10) if text else ''}{border}<global-img>{tokens}{border}"
+
+
+class GridProcessor:
+    """Of Qwen2.5-VL: an image is a grid of patches, so many of which side by side become one token."""
+
+    mark = "<|image_pad|>"
+
+    def __init__(self, inner: Any, fingerprint: bytes) -> None:
+        self._inner = inner
+        self._fingerprint = fingerprint
+
+    def prepare(self, image: Image.Image) -> PreparedImage:
+        made = self._inner([image])
+        tensors = tuple(_host(name, made[name]) for name in ("image_grid_thw", "pixel_values"))
+        frames, rows, columns = (int(n) for n in made["image_grid_thw"][0])
+        side = int(self._inner.merge_size)
+        grid = (frames, rows // side, columns // side)
+        count = math.prod(grid)
+        digest = image_digest(self._fingerprint, tensors)
+        return PreparedImage(ImageInput(digest, tensors, count, grid), self.mark * count)
 
 
 def spans_of(

@@ -44,6 +44,20 @@ class ImageReader:
                 field=sources[limit].field,
                 metadata={"image_count": len(sources), "image_count_limit": limit},
             )
-        prepared = tuple(self._processor.prepare(decode_image(each, self._limits)) for each in sources)
+        prepared = tuple(self._prepared(source) for source in sources)
         texts = ImageTexts(self._processor.mark, tuple(each.text for each in prepared))
         return ReadImages(texts, prepared, self._image_token_id)
+
+    def _prepared(self, source: ImageSource) -> PreparedImage:
+        image = decode_image(source, self._limits)
+        try:
+            return self._processor.prepare(image)
+        except Exception as error:  # a processor raises what it likes for a shape that it cannot take
+            width, height = image.size
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the image in {source.field}, {width} x {height} pixels, cannot be prepared for this model: "
+                f"{' '.join(str(error).split())[:160]}",
+                field=source.field,
+                metadata={"width": width, "height": height},
+            ) from error

@@ -1,6 +1,7 @@
 """Prompts with pictures: cold = RAM = SSD after a restart = mlx-vlm's own generation, and no hit on another.
 
-In float32 on a tiny SmolVLM, whose pictures have four tiles and a whole: 36 tokens over three blocks or four.
+In float32 on a tiny SmolVLM, whose pictures have four tiles and a whole, and a tiny Qwen2.5-VL, whose
+attention knows their rows and columns: some 35 tokens, over three blocks or four.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from tests.system.cache.server import BLOCK, CacheServer
 
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
-from icehouse_server.vision.processor import ImageProcessor, spans_of
+from icehouse_server.vision.processor import ImageProcessor, open_processor, spans_of
 
-from tests.fixtures.models.vision import IMAGE_ID, tiny_vision_dir
+from tests.fixtures.models.vision import FAMILIES, VisionFamily, tiny_vision_dir
+from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
 
 OUTPUT_COUNT = 12
 TEXT = "what is it, and who had put it on the ground in that street, where no one of us would"
@@ -52,6 +54,7 @@ class Model:
     """A folder, and what reads it: our own parts, and mlx-vlm whole."""
 
     folder: Path
+    family: VisionFamily
     processor: ImageProcessor
     tokenizer: Any
     reference: Any
@@ -64,19 +67,21 @@ class Model:
                 text += part
             else:
                 prepared.append(self.processor.prepare(part))
-                text += prepared[-1].text
+                text += f"{self.family.opening}{prepared[-1].text}{self.family.closing}"
         ids = self.tokenizer.spell(text)
-        return Asked(ids, spans_of(ids, [each.image for each in prepared], image_token_id=IMAGE_ID))
+        return Asked(ids, spans_of(ids, [each.image for each in prepared], image_token_id=VOCABULARY_SIZE))
 
     def expected(self, parts: Sequence[str | Image.Image], *, ids: list[int]) -> list[int]:
         """Return what mlx-vlm generates by itself, from the same tokens as ours."""
         from mlx_vlm.generate.ar import generate_step
 
         images = [part for part in parts if not isinstance(part, str)]
-        text = "".join(part if isinstance(part, str) else "<image>" for part in parts)
-        # Nested, because its processor takes a flat list for one prompt each.
+        mark = f"{self.family.opening}{self.family.mark}{self.family.closing}"
+        text = "".join(part if isinstance(part, str) else mark for part in parts)
+        # Nested for SmolVLM's processor, which takes a flat list for one prompt each.
+        shown: Any = [images] if self.family is FAMILIES["smolvlm"] else images
         inputs = self.reference_processor(
-            images=[images] if images else None, text=[text], add_special_tokens=False
+            images=shown if images else None, text=[text], add_special_tokens=False
         )
         assert np.array(inputs["input_ids"])[0].tolist() == ids
         tensors = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
@@ -93,13 +98,14 @@ class Model:
         return [int(token) for token, _ in steps][:OUTPUT_COUNT]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     from mlx_vlm.utils import load
 
-    folder = tiny_vision_dir(tmp_path_factory.mktemp("models"))
+    folder = tiny_vision_dir(tmp_path_factory.mktemp("models"), request.param)
     tokenizer = model_loader.load_tokenizer(model_loader.ModelSource(path=folder, model_id="tiny"))
-    return Model(folder, ImageProcessor(folder), tokenizer, *load(str(folder)))
+    processor = open_processor(folder, request.param)
+    return Model(folder, FAMILIES[request.param], processor, tokenizer, *load(str(folder)))
 
 
 PLACES = {

@@ -11,7 +11,7 @@ from icehouse_server.errors import InvalidRequest, ModelError, Reason
 Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
-from icehouse_server.vision.processor import ImageProcessor, spans_of  # noqa: E402
+from icehouse_server.vision.processor import ImageProcessor, open_processor, spans_of  # noqa: E402
 
 from tests.fixtures.models.vision import TILE, TILE_TOKEN_COUNT, tiny_vision_dir  # noqa: E402
 
@@ -19,6 +19,10 @@ from tests.fixtures.models.vision import TILE, TILE_TOKEN_COUNT, tiny_vision_dir
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_vision_dir(tmp_path_factory.mktemp("models"))
+
+
+def tiles(folder: Path) -> ImageProcessor:
+    return open_processor(folder, "smolvlm")
 
 
 def noise(width: int, height: int, seed: int = 0):
@@ -29,7 +33,7 @@ def noise(width: int, height: int, seed: int = 0):
     ("size", "tile_count"), [((1, 1), 5), ((3 * TILE, TILE), 3), ((TILE, 900), 3), ((60, 40), 5)]
 )
 def test_each_tile_has_its_tokens_in_the_text(folder: Path, size: tuple[int, int], tile_count: int) -> None:
-    prepared = ImageProcessor(folder).prepare(noise(*size))
+    prepared = tiles(folder).prepare(noise(*size))
     count = prepared.image.feature_count
     assert prepared.text.count("<image>") == count == tile_count * TILE_TOKEN_COUNT
     mask, pixels = prepared.image.tensors
@@ -40,19 +44,19 @@ def test_each_tile_has_its_tokens_in_the_text(folder: Path, size: tuple[int, int
 
 def test_a_digest_is_of_the_pixels_and_of_what_makes_them(folder: Path, tmp_path: Path) -> None:
     image, other = noise(60, 40), noise(60, 40)
-    digests = {ImageProcessor(folder).prepare(each).image.digest for each in (image, other)}
+    digests = {tiles(folder).prepare(each).image.digest for each in (image, other)}
     assert len(digests) == 1
     other.putpixel((59, 39), (1, 2, 3))
-    digests.add(ImageProcessor(folder).prepare(other).image.digest)
+    digests.add(tiles(folder).prepare(other).image.digest)
     again = tiny_vision_dir(tmp_path)
     config = again / "preprocessor_config.json"
     config.write_text(config.read_text().replace('"do_convert_rgb": true', '"resample": 2'))
-    digests.add(ImageProcessor(again).prepare(image).image.digest)
+    digests.add(tiles(again).prepare(image).image.digest)
     assert len(digests) == 3
 
 
 def test_marks_in_a_text_are_no_images(folder: Path) -> None:
-    image = ImageProcessor(folder).prepare(noise(60, 40)).image
+    image = tiles(folder).prepare(noise(60, 40)).image
     ids = [7] * image.feature_count
     (span,) = spans_of([1, *ids, 2], [image], image_token_id=7)
     assert (span.start_token_index, span.end_token_index, span.image) == (1, 1 + len(ids), image)
@@ -64,4 +68,4 @@ def test_marks_in_a_text_are_no_images(folder: Path) -> None:
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="image processor"):
-        ImageProcessor(tmp_path)
+        tiles(tmp_path)

@@ -14,6 +14,7 @@ from icehouse_server.domain.request import (
     ImagePart,
     LogprobsWanted,
     Pooling,
+    RopePositions,
     Speculation,
     TokenLogprobs,
     Vector,
@@ -58,6 +59,8 @@ class Chunk:
     wanted: LogprobsWanted | None = None
     images: tuple[ImagePart, ...] = ()
     """Tokens among them that the model sees images in the place of."""
+    rope_positions: RopePositions | None = None
+    """Of the whole sequence, where images are a grid to the model."""
     pooling: Pooling | None = None
     length: KvLength = UNKNOWN_LENGTH
     """What is known of the sequence's length, for which its caches make room."""

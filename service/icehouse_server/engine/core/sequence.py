@@ -17,6 +17,7 @@ from icehouse_server.domain.request import (
     DraftCounts,
     GenerationRequest,
     Pooling,
+    RopePositions,
     TokenLogprobs,
     Vector,
 )
@@ -61,6 +62,8 @@ class Sequence:
     """What is prefilled: the prompt, and after being parked the output so far behind it."""
     input_keys: TokenKeys = ()
     """The same as the prefix cache knows it."""
+    rope_positions: RopePositions | None = None
+    """Where images are a grid to the model."""
     has_started: bool = False
     """`Started` was told; a parked sequence does not start twice."""
     park_count: int = 0
@@ -122,6 +125,7 @@ class Sequence:
         if not self.input_token_ids:
             self.input_token_ids = self.request.prompt_token_ids
         self.input_keys = self.request.keys(self.input_token_ids)
+        self.rope_positions = self.request.rope_positions() if self.request.images else None
 
     @property
     def prefill_target(self) -> int:

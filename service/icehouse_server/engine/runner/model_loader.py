@@ -103,6 +103,11 @@ def sees_images(path: Path) -> bool:
     return sees
 
 
+def lays_images_out(model: Any) -> bool:
+    """Whether a loaded model's positions tell the rows and columns of images."""
+    return isinstance(model, mlx_vlm.GridTextModel)
+
+
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """Load the tokenizer of a model folder; touches no mx.array, so any thread may call it."""
     config = read_config(source.path)

@@ -32,6 +32,7 @@ from icehouse_server.engine.runner.forward import (
     ForwardPass,
     PassFacts,
     Row,
+    Way,
     examine,
     plain_places,
 )
@@ -39,7 +40,7 @@ from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.sampling.row import SamplingRow
-from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.errors import ConfigError, ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
@@ -219,6 +220,7 @@ class ModelRunner:
         sequence = self._sequences[chunk.sequence_id]
         sequence.adapter = chunk.adapter
         sequence.row.length = chunk.length
+        sequence.row.rope_positions = chunk.rope_positions
         draft_model = self._pipeline.draft_model
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
         if draft_model is not None and wants_draft:
@@ -300,6 +302,12 @@ class ModelRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
+        if model_loader.lays_images_out(model) and facts.ways != (Way.ATTENTION.value,):
+            raise ModelError(
+                Reason.MODEL_INVALID,
+                f"this model's passes are split by {', '.join(facts.ways)} ({facts.reason}); only those that "
+                "attention splits know positions in images; is mlx-vlm a newer one than 0.7?",
+            )
         told = {"ways": ", ".join(facts.ways), "detail": facts.reason or "rows share every layer"}
         if facts.caches:
             _log.info("forward_pass_examined", extra=told)

@@ -88,6 +88,12 @@ class FlatLayer:
         return self.handed
 
     @property
+    def rope_positions(self) -> mx.array:
+        """[3, tokens], for models that tell an image's rows and columns; of text all three are alike."""
+        laid = self.spans.rope_positions
+        return mx.broadcast_to(self.offset, (3, *self.offset.shape)) if laid is None else laid
+
+    @property
     def is_plain(self) -> bool:
         """Every row brings one token, and no cache is quantized."""
         return self.spans.token_count == len(self.caches) and self.cache_class.takes_fused_attention

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from icehouse_server.domain.request import RopePositions
 from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
@@ -46,6 +47,7 @@ class Row:
         "is_damaged",
         "keepers",
         "length",
+        "rope_positions",
         "seated_caches",
         "token_count",
     )
@@ -59,6 +61,8 @@ class Row:
         self._room_token_count = kv_caches.room_token_count(caches) if token_count else 0
         self.length: KvLength = UNKNOWN_LENGTH
         """What is known of it beforehand."""
+        self.rope_positions: RopePositions | None = None
+        """Of its tokens, where they are not those in the sequence."""
         self.token_count = token_count
         """Tokens that the caches hold."""
         self.keepers: list[Keeper] = []

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from icehouse_server.domain.request import text_positions
 from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.forward.slab import Slab
 
@@ -31,6 +33,8 @@ class Spans:
     token_count: int
     positions: mx.array
     """[tokens], each token's position in its own sequence."""
+    rope_positions: mx.array | None = None
+    """[3, tokens], where some row has an image that is a grid to the model."""
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What layers of one kind compute once a pass."""
 
@@ -60,6 +64,7 @@ class Spans:
             single_count=single_count,
             token_count=total,
             positions=mx.array(positions, dtype=mx.int32),
+            rope_positions=_rope_positions(laid),
             single_places=[single_place(position) for position in positions[:single_count]],
         )
 
@@ -85,6 +90,17 @@ class Spans:
             for start, count, last in zip(self.starts, self.counts, wanted, strict=True)
             for place in range(start + count - last, start + count)
         ]
+
+
+def _rope_positions(shares: Sequence[Share]) -> mx.array | None:
+    if all(share.row.rope_positions is None for share in shares):
+        return None
+    parts = []
+    for share in shares:
+        begin, count = share.row.token_count, share.token_count
+        laid = share.row.rope_positions
+        parts.append(text_positions(begin, count) if laid is None else laid.at(begin, count))
+    return mx.array(np.concatenate(parts, axis=1, dtype=np.int32))
 
 
 def _place(share: Share, slab: Slab | None) -> tuple[int, ...]:

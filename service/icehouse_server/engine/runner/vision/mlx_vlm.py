@@ -15,8 +15,10 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-FAMILIES: Final = frozenset({"idefics3", "smolvlm"})
+FAMILIES: Final = frozenset({"idefics3", "smolvlm", "qwen2_5_vl"})
 """`model_type` of the models whose images are served."""
+_GRID_FAMILIES: Final = frozenset({"qwen2_5_vl"})
+"""Those whose positions tell the rows and columns of an image."""
 
 
 def sees(config: Mapping[str, Any]) -> bool:
@@ -40,7 +42,9 @@ def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[
 
     whole = load_model(path, lazy=lazy)
     whole.eval()
-    return TextModel(whole.language_model), VisionTower(whole), dict(load_config(path))
+    config = dict(load_config(path))
+    text_model = GridTextModel if config["model_type"] in _GRID_FAMILIES else TextModel
+    return text_model(whole.language_model), VisionTower(whole), config
 
 
 class TextModel(Module):
@@ -60,6 +64,30 @@ class TextModel(Module):
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits: mx.array = self.language_model(inputs, cache=cache).logits
         return logits
+
+
+class GridTextModel(TextModel):
+    """The same of models with MRoPE. Upstream keeps the positions of one prompt in the model; here they come
+    with each pass, from the view of a layer's cache, and are those in the sequence for any other cache."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        body = self.language_model.model
+        hidden = body(inputs, cache=cache, position_ids=_positions(inputs, cache))
+        if self.language_model.args.tie_word_embeddings:
+            logits: mx.array = body.embed_tokens.as_linear(hidden)
+        else:
+            logits = self.language_model.lm_head(hidden)
+        return logits
+
+
+def _positions(inputs: mx.array, cache: Any) -> mx.array:
+    """Return [3, batch, tokens]."""
+    layer = cache[0] if cache else None
+    laid = getattr(layer, "rope_positions", None)
+    if laid is not None:
+        return mx.expand_dims(laid, axis=-1)
+    offset = layer.offset if layer is not None else 0
+    return mx.broadcast_to(mx.arange(offset, offset + inputs.shape[1]), (3, *inputs.shape))
 
 
 class VisionTower:
