@@ -47,6 +47,8 @@ class ModelInfo:
     device: str
     sees_images: bool = False
     """Whether prompts may have images in them."""
+    image_refusal: str = "reads text alone"
+    """What is said of the model to who sends one where they may not."""
     embedding_size: int = 0
     """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
     adapters: tuple[AdapterInfo, ...] = ()

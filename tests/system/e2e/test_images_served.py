@@ -131,6 +131,24 @@ async def test_a_model_that_reads_text_says_so(tmp_path: Path) -> None:
         assert told.reason == "IMAGES_UNSUPPORTED" and "reads text alone" in told.message
 
 
+async def test_text_that_mlx_lm_reads_is_served_without_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_vision_dir(tmp_path, "qwen2_5_vl")
+    asked = request(chat(text("it was a stone")))
+    async with whole_server(folder, tmp_path / "blocks") as house:
+        whole = await house.inference.Generate(asked)
+    monkeypatch.setattr(mlx_vlm, "is_installed", lambda: False)
+    async with whole_server(folder, tmp_path / "blocks") as house:
+        shown = await house.models.GetModel(model_service_pb2.GetModelRequest())
+        read = await house.inference.Generate(asked)
+        told = await refused(house.inference.Generate(request(chat(image(png(1)), text(QUESTION)))))
+    assert not shown.model.reads_images
+    assert told.reason == "IMAGES_UNSUPPORTED" and "pip install -e '.[vision]'" in told.message
+    assert list(read.token_ids) == list(whole.token_ids)
+    assert read.usage.cached_tokens == 0, "another reader's blocks are another model's"
+
+
 async def test_without_the_extra_the_server_says_which_command_installs_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Final
 
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.domain.ids import AdapterDigest, Fingerprint
+from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
 
@@ -88,6 +89,9 @@ def model_fingerprint(
         "layout": layout_signature,
         "world": [world_size, rank],
     }
+    if mlx_vlm.is_used(config):
+        # Its rounding is another one than that of mlx-lm, which reads some of the same folders.
+        facts["reader"] = "mlx-vlm"
     details = {
         "architecture": str(config.get("model_type", "unknown")),
         "quantization": _quantization(config),

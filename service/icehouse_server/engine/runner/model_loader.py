@@ -28,6 +28,10 @@ from icehouse_server.text.tokenizer import Tokenizer
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
 _CUDA_GRID_TOKEN_COUNT = 256
+_MISSING_EXTRA = (
+    "reads images with the package mlx-vlm, which is not installed; install the extra, "
+    f"{extra_command('vision')}"
+)
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx", "max_seq_len")
 
 
@@ -91,16 +95,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def sees_images(path: Path) -> bool:
-    """Whether the model in a folder reads images; raises ModelError where that needs the missing extra."""
-    sees = mlx_vlm.sees(read_config(path))
-    if sees and not mlx_vlm.is_installed():
+    """Whether images are served of the model in a folder; raises ModelError where nothing of it can be,
+    because the extra is missing."""
+    config = read_config(path)
+    if mlx_vlm.is_needed(config) and not mlx_vlm.is_installed():
         raise ModelError(
-            Reason.MODEL_INVALID,
-            f"the model in {path} reads images, and the package mlx-vlm is not installed; install the extra, "
-            f"{extra_command('vision')}",
-            metadata={"package": "mlx-vlm"},
+            Reason.MODEL_INVALID, f"the model in {path} {_MISSING_EXTRA}", metadata={"package": "mlx-vlm"}
         )
-    return sees
+    return mlx_vlm.is_used(config)
 
 
 def lays_images_out(model: Any) -> bool:
@@ -176,6 +178,7 @@ def describe(
         eos_token_ids=tokenizer.eos_token_ids,
         device=_device_name(),
         sees_images=loaded.tower is not None,
+        image_refusal=_MISSING_EXTRA if mlx_vlm.sees(loaded.config) else "reads text alone",
     )
 
 

@@ -226,8 +226,7 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
     if not info.sees_images:
         raise InvalidRequest(
             Reason.IMAGES_UNSUPPORTED,
-            f"{field} is an image, and the model {info.model_id!r} ({info.architecture}) reads text alone "
-            "here; leave images out or use a model that reads them",
+            f"{field} is an image; the model {info.model_id!r} ({info.architecture}) {info.image_refusal}",
             field=field,
             metadata={"architecture": info.architecture},
         )

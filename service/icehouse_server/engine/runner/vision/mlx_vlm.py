@@ -21,9 +21,23 @@ _GRID_FAMILIES: Final = frozenset({"qwen2_5_vl"})
 """Those whose positions tell the rows and columns of an image."""
 
 
+_READ_BY_MLX_LM: Final = frozenset({"qwen2_5_vl"})
+"""Those whose text mlx-lm reads too."""
+
+
 def sees(config: Mapping[str, Any]) -> bool:
     """Whether a model folder has a vision tower that is known here."""
     return config.get("model_type") in FAMILIES and isinstance(config.get("vision_config"), Mapping)
+
+
+def is_used(config: Mapping[str, Any]) -> bool:
+    """Whether a model folder is loaded from here: its images are served."""
+    return sees(config) and is_installed()
+
+
+def is_needed(config: Mapping[str, Any]) -> bool:
+    """Whether a model folder cannot be served without mlx-vlm, not even its text."""
+    return sees(config) and config["model_type"] not in _READ_BY_MLX_LM
 
 
 def image_token_id(config: Mapping[str, Any]) -> int:
