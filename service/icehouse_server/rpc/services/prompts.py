@@ -240,12 +240,18 @@ class PromptReader:
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         """Return the prompt's tokens; raises InvalidRequest if none, or if it fills the context."""
-        if prompt.size_bytes > _SHORT_BYTES:
-            return await self.run(lambda: _read(prompt.check(), model), size_bytes=prompt.size_bytes)
-        checked = prompt.check()
-        if isinstance(checked, Tokens):
-            return ReadPrompt(checked.token_ids)
-        return await self.run(lambda: _read(checked, model), size_bytes=prompt.size_bytes)
+        size_bytes = prompt.size_bytes
+        if size_bytes > _SHORT_BYTES:
+            found = await self.run(lambda: _read_text(prompt.check(), model), size_bytes=size_bytes)
+        else:
+            checked = prompt.check()
+            if isinstance(checked, Tokens):
+                return ReadPrompt(checked.token_ids)
+            found = checked if _has_images(checked) else await self.run(lambda: _read(checked, model))
+        if isinstance(found, ReadPrompt):
+            return found
+        # However few bytes they are: a small file may have millions of pixels.
+        return await self.run(lambda: _read(found, model), size_bytes=max(size_bytes, _LONG_BYTES + 1))
 
     async def run(self, work: Callable[[], Result], *, size_bytes: int = 0) -> Result:
         """Return what `work` returns, off the event loop: for whatever else needs the tokenizer."""
@@ -293,6 +299,15 @@ def pieces(prompt: Text | Chat, model: ServedModel) -> list[tuple[int, str]]:
     _check_bytes(prompt, limit_bytes=limit)
     tokenizer = model.tokenizer
     return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model).token_ids]
+
+
+def _has_images(prompt: Prompt) -> bool:
+    return isinstance(prompt, Chat) and bool(prompt.conversation.images)
+
+
+def _read_text(prompt: Prompt, model: ServedModel) -> ReadPrompt | Prompt:
+    """Return the prompt's tokens; the prompt itself where it has images, which take a turn of their own."""
+    return prompt if _has_images(prompt) else _read(prompt, model)
 
 
 def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:

@@ -10,12 +10,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2, rerank_service_pb2
+from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, ImageTexts, PlacedImage
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.services.prompts import PromptReader
+from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, UncheckedPrompt
 from icehouse_server.rpc.services.rerank_prompt import form_of
 
 from tests.fixtures.rpc.details import refused
-from tests.fixtures.rpc.fake_engine import MODEL_INFO
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
 from tests.unit.rpc.conftest import RunningServer
 
 BOUND_S = 20.0
@@ -56,6 +58,39 @@ async def begin(reader: PromptReader, work: Any, *, origin: str = "a", size_byte
     task = asyncio.ensure_future(run())
     await asyncio.sleep(0)
     return task
+
+
+class HeldImages:
+    """Images of one token each, read when a test lets them go."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def read(self, sources: Any) -> Any:
+        self._workers.work("images")()
+        return self
+
+    texts = ImageTexts("", ())
+
+    def spans(self, token_ids: Any) -> tuple[()]:
+        return ()
+
+
+async def test_images_however_small_leave_a_thread_to_text(workers: Workers) -> None:
+    reader = PromptReader(thread_count=2)
+    tokenizer: Any = FakeTokenizer()
+    images: Any = HeldImages(workers)
+    model = ServedModel(MODEL_INFO, tokenizer, images)
+    picture = PlacedImage(0, ImageSource(b"x", "", "image"))
+    shown = Chat(Conversation((ChatMessage("user", "?", images=(picture,)),)))
+    sizes = (1, 17 << 10, 17 << 10)
+    reading = [asyncio.ensure_future(reader.read(UncheckedPrompt(lambda: shown, n), model)) for n in sizes]
+    text = await asyncio.wait_for(reader.read(UncheckedPrompt(lambda: Text("hi"), 2), model), BOUND_S)
+    assert text.token_ids == tuple(b"hi")
+    assert len(workers.begun) <= 1, "one thread, whatever the bytes of the messages"
+    workers.go.set()
+    assert {read.token_ids for read in await asyncio.gather(*reading)} == {tuple(b"user:?;")}
+    reader.close()
 
 
 def giant(*, last_role: str = "user") -> messages.GenerateRequest:
