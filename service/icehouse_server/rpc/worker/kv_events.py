@@ -17,8 +17,8 @@ from icehouse_server.domain.blocks import unpack_tokens
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.kv_events.channel import Subscription
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
-from icehouse_server.rpc.kv_events.feed import Subscription
 from icehouse_server.rpc.kv_events.source import KvEventSource
 
 TICK_S = 0.1

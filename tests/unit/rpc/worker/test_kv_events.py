@@ -159,7 +159,10 @@ async def test_a_tenant_is_told_of_its_own_alone(source: KvEventSource) -> None:
     state = await stream.next()
     assert [e.stored.blocks[0].block_hash for e in state.events if e.HasField("stored")] == [2]
     tell(source, block(3))
-    assert not (await stream.next()).events
+    tell(source, block(4, OTHER))
+    change = await stream.next()
+    assert [e.stored.blocks[0].block_hash for e in change.events] == [4]
+    assert change.sequence_number == state.sequence_number + 1
     await stream.batches.aclose()
 
 
