@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -173,15 +172,9 @@ class Subscription:
             self._number = batch.sequence_number
         return batch
 
-    async def next(self, *, timeout_s: float) -> KvBatch | None:
-        """Return the next batch when it has come; None when none has in that time. Raises EventsLost."""
-        batch = self.take()
-        if batch is not None:
-            return batch
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._channel.wait()
-        return self.take()
+    async def wait(self) -> None:
+        """Return when it is time to look again."""
+        await self._channel.wait()
 
     def _take_chunk(self, snapshot: Snapshot) -> KvBatch:
         self._channel.require(snapshot.number, began=True)
