@@ -57,6 +57,9 @@ async def test_nothing_is_asked_before_somebody_subscribes(engine: FakeEngine) -
         await subscription.wait()
     batch = subscription.take()
     assert batch is not None and isinstance(batch.events[0], BlockStored)
+    stats = source.stats()
+    assert (stats.block_count, stats.event_total, stats.lost_total, stats.untold_total) == (1, 1, 0, 0)
+    assert stats.replay_bytes > 0
     assert len(engine.orders) == 1
     await source.stop()
 
