@@ -290,13 +290,13 @@ def lose_what_a_full_log_cannot_take(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_a_snapshot_one_number_early(patch: pytest.MonkeyPatch) -> None:
-    real = channel.Snapshot.chunk
+    real = channel.BlockSnapshot.chunk
 
     def chunk(self, index):
         batch = real(self, index)
         return dataclasses.replace(batch, sequence_number=batch.sequence_number - 1)
 
-    patch.setattr(channel.Snapshot, "chunk", chunk)
+    patch.setattr(channel.BlockSnapshot, "chunk", chunk)
 
 
 BREAKS: list[Break] = [
