@@ -87,6 +87,7 @@ OWNERS = {
     "safetensors": ("demo.weights",),
     "tokenizers": ("demo.conversion", "demo.gemma", "demo.smollm2", "demo.tokenizer"),
     "typer": ("cli.",),
+    "uvloop": ("cli.serve",),
     "rich": ("cli.",),
 }
 SQLITE_ERRORS_ONLY = ("storage.directory.manifest",)
