@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from icehouse_server.cli.terminal.console import out
+from icehouse_server.cli.terminal.console import out, print_json
+from icehouse_server.cli.terminal.option_groups import with_groups
 from icehouse_server.config import SETTINGS, LoadedConfig, load_config
 from icehouse_server.config.setting import Kind, Setting, size_text
 
@@ -44,22 +45,19 @@ _METAVARS = {
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(loaded: LoadedConfig)` an option for every setting, and `--config`.
+    """Give `command` an option for every setting, and `--config`, in the place of its parameter `loaded`.
 
-    The command is called with the merged, validated configuration.
+    It is called with the merged, validated configuration.
     """
 
-    def run(**given: Any) -> None:
+    def loaded_of(**given: Any) -> LoadedConfig:
         file = given.pop("config")
         flags = {_keys()[parameter]: value for parameter, value in given.items()}
-        command(load_config(flags=flags, file=file))
+        return load_config(flags=flags, file=file)
 
     parameters = [_config_parameter(), *(_parameter(s) for s in SETTINGS)]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__name__ = command.__name__
-    run.__doc__ = command.__doc__
-    return run
+    loaded_of.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return with_groups(loaded=loaded_of)(command)
 
 
 def _keys() -> Mapping[str, str]:
@@ -120,8 +118,13 @@ def value_text(setting: Setting, value: object) -> str:
     return f"{value:g}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 
-def show_config(loaded: LoadedConfig) -> None:
+def show_config(loaded: LoadedConfig, *, as_json: bool = False) -> None:
     """Print every setting with its effective value and its source (flag, variable, file or default)."""
+    if as_json:
+        values = {setting.key: attrgetter(setting.key)(loaded.config) for setting in SETTINGS}
+        facts = {key: {"value": value, "source": loaded.sources[key]} for key, value in values.items()}
+        print_json(facts)
+        return
     rows = [
         (
             setting.key,

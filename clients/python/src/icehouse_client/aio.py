@@ -35,7 +35,7 @@ from icehouse_client.requests import (
 from icehouse_client.reranking import Ranked, RerankOptions, ranking_from, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Security
-from icehouse_client.stream_sum import StreamSum
+from icehouse_client.stream_sum import StreamEvent, StreamSum
 
 
 class AsyncClient:
@@ -186,12 +186,18 @@ class AsyncStream:
 
     async def indexed(self) -> AsyncGenerator[tuple[int, str], None]:
         """Iterate over the text of all completions, each piece with its completion's index."""
+        async with contextlib.aclosing(self.events()) as events:
+            async for response in events:
+                if response.HasField("delta") and response.delta.text:
+                    yield response.delta.completion_index, response.delta.text
+
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
+        """Iterate over the API's own messages: how far the prompt is, reasoning and calls as they come."""
         try:
             with translated():
                 async for response in self._call:
-                    index, text = self._sum.add(response)
-                    if text:
-                        yield index, text
+                    self._sum.add(response)
+                    yield response
         finally:
             self.cancel()
 

@@ -36,7 +36,7 @@ from icehouse_client.requests import (
 from icehouse_client.reranking import Ranked, RerankOptions, ranking_from, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Metadata, Security
-from icehouse_client.stream_sum import StreamSum
+from icehouse_client.stream_sum import StreamEvent, StreamSum
 
 
 class Client:
@@ -201,12 +201,18 @@ class Stream:
 
     def indexed(self) -> Generator[tuple[int, str], None, None]:
         """Iterate over the text of all completions, each piece with its completion's index."""
+        with contextlib.closing(self.events()) as events:
+            for response in events:
+                if response.HasField("delta") and response.delta.text:
+                    yield response.delta.completion_index, response.delta.text
+
+    def events(self) -> Generator[StreamEvent, None, None]:
+        """Iterate over the API's own messages: how far the prompt is, reasoning and calls as they come."""
         try:
             with translated():
                 for response in self._call:
-                    index, text = self._sum.add(response)
-                    if text:
-                        yield index, text
+                    self._sum.add(response)
+                    yield response
         finally:
             self.cancel()
 
