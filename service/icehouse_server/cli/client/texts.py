@@ -1,4 +1,4 @@
-"""Texts and tokens: `icehouse tokenize` and `embed`."""
+"""Texts and tokens: `icehouse tokenize`, `detokenize` and `embed`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from icehouse_server.cli.client.prompt_options import STANDARD_INPUT, GivenPrompt, prompt_of
+from icehouse_server.cli.client.prompt_options import (
+    STANDARD_INPUT,
+    GivenPrompt,
+    prompt_of,
+    read_token_ids,
+)
 from icehouse_server.cli.terminal.client_options import Target, target_of
 from icehouse_server.cli.terminal.console import AsJson, out, print_json
 from icehouse_server.cli.terminal.option_groups import with_groups
@@ -51,6 +56,26 @@ def tokenize(
             table.add_row(str(token.id), Text(printable(token.piece)))
         out.print(table)
         out.print(f"{len(tokens):,} tokens")
+
+
+@with_groups(target=target_of)
+def detokenize(
+    target: Target,
+    tokens: Annotated[
+        str, typer.Argument(help="Token ids, with commas or spaces between; - reads standard input.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Print the text of tokens, without those that begin, end or pad a text."""
+    from icehouse_server.cli.client.connection import connected
+
+    token_ids = read_token_ids(sys.stdin.read() if tokens == STANDARD_INPUT else tokens)
+    with connected(target) as client:
+        text = client.detokenize(token_ids)
+    if as_json:
+        print_json({"text": text})
+    else:
+        print(text)
 
 
 class Pooling(enum.StrEnum):

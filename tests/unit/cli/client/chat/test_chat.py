@@ -1,12 +1,15 @@
-"""`icehouse chat`: turns that keep their tokens, commands, files, what goes wrong; in a pipe, on a terminal."""
+"""`icehouse chat`: turns keep their tokens; commands, files, what goes wrong; pipe and terminal."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import pty
+import select
+import signal
 import stat
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest
 from typer.testing import Result
 
-from tests.fixtures.rpc.fake_engine import MODEL_INFO, finished, overloaded, started
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, finished, hanging, overloaded, started
 from tests.unit.cli.client.test_generate import invoke
 from tests.unit.rpc.conftest import RunningServer, running
 
@@ -135,51 +138,101 @@ async def test_a_refusal_and_a_server_that_is_not_there(served: RunningServer) -
         assert "Traceback" not in result.output
 
 
-def talk_on_a_terminal(address: str, steps: list[tuple[str, bytes]]) -> str:
-    """Run the command on a terminal of its own; each step waits for a text, then types. Return all shown."""
-    master, slave = pty.openpty()
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    environ |= {"TERM": "dumb", "COLUMNS": "100", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "icehouse_server.cli.main", "chat", "--address", address]
-    process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env=environ, start_new_session=True
-    )
-    os.close(slave)
-    shown = ""
-    seen = 0
-    try:
-        for wanted, typed in steps:
-            while wanted not in shown[seen:]:
-                shown += os.read(master, 4096).decode()
-            seen = len(shown)
-            os.write(master, typed)
-        # Linux ends the reading with an error once nobody has the terminal open any more.
-        while chunk := _read(master):
-            shown += chunk
-        assert process.wait(30) == 0, shown
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
-    return shown
+PROMPT = "> "
+BOUND_S = 60.0
 
 
-def _read(descriptor: int) -> str:
-    try:
-        return os.read(descriptor, 4096).decode()
-    except OSError:
-        return ""
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, address: str) -> None:
+        self.shown = ""
+        self._seen = 0
+        self._descriptor, theirs = pty.openpty()
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environ |= {"TERM": "dumb", "COLUMNS": "100", "NO_COLOR": "1"}
+        command = [sys.executable, "-m", "icehouse_server.cli.main", "chat", "--address", address]
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True
+        )
+        os.close(theirs)
+
+    def type(self, text: bytes) -> None:
+        """Write as a keyboard does."""
+        os.write(self._descriptor, text)
+
+    def wait_for(self, text: str) -> None:
+        """Return when it shows a text that it has not shown before, and then its prompt."""
+        for wanted in (text, PROMPT):
+            while (place := self.shown.find(wanted, self._seen)) < 0:
+                assert self._read(), f"{wanted!r} does not come: {self.shown}"
+            self._seen = place + len(wanted)
+
+    def end(self) -> int:
+        """Return its exit code."""
+        while self._read():
+            pass
+        return self.process.wait(BOUND_S)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._descriptor)
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._descriptor], [], [], BOUND_S)
+        try:
+            more = os.read(self._descriptor, 4096).decode() if ready else ""
+        except OSError:
+            # So Linux says that nobody has the terminal open any more.
+            more = ""
+        self.shown += more
+        return bool(more)
 
 
 async def test_on_a_terminal_a_mistake_ends_nothing(served: RunningServer) -> None:
-    steps = [
-        ("Ctrl-D ends", b"/nothing\n"),
-        ("there is no /nothing", b"Hi\n"),
-        ("3 cached (2 from RAM, 1 from SSD)", b"More\n"),
-        ("3 cached", b"\x04"),
-    ]
-    shown = await asyncio.to_thread(talk_on_a_terminal, served.server.address, steps)
-    first, second = served.engine.submitted
+    def talk() -> tuple[int, str]:
+        with contextlib.closing(Terminal(served.server.address)) as terminal:
+            terminal.wait_for("Ctrl-D ends")
+            terminal.type(b"/nothing\n")
+            terminal.wait_for("there is no /nothing")
+            terminal.type(b"Hi\n")
+            terminal.wait_for("3 cached (2 from RAM, 1 from SSD)")
+            terminal.type(b"More\n")
+            terminal.wait_for("3 cached")
+            # Up brings the last line back.
+            terminal.type(b"\x1b[A!\n")
+            terminal.wait_for("3 cached")
+            terminal.type(b"\x04")
+            return terminal.end(), terminal.shown
+
+    code, shown = await asyncio.to_thread(talk)
+    assert code == 0, shown
     assert "tiny, 4,096 tokens of context" in shown
-    assert f"answer to {len(first.prompt_token_ids)}" in shown
-    assert f"answer to {len(second.prompt_token_ids)}" in shown
+    for request in served.engine.submitted:
+        assert f"answer to {len(request.prompt_token_ids)}" in shown
+    said = [m.content for m in served.tokenizer.conversations[-1].messages if m.role == "user"]
+    assert said == ["Hi", "More", "More!"]
+
+
+async def test_ctrl_c_ends_an_answer_and_not_the_chat(served: RunningServer) -> None:
+    def talk() -> tuple[int, str]:
+        with contextlib.closing(Terminal(served.server.address)) as terminal:
+            terminal.wait_for("Ctrl-D ends")
+            terminal.type(b"Hi\n")
+            while "hello" not in terminal.shown:
+                assert terminal._read(), terminal.shown
+            os.killpg(terminal.process.pid, signal.SIGINT)
+            terminal.wait_for("interrupted; the turn is not kept")
+            served.engine.script = greeting
+            terminal.type(b"Again\n")
+            terminal.wait_for("3 cached")
+            terminal.type(b"/exit\n")
+            return terminal.end(), terminal.shown
+
+    served.engine.script = hanging
+    code, shown = await asyncio.to_thread(talk)
+    assert code == 0, shown
+    assert [m.content for m in served.tokenizer.conversations[-1].messages] == ["Again"]
+    assert await served.cancelled()
