@@ -74,7 +74,7 @@ OWNERS = {
     "grpc_reflection": ("rpc.reflection",),
     "grpc_status": ("rpc.calls.status",),
     "google": ("rpc.",),
-    "icehouse": ("rpc.", "cli.client.explanation"),
+    "icehouse": ("rpc.", "cli.client."),
     "icehouse_client": ("cli.client.",),
     "jinja2": ("text.chat_template",),
     "llguidance": ("structured_output.",),

@@ -249,7 +249,8 @@ async def test_both_faces_show_the_server_and_end_requests(served: RunningServer
 
     def use(client: Client) -> Any:
         with client.stream("Hi", request_id="first") as stream:
-            next(iter(stream.events()))
+            events = stream.events()
+            next(events)
             listed = client.requests()
             ended = client.cancel("first")
         return client.detokenize([72, 105]), client.server(), listed, ended

@@ -137,12 +137,6 @@ class CacheClient:
                         on_progress(response.progress)
         return response.finished
 
-    def evict_all(self, *, timeout_s: float | None = None) -> messages.EvictResponse:
-        """Remove everything of every tenant, for operators."""
-        request = messages.EvictRequest(all=True)
-        with translated():
-            return self._stub.Evict(request, **self._calls.order(request, _timed(timeout_s)))
-
 
 class AsyncCacheClient:
     """As `CacheClient`, with awaitable methods."""
@@ -226,12 +220,6 @@ class AsyncCacheClient:
                         on_progress(response.progress)
         return response.finished
 
-    async def evict_all(self, *, timeout_s: float | None = None) -> messages.EvictResponse:
-        """Remove everything of every tenant, for operators."""
-        request = messages.EvictRequest(all=True)
-        with translated():
-            return await self._stub.Evict(request, **self._calls.order(request, _timed(timeout_s)))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheCalls:
@@ -257,10 +245,6 @@ class CacheCalls:
     def _arguments(self, request: Keyed, timeout_s: float | None) -> Mapping[str, Any]:
         headers = () if isinstance(request, messages.VerifyRequest) else prefix_metadata(request)
         return {"timeout": timeout_s, "metadata": (*self.metadata, *headers)}
-
-
-def _timed(timeout_s: float | None) -> PromptOptions:
-    return {} if timeout_s is None else {"timeout_s": timeout_s}
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,6 +14,9 @@ from icehouse_server.cli.terminal.client_options import Target, target_of
 from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
 from icehouse_server.cli.terminal.option_groups import with_groups
 from icehouse_server.config.setting import size_text
+
+if TYPE_CHECKING:
+    from icehouse.v1.cache_service_pb2 import EvictProgress
 
 _about_a_prompt = with_groups(target=target_of, prompt=prompt_of)
 
@@ -106,9 +109,16 @@ def evict(
     if everything and not yes:
         typer.confirm(f"Remove everything that {target.address} has cached?", abort=True, err=True)
     asked = None if everything else prompt.read()
-    with connected(target) as client:
+    with connected(target) as client, _bar("removing blocks") as advance:
+
+        def on_progress(now: EvictProgress) -> None:
+            advance(now.processed_block_count, now.block_count)
+
         cache = client.cache
-        done = cache.evict_all() if asked is None else cache.evict(asked, **prompt.options)
+        if asked is None:
+            done = cache.evict_all(on_progress=on_progress)
+        else:
+            done = cache.evict(asked, on_progress=on_progress, **prompt.options)
     if as_json:
         print_json(message_facts(done))
     else:
