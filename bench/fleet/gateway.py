@@ -70,12 +70,18 @@ class GatewayProcess(ChildProcess):
             time.sleep(_LOOK_EVERY_S)
         raise AssertionError(f"the gateway found no {count} workers: {self.log_tail()}")
 
-    def metric(self, name: str, *, worker_port: int) -> float:
-        """Return one of its own numbers about a worker; 0 while there is none."""
+    def metric(self, name: str, *, worker_port: int | None = None, branch: str = "") -> float:
+        """Return the sum of its own samples of a name, of one worker or kind of decision where it is given; 0
+        while there are none."""
         with urllib.request.urlopen(self._metrics_url, timeout=30) as answer:
             lines = answer.read().decode().splitlines()
-        begin = f'{name}{{worker="{worker_url(worker_port)}"'
-        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(begin)), 0.0)
+        wanted = [] if worker_port is None else [f'worker="{worker_url(worker_port)}"']
+        wanted += [f'branch="{branch}"'] if branch else []
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)
+        )
 
 
 def worker_url(port: int) -> str:

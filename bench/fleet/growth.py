@@ -13,7 +13,7 @@ import time
 
 from bench.fleet.sessions import Session, Shape, last_token_counts, make_sessions, tokens_of
 from bench.fleet.simulated_worker import Costs
-from bench.fleet.simulation import Outcome, Routing, simulate, start_times
+from bench.fleet.simulation import SPILL_COUNT, Outcome, Routing, simulate, start_times
 from bench.report import console, show_table
 
 _GIB = 1 << 30
@@ -32,6 +32,7 @@ class Question:
     session_count: int
     worker_count: int
     load: float
+    spill_count: int
     seed: int
 
     def play(
@@ -43,7 +44,15 @@ class Question:
         starts_s = start_times(
             sessions, self.shape, costs, worker_count=worker_count, load=load, seed=self.seed + 1
         )
-        return simulate(sessions, starts_s, self.shape, costs, worker_count=worker_count, routing=routing)
+        return simulate(
+            sessions,
+            starts_s,
+            self.shape,
+            costs,
+            worker_count=worker_count,
+            routing=routing,
+            spill_count=self.spill_count,
+        )
 
     def sessions(self, worker_count: int) -> list[Session]:
         """Return those that so many workers get."""
@@ -72,6 +81,7 @@ def main() -> None:
     add("--output-tokens", type=int, default=usual.output_token_count, help="median tokens of an answer")
     add("--pause", type=float, default=usual.pause_s, help="mean seconds between an answer and the next turn")
     add("--load", type=float, default=0.6, help="share of a worker's time that is work if all hits are had")
+    add("--balance", type=int, default=SPILL_COUNT, help="SMG's --balance-abs-threshold")
     add("--seed", type=int, default=1)
     question = _question(parser.parse_args())
     began = time.monotonic()
@@ -104,6 +114,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         session_count=arguments.sessions,
         worker_count=arguments.workers,
         load=arguments.load,
+        spill_count=arguments.balance,
         seed=arguments.seed,
     )
 
@@ -164,20 +175,20 @@ def _open_kv_bytes(question: Question) -> float:
 
 
 def _show_routing(question: Question) -> None:
-    rows: list[tuple[str, ...]] = []
-    one_hit_rate = 0.0
-    count = 1
+    """Show twice as many workers again and again, up to the most."""
+    one = question.play(worker_count=1, load=question.load, routing=Routing.CACHE_AWARE)
+    rows = [("1", f"{one.session_count:,}", "1.00", *_cells(one))]
+    count = 2
     while count <= question.worker_count:
-        for routing in Routing if count > 1 else (Routing.CACHE_AWARE,):
+        for routing in Routing:
             outcome = question.play(worker_count=count, load=question.load, routing=routing)
-            one_hit_rate = one_hit_rate or outcome.hit_rate
-            name = f"{count}, {routing.value}" if count > 1 else "1"
-            kept = f"{outcome.hit_rate / one_hit_rate:.2f}" if one_hit_rate else "-"
-            rows.append((name, f"{outcome.session_count:,}", kept, *_cells(outcome)))
+            computed = (1 - outcome.hit_rate) / (1 - one.hit_rate)
+            name = f"{count}, {routing.value}"
+            rows.append((name, f"{outcome.session_count:,}", f"{computed:.2f}", *_cells(outcome)))
         count *= 2
     show_table(
         f"Workers and routing, each worker with {question.load:.0%} of work if all hits are had",
-        ("workers", "sessions", "of one's hits", *_COLUMNS),
+        ("workers", "sessions", "computed, of one's", *_COLUMNS),
         rows,
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from bench.fleet.fleet import Fleet
 from bench.fleet.overhead import Pair, measure_overhead
 from bench.fleet.report import Findings, report
+from bench.fleet.restore import StoreFacts, measure_restore
 from bench.fleet.sessions import Session, Shape, make_sessions
 from bench.fleet.workload import AWARE, ONE, TURNS, Arrangement, Played, Texts, directory_bytes, fitting, play
 from bench.grpc_clients import Client
@@ -40,7 +41,7 @@ class Sizes:
 
 
 FULL = Sizes(scale=1 / 12, session_count=16, open_count=8, round_count=3, pair_count=60, block_token_count=32)
-QUICK = Sizes(scale=1 / 40, session_count=8, open_count=4, round_count=1, pair_count=10, block_token_count=16)
+QUICK = Sizes(scale=1 / 40, session_count=5, open_count=4, round_count=1, pair_count=10, block_token_count=16)
 
 
 def main() -> None:
@@ -86,32 +87,38 @@ class FleetBench:
         self._scratch = scratch
         self._flags = (
             *("--block-token-count", str(sizes.block_token_count), "--ram-bytes", ram),
-            *("--flush-timeout-s", "120"),
+            *("--flush-timeout-s", "120", "--no-restore-or-recompute"),
         )
         self._shape = Shape().scaled(sizes.scale)
+        self._pairs: list[Pair] = []
+        self._store: StoreFacts | None = None
 
     async def run(self, seed: int) -> Findings:
         """Measure every arrangement in every round, in changing order."""
         played: list[Played] = []
-        pairs: list[Pair] = []
-        sessions: list[Session] = []
         for number in range(self._sizes.round_count):
             sessions = make_sessions(self._sizes.session_count, self._shape, seed=seed + number)
             order = (ONE, AWARE, TURNS) if number % 2 == 0 else (TURNS, AWARE, ONE)
             for arrangement in order:
-                found, more = await self._arrangement(arrangement, sessions, number)
+                found = await self._arrangement(arrangement, sessions, number)
                 played.append(found)
-                pairs += more
                 console.print(
                     f"round {number + 1}: {found.arrangement}, {found.request_count} turns, "
                     f"{found.hit_rate:.1%} reused, {found.duration_s:.0f} s",
                     highlight=False,
                 )
-        return Findings(shape=self._shape, sizes=dataclasses.asdict(self._sizes), played=played, pairs=pairs)
+        assert self._store is not None, "one worker was never measured"
+        return Findings(
+            shape=self._shape,
+            sizes=dataclasses.asdict(self._sizes),
+            played=played,
+            pairs=self._pairs,
+            store=self._store,
+        )
 
     async def _arrangement(
         self, arrangement: Arrangement, sessions: Sequence[Session], number: int
-    ) -> tuple[Played, list[Pair]]:
+    ) -> Played:
         """Start workers and gateway, play the sessions, stop them and look at what they wrote."""
         folder = self._scratch / f"{arrangement.policy}-{arrangement.worker_count}-{number}"
         folder.mkdir()
@@ -122,7 +129,6 @@ class FleetBench:
             flags=self._flags,
             gateway_options=("--policy", arrangement.policy),
         )
-        pairs: list[Pair] = []
         async with fleet:
             client = Client(fleet.workers[0].address)
             texts = await Texts.of(client)
@@ -139,9 +145,10 @@ class FleetBench:
             if arrangement is ONE:
                 text = texts.text(self._shape.agent_token_count, key=0)
                 said = [{"role": "system", "content": text}, {"role": "user", "content": "And now?"}]
-                pairs = await measure_overhead(fleet, said, count=self._sizes.pair_count)
+                self._pairs += await measure_overhead(fleet, said, count=self._sizes.pair_count)
+                self._store = self._store or await measure_restore(fleet, texts, self._shape)
         written = sum(directory_bytes(worker.directory) for worker in fleet.workers)
-        return dataclasses.replace(found, written_bytes=written), pairs
+        return dataclasses.replace(found, written_bytes=written)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib import pyplot
 
 from bench.fleet.overhead import Pair
+from bench.fleet.restore import StoreFacts
 from bench.fleet.sessions import Shape
 from bench.fleet.workload import AWARE, ONE, TURNS, Played
 from bench.plots import save
@@ -38,6 +39,7 @@ class Findings:
     sizes: Mapping[str, Any]
     played: Sequence[Played]
     pairs: Sequence[Pair]
+    store: StoreFacts
 
     def of(self, arrangement: str) -> list[Played]:
         """Return an arrangement's rounds."""
@@ -119,9 +121,11 @@ def simulation_line(found: Findings) -> str:
     prefill = found.spread(ONE.name, lambda each: each.prefill_tokens_per_s).median
     decode = found.spread(ONE.name, lambda each: each.output_tokens_per_s).median
     added_ms = 1000 * spread_of(pair.added_s for pair in found.pairs).median
+    store = found.store
     return (
         "more workers: make simulate-fleet "
-        f'ARGS="--prefill {prefill:.0f} --decode {decode:.0f} --gateway-ms {max(0.0, added_ms):.1f}"'
+        f'ARGS="--prefill {prefill:.0f} --decode {decode:.0f} --restore {store.restore_tokens_per_s:.0f} '
+        f'--kv-kib {store.kv_bytes_per_token / 1024:g} --gateway-ms {max(0.0, added_ms):.1f}"'
     )
 
 

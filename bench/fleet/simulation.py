@@ -1,7 +1,7 @@
 """Simulation of many workers behind a gateway: events in order of time, no server, one run for each seed.
 
-The gateway's rule for cache-aware routing is SMG's (1.13): the worker with the longest prefix where it has
-enough of the prompt, unless that worker is too busy; else the least busy one. Its knowledge of the blocks is
+The gateway's rule for cache-aware routing is SMG's (1.13, by events): the worker that has the most of the
+prompt, were it one block, unless that worker is too busy; else the least busy one. What it knows of blocks is
 up to date, as events make it within 50 ms.
 """
 
@@ -18,12 +18,12 @@ from bench.fleet.sessions import Session, Shape, tokens_of
 from bench.fleet.simulated_worker import Costs, PrefixKey, Reuse, SimulatedWorker, agent_key
 from bench.replies import quantile
 
-_MATCH_SHARE = 0.3
-"""Of the prompt, from which on a worker is preferred for what it has (`--cache-threshold`)."""
-_SPILL_COUNT = 64
+SPILL_COUNT = 64
 _SPILL_FACTOR = 1.5
 """A preferred worker is too busy when it runs so many more requests than the mean, and so many times the
 mean (`--balance-abs-threshold`, `--balance-rel-threshold`)."""
+_LEAST_SPILL_COUNT = 4.0
+"""The first of them is lowered to what chance alone makes of the mean, and to no less than this."""
 
 
 class Routing(enum.Enum):
@@ -77,9 +77,11 @@ def simulate(
     *,
     worker_count: int,
     routing: Routing,
+    spill_count: int = SPILL_COUNT,
 ) -> Outcome:
     """Play all sessions to their end."""
-    run = _Run(sessions, shape, costs, worker_count=worker_count, routing=routing)
+    workers = [SimulatedWorker(costs) for _ in range(worker_count)]
+    run = _Run(sessions, shape, costs, workers, routing=routing, spill_count=spill_count)
     run.play(starts_s)
     return run.outcome()
 
@@ -92,15 +94,17 @@ class _Run:
         sessions: Sequence[Session],
         shape: Shape,
         costs: Costs,
+        workers: Sequence[SimulatedWorker],
         *,
-        worker_count: int,
         routing: Routing,
+        spill_count: int,
     ) -> None:
         self._sessions = sessions
         self._shape = shape
         self._costs = costs
         self._routing = routing
-        self._workers = [SimulatedWorker(costs) for _ in range(worker_count)]
+        self._spill_count = spill_count
+        self._workers = workers
         self._holders: dict[PrefixKey, set[int]] = {}
         self._running_count = 0
         self._lengths = [0] * len(sessions)
@@ -139,7 +143,7 @@ class _Run:
         agent, own = agent_key(session.agent), PrefixKey(number)
         self._lengths[number] += turn.input_token_count
         prompt_count = self._shape.agent_token_count + self._lengths[number]
-        index, reuse = self._route(agent, own, prompt_count)
+        index, reuse = self._route(agent, own)
         worker = self._workers[index]
         first_time_s, end_time_s = worker.serve(
             reuse, now_s=now_s, prompt_token_count=prompt_count, output_token_count=turn.output_token_count
@@ -161,29 +165,28 @@ class _Run:
         for lost in self._workers[index].keep(key, token_count):
             self._holders[lost].discard(index)
 
-    def _route(self, agent: PrefixKey, own: PrefixKey, prompt_count: int) -> tuple[int, Reuse]:
+    def _route(self, agent: PrefixKey, own: PrefixKey) -> tuple[int, Reuse]:
         if self._routing is Routing.ROUND_ROBIN:
             index = self._next_worker
             self._next_worker = (index + 1) % len(self._workers)
         else:
-            index = self._preferred(agent, own, prompt_count)
+            index = self._preferred(agent, own)
         return index, self._workers[index].known(agent, own)
 
-    def _preferred(self, agent: PrefixKey, own: PrefixKey, prompt_count: int) -> int:
+    def _preferred(self, agent: PrefixKey, own: PrefixKey) -> int:
         best, best_rank = -1, (0, 0.0)
         for index in sorted(self._holders.get(own) or self._holders.get(agent) or ()):
             worker = self._workers[index]
             rank = (worker.known(agent, own).count, -worker.running_count)
             if rank > best_rank:
                 best, best_rank = index, rank
-        if best >= 0 and best_rank[0] >= _MATCH_SHARE * prompt_count and not self._is_too_busy(best):
+        if best >= 0 and not self._is_too_busy(best):
             return best
         return self._least_busy()
 
     def _is_too_busy(self, index: int) -> bool:
         mean = self._running_count / len(self._workers)
-        # Two standard deviations of what chance alone makes of the mean, and four at least.
-        margin = min(_SPILL_COUNT, max(4.0, 2 * math.sqrt(mean)))
+        margin = min(self._spill_count, max(_LEAST_SPILL_COUNT, 2 * math.sqrt(mean)))
         count = self._workers[index].running_count
         return count > mean + margin and count > _SPILL_FACTOR * mean
 

@@ -28,6 +28,7 @@ from icehouse_server.rpc.calls.calls import Calls, Context, end
 from icehouse_server.rpc.calls.methods import METHODS, Access, Method, Place, Pool
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
+from icehouse_server.rpc.calls.wire import set_limit
 
 _TURN_COUNT = 16
 """Commands and counters that are worked on at once; one caller has half of them."""
@@ -197,6 +198,7 @@ async def _limited(method: str, context: Context) -> AsyncIterator[None]:
     """End a call that brings no deadline when its method's has passed."""
     deadline_s = METHODS[method].deadline_s
     timer = asyncio.timeout(deadline_s if context.time_remaining() is None else None)
+    set_limit(timer)
     try:
         async with timer:
             yield

@@ -109,15 +109,6 @@ class TaskGivenUp:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Flushed:
-    """Every spill accepted before the `flush` is persisted or dropped."""
-
-    task_id: TaskId
-    persisted_count: int
-    dropped_count: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class StatsAnswer:
     """The answer to `request_stats`."""
 
@@ -154,7 +145,6 @@ Outcome = (
     | Verified
     | Listed
     | TaskGivenUp
-    | Flushed
     | StatsAnswer
     | StorageFailed
     | StorageClosed

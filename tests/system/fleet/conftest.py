@@ -22,6 +22,7 @@ from tests.system.mesh.envoy import free_ports
 
 BLOCK = 16
 MODEL = "tiny"
+LONG = 3000
 _OPTIONS = (
     *("--worker", "--model-name", MODEL, "--block-token-count", str(BLOCK)),
     *("--min-prefix-token-count", "0", "--no-restore-or-recompute"),
@@ -33,15 +34,34 @@ _BOUND_S = 120.0
 class Fleet:
     """A gateway and its workers, by port."""
 
-    folder: Path
+    model: Path
     gateway: GatewayProcess
     workers: dict[int, ServerProcess]
+    start_worker: Callable[[int], ServerProcess]
+
+    def restart(self, port: int) -> None:
+        """Start a worker that has ended again, on what it left, and return when the gateway has it back."""
+        self.workers[port] = self.start_worker(port)
+        self.workers[port].wait_until_serving()
+        self.gateway.wait_until_healthy(len(self.workers))
 
     def stats(self, port: int) -> Any:
-        """Return a worker's counters."""
+        """Return a worker's counters of its engine."""
+        return self._all_stats(port).engine
+
+    def cache_stats(self, port: int) -> Any:
+        """Return a worker's counters of its prefix cache."""
+        return self._all_stats(port).cache
+
+    def written_blocks(self, port: int) -> int:
+        """Return how many whole blocks a worker has on SSD."""
+        ssd = self.cache_stats(port).ssd
+        return int(ssd.block_count - ssd.tail_count)
+
+    def _all_stats(self, port: int) -> Any:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-            return stub.CacheStats(native.CacheStatsRequest(), timeout=_BOUND_S).engine
+            return stub.CacheStats(native.CacheStatsRequest(), timeout=_BOUND_S)
 
     def accepted(self) -> dict[int, int]:
         """Return how many requests each worker has taken."""
@@ -68,6 +88,19 @@ class Fleet:
             model=MODEL, messages=said, **{"temperature": 0, "max_tokens": 8, **options}
         )
 
+    def streamed(self, text: str) -> Any:
+        """Begin a stream of `LONG` tokens and return it behind its first one."""
+        stream = self.chat(text, stream=True, max_tokens=LONG, extra_body={"ignore_eos": True})
+        while not (chunk := next(stream)).choices or not chunk.choices[0].delta.content:
+            pass
+        return stream
+
+    def complete(self, text: str, **options: Any) -> Any:
+        """Return what follows a text, greedy, and what was told of its cost."""
+        return self.openai().completions.create(
+            model=MODEL, prompt=text, **{"temperature": 0, "max_tokens": 4, **options}
+        )
+
 
 def until(is_so: Callable[[], bool]) -> None:
     """Return when it is so; each look waits for an answer of the engine."""
@@ -91,8 +124,8 @@ def fleet_of(
         pytest.skip(f"not in this environment: {', '.join(missing)} (extra `dev`)")
     model = tiny_model_dir(folder, "llama")
     with contextlib.ExitStack() as stack:
-        workers = {}
-        for port in free_ports(2):
+
+        def start_worker(port: int) -> ServerProcess:
             worker = ServerProcess(
                 model=model,
                 directory=folder / f"blocks-{port}",
@@ -100,15 +133,19 @@ def fleet_of(
                 options=(*_OPTIONS, *worker_options),
                 port=port,
             )
-            workers[port] = stack.enter_context(worker)
+            return stack.enter_context(worker)
+
+        workers = {port: start_worker(port) for port in free_ports(2)}
         for worker in workers.values():
             worker.wait_until_serving()
         gateway = GatewayProcess(
             worker_ports=list(workers), log=folder / "gateway.log", options=gateway_options
         )
         stack.enter_context(gateway)
+        # Asked to end, it takes seconds.
+        stack.callback(gateway.kill)
         gateway.wait_until_healthy(len(workers))
-        yield Fleet(folder, gateway, workers)
+        yield Fleet(model, gateway, workers, start_worker)
 
 
 @pytest.fixture(scope="module")

@@ -11,20 +11,11 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as native
 from icehouse.v1 import inference_service_pb2_grpc, sampling_pb2
 
-from tests.system.fleet.conftest import BLOCK, MODEL, Fleet, fleet_of, until
+from tests.system.fleet.conftest import BLOCK, LONG, MODEL, Fleet, fleet_of, until
 
 pytestmark = pytest.mark.fleet
 
-LONG = 3000
 TURN_COUNT = 5
-
-
-def streamed(fleet: Fleet, text: str) -> Any:
-    """Begin a long stream and return it behind its first token."""
-    stream = fleet.chat(text, stream=True, max_tokens=LONG, extra_body={"ignore_eos": True})
-    while not (chunk := next(stream)).choices or not chunk.choices[0].delta.content:
-        pass
-    return stream
 
 
 def counts(fleet: Fleet, port: int) -> tuple[int, int]:
@@ -49,7 +40,7 @@ def test_five_turns_stay_with_their_worker(fleet: Fleet) -> None:
 
 def test_a_client_that_leaves_ends_its_request_on_the_worker(fleet: Fleet) -> None:
     before = {port: fleet.stats(port).cancelled_total for port in fleet.workers}
-    streamed(fleet, "Somebody who will not wait for the end").close()
+    fleet.streamed("Somebody who will not wait for the end").close()
     until(lambda: sum(fleet.stats(p).cancelled_total - before[p] for p in fleet.workers) == 1)
     assert [fleet.stats(port).decoding_count for port in fleet.workers] == [0, 0]
 
@@ -75,7 +66,7 @@ def test_what_a_full_worker_refuses_the_other_takes(tmp_path: Path) -> None:
 
 def test_a_killed_worker_costs_its_own_streams_alone(tmp_path: Path) -> None:
     with fleet_of(tmp_path, gateway_options=("--policy", "round_robin")) as fleet:
-        streams = [streamed(fleet, f"Story {number}") for number in range(2)]
+        streams = [fleet.streamed(f"Story {number}") for number in range(2)]
         assert [fleet.stats(port).decoding_count for port in fleet.workers] == [1, 1]
         victim = next(iter(fleet.workers))
         fleet.workers.pop(victim).kill()

@@ -144,6 +144,24 @@ def test_routing_by_blocks_keeps_the_hits_and_turns_do_not() -> None:
     assert aware.busy_max < 2 * aware.busy_mean
 
 
+@pytest.mark.parametrize(("spill_count", "stays"), [(64, True), (1, False)])
+def test_a_beginning_that_all_share_fills_one_worker_first(spill_count: int, stays: bool) -> None:
+    """The busy one of two takes all, up to four requests more than the mean, or to fewer if told so."""
+    shape = Shape(agent_count=1)
+    turns = (Turn(100, 100, 0.0),)
+    sessions = [Session(0, turns) for _ in range(8)]
+    found = simulate(
+        sessions,
+        [0.0] * 8,
+        shape,
+        COSTS,
+        worker_count=2,
+        routing=Routing.CACHE_AWARE,
+        spill_count=spill_count,
+    )
+    assert (found.busy_max == pytest.approx(2 * found.busy_mean)) == stays
+
+
 def test_the_seed_gives_the_run() -> None:
     assert outcome(worker_count=3) == outcome(worker_count=3) != outcome(worker_count=3, seed=2)
 

@@ -23,7 +23,7 @@ from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.refusal_pace import LONGEST_S, LONGEST_UNPROVED_S, RefusalPace
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
-from icehouse_server.rpc.calls.wire import DEADLINE_TOLERANCE_S, current_method
+from icehouse_server.rpc.calls.wire import cancel_code, current_method
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -112,7 +112,7 @@ class Calls:
             await self._keep_pace(error)
             await end(context, with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
-            self._see_out(call, context, self._cancel_code(call))
+            self._see_out(call, context, cancel_code(context))
             raise
         except Exception:
             # The edge of the server: the caller learns that it broke, the log learns why.
@@ -140,14 +140,6 @@ class Calls:
         remaining_s = context.time_remaining()
         limit_s = default_s if remaining_s is None else remaining_s
         return None if limit_s is None else self._clock.monotonic() + limit_s
-
-    def _cancel_code(self, call: Call) -> grpc.StatusCode:
-        # gRPC cancels a call whose deadline passed just as one whose caller left, and the caller's own
-        # deadline passes a little earlier: its message was on the way.
-        now = self._clock.monotonic() + DEADLINE_TOLERANCE_S
-        if call.deadline_time is not None and now >= call.deadline_time:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-        return grpc.StatusCode.CANCELLED
 
     def _see_out(
         self, call: Call, context: Context, code: grpc.StatusCode, *, reason: str = ""

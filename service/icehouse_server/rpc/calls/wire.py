@@ -27,11 +27,36 @@ DEADLINE_TOLERANCE_S = 0.05
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 _method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
+_limit: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("limit", default=None)
+_cancel_code: contextvars.ContextVar[grpc.StatusCode | None] = contextvars.ContextVar(
+    "cancel_code", default=None
+)
 
 
 def current_method() -> str:
     """Return the full name of the method that this task serves, empty outside of a call."""
     return _method.get()
+
+
+def set_limit(timer: asyncio.Timeout) -> None:
+    """Note what ends this task's call when its method's deadline passes: it is cancelled then, too."""
+    _limit.set(timer)
+
+
+def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
+    """Return what ended this task's cancelled call: a deadline or its caller.
+
+    gRPC cancels both alike, and the caller's own deadline passes a little earlier: its message was on
+    the way. The first answer stands, so that whoever asks later, with less time left, says the same.
+    """
+    code = _cancel_code.get()
+    if code is None:
+        timer, remaining_s = _limit.get(), context.time_remaining()
+        is_late = remaining_s is not None and remaining_s <= DEADLINE_TOLERANCE_S
+        is_late = is_late or (timer is not None and timer.expired())
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+        _cancel_code.set(code)
+    return code
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +149,7 @@ class _WatchedCall:
             yield
             code = _code_name(context, otherwise="OK")
         except asyncio.CancelledError:
-            code = cancel_code(context.time_remaining()).name
+            code = cancel_code(context).name
             raise
         except BaseException:
             code = _code_name(context, otherwise="UNKNOWN")
@@ -146,17 +171,6 @@ class _WatchedCall:
             return data
 
         return write
-
-
-def cancel_code(remaining_s: float | None) -> grpc.StatusCode:
-    """Return what ended a cancelled call: its deadline, of which so much is left, or its caller.
-
-    gRPC cancels both alike, and the caller's own deadline passes a little earlier: its message was on
-    the way.
-    """
-    if remaining_s is not None and remaining_s <= DEADLINE_TOLERANCE_S:
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-    return grpc.StatusCode.CANCELLED
 
 
 def _code_name(context: Any, *, otherwise: str) -> str:

@@ -18,7 +18,8 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.kv_events.feed import EventFeed, Subscription
+from icehouse_server.rpc.kv_events.channel import Subscription
+from icehouse_server.rpc.kv_events.feed import EventFeed
 from icehouse_server.rpc.kv_events.follower import LogFollower, Question
 from icehouse_server.rpc.kv_events.mirror import BlockMirror
 

@@ -17,6 +17,7 @@ from icehouse_server.domain.blocks import unpack_tokens
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.kv_events.channel import Subscription
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.source import KvEventSource
 
@@ -42,18 +43,26 @@ class KvEventStreams:
     def __init__(self, source: KvEventSource) -> None:
         self._source = source
 
-    async def subscribe(
+    def subscribe(
         self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
     ) -> AsyncGenerator[common.KvEventBatch, None]:
-        """Yield batches until the engine is READY no longer; raises EventsExpired and EventsLost."""
-        source = self._source
+        """Return the batches until the engine is READY no longer; raises EventsExpired, and they EventsLost.
+
+        The first at once, before anything is sent: a gateway that has the headers takes itself for
+        subscribed, and whatever but DATA_LOSS ends that stream, it comes back with the same number.
+        """
         own = DEFAULT_TENANT if caller.tenant is None else caller.tenant
-        source.follow(own)
-        subscription = source.subscribe(
-            after_number=request.start_sequence_number, tenant=None if caller.role is Role.OPERATOR else own
-        )
+        self._source.follow(own)
         number = request.start_sequence_number
-        records = LoadRecords(load)
+        subscription = self._source.subscribe(
+            after_number=number, tenant=None if caller.role is Role.OPERATOR else own
+        )
+        return self._batches(subscription, own, LoadRecords(load), number)
+
+    async def _batches(
+        self, subscription: Subscription, own: Tenant, records: LoadRecords, number: int
+    ) -> AsyncGenerator[common.KvEventBatch, None]:
+        source = self._source
         spoken_time = source.clock.monotonic()
         while not source.left_ready.is_set():
             batch = await subscription.next(timeout_s=TICK_S)

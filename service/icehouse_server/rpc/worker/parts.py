@@ -39,10 +39,10 @@ class KvEventSource(Protocol):
         caller: Caller,
         load: Callable[[], vllm_engine_pb2.SchedulerLoad],
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        """Yield batches until the engine is READY no longer; closing it ends the subscription.
+        """Return the batches until the engine is READY no longer; closing them ends the subscription.
 
-        Tells of the caller's tenant alone, unless it is an operator, and beside it of the `load`. Raises an
-        IcehouseError when the number to resume from is no longer known.
+        They tell of the caller's tenant alone, unless it is an operator, and beside it of the `load`. Raises
+        an IcehouseError at once when the number to resume from is no longer known.
         """
         ...
 

@@ -221,11 +221,6 @@ class Manifest:
         rows = self._connection.execute("SELECT fingerprint, details FROM fingerprints ORDER BY id")
         return {Fingerprint(row[0]): json.loads(row[1]) for row in rows}
 
-    def written_bytes(self, *, day: int) -> int:
-        """Return the bytes committed on a day (days since the epoch, UTC)."""
-        row = self._connection.execute("SELECT size_bytes FROM written_days WHERE day = ?", (day,)).fetchone()
-        return int(row[0]) if row else 0
-
     def written_days(self) -> dict[int, int]:
         """Return the bytes committed on each of the last days (days since the epoch, UTC)."""
         return dict(self._connection.execute("SELECT day, size_bytes FROM written_days"))

@@ -155,10 +155,6 @@ class BlockStore:
             with contextlib.suppress(sqlite3.Error):
                 manifest.close(checkpoint=False)
 
-    def put(self, prepared: PreparedBlock) -> BlockRecord:
-        """Commit a block that is not stored yet; there must be room. Raises `OSError` or `sqlite3.Error`."""
-        return self.finish(self.begin(prepared), pinned=False)
-
     def begin(self, prepared: PreparedBlock) -> Writing:
         """Write the file of a block that is not stored whole yet; `finish` or `undo` follows.
 

@@ -41,7 +41,6 @@ from icehouse_server.storage.worker.credit import Meter
 from icehouse_server.storage.worker.reader_pool import HeadReport, LoadReport
 from icehouse_server.storage.worker.requests import (
     CloseRequest,
-    FlushRequest,
     ListRequest,
     PinRequest,
     PurgeRequest,
@@ -210,7 +209,6 @@ class StorageLoop:
 
     def _work(self) -> bool:
         now = self._clock.monotonic()
-        self._spiller.finish_flushes()
         if self._close is not None and (not self._spiller or now >= self._close.deadline_time):
             self._end()
             return False
@@ -261,9 +259,6 @@ class StorageLoop:
                 self._verifications.append(_Ticket(VerifyTask(request), self._spiller.accepted_total))
             case ListRequest():
                 self._verifications.append(_Ticket(ListTask(request), self._spiller.accepted_total))
-            case FlushRequest():
-                self._task_meter.give_back(1)
-                self._spiller.flush(request)
             case StatsRequest(task_id):
                 self._task_meter.give_back(1)
                 self._asked.append(task_id)

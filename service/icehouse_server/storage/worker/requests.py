@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.domain.ids import BlockHash, Fingerprint, RequestId
+from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.storage.messages import TaskId
 from icehouse_server.storage.worker.credit import Credit
 from icehouse_server.storage.worker.reader_pool import HeadReport, LoadReport
@@ -41,11 +41,10 @@ class PinRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PurgeRequest:
-    """Remove these blocks, or all of a fingerprint (None: of every one)."""
+    """Remove these blocks."""
 
     task_id: TaskId
-    hashes: tuple[BlockHash, ...] | None
-    fingerprint: Fingerprint | None
+    hashes: tuple[BlockHash, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,14 +61,6 @@ class ListRequest:
 
     task_id: TaskId
     block_limit: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlushRequest:
-    """Finish the spills that came before; drop what is left at the deadline (`Clock.monotonic`)."""
-
-    task_id: TaskId
-    deadline_time: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +84,6 @@ Request = (
     | PurgeRequest
     | VerifyRequest
     | ListRequest
-    | FlushRequest
     | StatsRequest
     | CloseRequest
     | LoadReport

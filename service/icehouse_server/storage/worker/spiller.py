@@ -21,8 +21,8 @@ from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.directory.space import Reclaim
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
-from icehouse_server.storage.messages import Flushed, Outcome, Persisted, SpillDropped
-from icehouse_server.storage.worker.requests import FlushRequest, SpillRequest
+from icehouse_server.storage.messages import Outcome, Persisted, SpillDropped
+from icehouse_server.storage.worker.requests import SpillRequest
 from icehouse_server.storage.worker.stats import StorageCounters
 from icehouse_server.storage.worker.store_state import StoreState
 
@@ -51,7 +51,6 @@ class Spiller:
         """The files of the first and perhaps the second spill that waits."""
         self._finished_time = 0.0
         self._has_retried = False
-        self._flushes: collections.deque[_Flush] = collections.deque()
 
     def __len__(self) -> int:
         return len(self._spills)
@@ -82,11 +81,6 @@ class Spiller:
                 found.add(name)
         return found
 
-    def flush(self, request: FlushRequest) -> None:
-        """Tell when all spills accepted so far have their outcome, at the latest at the deadline."""
-        self._flushes.append(_Flush(request, self._counters))
-        self.finish_flushes()
-
     def step(self) -> None:
         """Bring the first spill nearer to its outcome: evict a batch for it, write it, commit it or drop it.
 
@@ -97,7 +91,6 @@ class Spiller:
             self._finish_writing()
         else:
             self._begin_writing()
-        self.finish_flushes()
 
     def undo_writings(self) -> None:
         """Remove the files that are being written; their spills wait on."""
@@ -109,17 +102,6 @@ class Spiller:
         self._commit_written()
         while self._spills:
             self._drop(cause)
-        self.finish_flushes()
-
-    def finish_flushes(self) -> None:
-        """Answer the flushes that are done; at a deadline, drop what waits first."""
-        now = self._clock.monotonic()
-        if self._spills and any(now >= flush.request.deadline_time for flush in self._flushes):
-            self._commit_written()
-            while self._spills:
-                self._drop(SpillDropCause.SHUTDOWN)
-        while self._flushes and self._flushes[0].is_done(self._counters):
-            self._post(self._flushes.popleft().answer(self._counters))
 
     def _begin_writing(self) -> None:
         block = self._spills[0].block
@@ -258,23 +240,3 @@ class _UnderWay:
     """`Clock.monotonic`."""
     start_time: float
     """Wall clock."""
-
-
-class _Flush:
-    """A flush that waits, with the counters as they were when it came."""
-
-    def __init__(self, request: FlushRequest, counters: StorageCounters) -> None:
-        self.request = request
-        self._accepted = counters.spill.accepted_block_total
-        self._persisted = counters.spill.persisted_block_total
-        self._dropped = counters.drops.total()
-
-    def is_done(self, counters: StorageCounters) -> bool:
-        return counters.spill.persisted_block_total + counters.drops.total() >= self._accepted
-
-    def answer(self, counters: StorageCounters) -> Flushed:
-        return Flushed(
-            self.request.task_id,
-            persisted_count=counters.spill.persisted_block_total - self._persisted,
-            dropped_count=counters.drops.total() - self._dropped,
-        )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.domain.ids import BlockHash, Fingerprint, RequestId
+from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.loads import HeadRequest, LoadRequest
@@ -28,7 +28,6 @@ from icehouse_server.storage.worker.loop import StorageLoop
 from icehouse_server.storage.worker.reader_pool import ReaderPool
 from icehouse_server.storage.worker.requests import (
     CloseRequest,
-    FlushRequest,
     ListRequest,
     PinRequest,
     PurgeRequest,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_Task = TouchRequest | PinRequest | PurgeRequest | VerifyRequest | ListRequest | FlushRequest | StatsRequest
+_Task = TouchRequest | PinRequest | PurgeRequest | VerifyRequest | ListRequest | StatsRequest
 _TICK_S = 1.0
 """Longest wait for a message, so that recency is written and a broken disk is tried again."""
 
@@ -170,12 +169,7 @@ class Storage:
     def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
         """Remove blocks by order; `Evicted`, then `Purged` follow. None when too much waits."""
         task_id = self._next_task_id()
-        return task_id if self._send(PurgeRequest(task_id, tuple(hashes), None)) else None
-
-    def purge(self, fingerprint: Fingerprint | None = None) -> TaskId | None:
-        """Remove all blocks of a fingerprint, or of every one; `Evicted`, then `Purged` follow."""
-        task_id = self._next_task_id()
-        return task_id if self._send(PurgeRequest(task_id, None, fingerprint)) else None
+        return task_id if self._send(PurgeRequest(task_id, tuple(hashes))) else None
 
     def verify(self, hashes: Sequence[BlockHash] | None = None) -> TaskId | None:
         """Read and hash blocks (None: all); `Verified` follows. None when too much waits."""
@@ -187,11 +181,6 @@ class Storage:
         """Name stored blocks, least recently verified first; `Listed` follows. None when too much waits."""
         task_id = self._next_task_id()
         return task_id if self._send(ListRequest(task_id, block_limit)) else None
-
-    def flush(self, *, deadline_time: float) -> TaskId | None:
-        """Have every spill so far finished, or dropped at the deadline; `Flushed` follows."""
-        task_id = self._next_task_id()
-        return task_id if self._send(FlushRequest(task_id, deadline_time)) else None
 
     def request_stats(self) -> TaskId | None:
         """Ask for the counters; `StatsAnswer` follows. None when too much waits."""

@@ -46,7 +46,8 @@ class PurgeTask:
     def step(self, store: BlockStore) -> Outcome | None:
         """Remove one batch."""
         if self._left is None:
-            self._left = self._targets(store)
+            found = (store.index.get(block_hash) for block_hash in self._request.hashes)
+            self._left = [record for record in found if record is not None]
         batch = self._left[self._next : self._next + _PURGE_BATCH_COUNT]
         self._next += len(batch)
         # As they are now: what was replaced meanwhile is removed too, what is gone is gone.
@@ -57,13 +58,6 @@ class PurgeTask:
         self._size_bytes += sum(record.file_bytes for record in batch)
         is_done = self._next >= len(self._left)
         return Purged(self.task_id, self._block_count, self._size_bytes) if is_done else None
-
-    def _targets(self, store: BlockStore) -> list[BlockRecord]:
-        if self._request.hashes is not None:
-            found = (store.index.get(block_hash) for block_hash in self._request.hashes)
-            return [record for record in found if record is not None]
-        wanted = self._request.fingerprint
-        return [record for record in store.index if wanted is None or record.fingerprint == wanted]
 
 
 class VerifyTask:

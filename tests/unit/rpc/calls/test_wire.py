@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,7 +25,9 @@ from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import EngineStats, Rates, Snapshot
 from icehouse_server.rpc.access.caller import peer_kind
+from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.watchers import Telemetry
+from icehouse_server.rpc.calls.wire import cancel_code
 from icehouse_server.rpc.monitoring.load_report import TRAILER_KEY, report_of
 
 from tests.fixtures.rpc.fake_engine import REPORT, hanging
@@ -140,8 +144,53 @@ async def test_who_ended_a_call_is_told_apart(timeout_s: float | None, code: str
         if timeout_s is None:
             stream.cancel()
         await notes.ended(1)
-        assert notes.wire[0].code == code
+        assert notes.wire[0].code == notes.calls[0].code == code
         assert notes.calls[0].started is not None and notes.calls[0].usage is None
+
+
+async def test_the_end_by_a_methods_own_deadline_is_told_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(METHODS[STREAM], own_deadline_s=0.3)
+    monkeypatch.setitem(METHODS, STREAM, row)  # type: ignore[arg-type]
+    async with watched_server() as (served, notes):
+        served.engine.script = hanging
+        stream = served.inference.Stream(messages.GenerateRequest(text="Hi"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await notes.ended(1)
+        assert notes.wire[0].code == notes.calls[0].code == "DEADLINE_EXCEEDED"
+
+
+async def test_a_caller_who_leaves_shortly_before_a_methods_own_deadline_has_left() -> None:
+    deadline_s = METHODS[STREAM].deadline_s
+    assert deadline_s is not None
+    async with watched_server() as (served, notes):
+        served.engine.script = hanging
+        stream = served.inference.Stream(messages.GenerateRequest(text="Hi"))
+        await stream.read()
+        served.clock.now += deadline_s
+        stream.cancel()
+        await notes.ended(1)
+        assert notes.wire[0].code == notes.calls[0].code == "CANCELLED"
+
+
+def test_what_was_told_of_a_cancelled_call_is_told_again_when_less_time_is_left() -> None:
+    class Context:
+        remaining_s = 0.06
+
+        def time_remaining(self) -> float:
+            return self.remaining_s
+
+    context: Any = Context()
+
+    def ask() -> list[grpc.StatusCode]:
+        first = cancel_code(context)
+        context.remaining_s = 0.04
+        return [first, cancel_code(context)]
+
+    assert contextvars.copy_context().run(ask) == [grpc.StatusCode.CANCELLED] * 2
+    assert contextvars.copy_context().run(ask) == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
 
 
 async def test_health_is_watched_and_unknown_names_are_other() -> None:

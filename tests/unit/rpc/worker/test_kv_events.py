@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
+from hyperframe.frame import HeadersFrame
 from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, RootsKnown
@@ -23,6 +25,9 @@ from icehouse_server.rpc.kv_events.events import (
 from icehouse_server.rpc.kv_events.source import KvEventSource
 
 from tests.fixtures.kv_event_source import source_of
+from tests.fixtures.rpc.http2 import framed, peer_of
+from tests.fixtures.rpc.worker import worker_parts
+from tests.unit.rpc.conftest import running
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extra fleet")
 
@@ -154,13 +159,31 @@ async def test_a_tenant_is_told_of_its_own_alone(source: KvEventSource) -> None:
     state = await stream.next()
     assert [e.stored.blocks[0].block_hash for e in state.events if e.HasField("stored")] == [2]
     tell(source, block(3))
-    assert not (await stream.next()).events
+    tell(source, block(4, OTHER))
+    change = await stream.next()
+    assert [e.stored.blocks[0].block_hash for e in change.events] == [4]
+    assert change.sequence_number == state.sequence_number + 1
     await stream.batches.aclose()
 
 
-async def test_a_number_of_another_life_is_out_of_range(source: KvEventSource) -> None:
+async def test_a_number_of_another_life_is_out_of_range_before_there_is_a_stream(
+    source: KvEventSource,
+) -> None:
     with pytest.raises(EventsExpired):
-        await Stream(source, after_number=7).next()
+        Stream(source, after_number=7)
+
+
+async def test_a_gateway_that_is_out_of_range_gets_no_headers_first(source: KvEventSource) -> None:
+    # Behind headers SMG takes the refusal for a broken stream, and comes back with the same number for ever.
+    parts = worker_parts(kv_events=KvEventStreams(source))
+    path = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
+    async with running(worker=parts) as served, peer_of(served.server.address) as peer:
+        stream = await peer.open_call(path)
+        request = common.SubscribeKvEventsRequest(start_sequence_number=7)
+        await peer.send(stream, framed(request.SerializeToString()), end=True)
+        code, _ = await peer.status(stream)
+        assert code == grpc.StatusCode.OUT_OF_RANGE.value[0]
+        assert sum(isinstance(frame, HeadersFrame) for frame in peer.frames) == 1
 
 
 async def test_a_subscriber_that_was_overtaken_is_told(source: KvEventSource) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from icehouse_server.domain.events import Started
+from icehouse_server.domain.ids import DEFAULT_TENANT as TENANT
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.worker.running import ABORT_LIMIT, RunningRequest, RunningRequests
 
 from tests.fixtures.engine import request as generation_request
+from tests.fixtures.rpc.fake_engine import REPORT
 
 ADS, SEARCH = Caller(Tenant("ads"), Role.TENANT), Caller(Tenant("search"), Role.TENANT)
 
@@ -22,6 +25,7 @@ class Running:
         self.cancelled: list[RequestId] = []
         self.requests = RunningRequests(self.cancelled.append)
         self._stack = contextlib.ExitStack()
+        self.end = self._stack.close
 
     def begin(self, name: str, caller: Caller, *request_ids: str) -> RunningRequest:
         request = self._stack.enter_context(self.requests.running(name, caller))
@@ -53,6 +57,19 @@ def test_whoever_had_a_name_first_does_not_keep_its_owner_from_aborting() -> Non
     assert running.cancelled == ["a"] and not squatter.is_aborted
     running.requests.abort(["x"], UNPROVED)
     assert running.cancelled == ["a", "s"]
+
+
+def test_tokens_wait_until_their_prompt_starts_or_never_will() -> None:
+    running = Running()
+    waiting = running.requests.waiting_tokens
+    first = running.begin("x", ADS, "a", "b")
+    running.begin("y", ADS, "c")
+    assert (waiting.count(None), waiting.count(TENANT), waiting.count(Tenant("none"))) == (6, 6, 0)
+    for _ in range(2):
+        first.note(Started(prompt_token_count=3, cache=REPORT, queue_s=0.0))
+    assert (waiting.count(None), waiting.count(TENANT)) == (3, 3)
+    running.end()
+    assert (waiting.count(None), waiting.count(TENANT)) == (0, 0)
 
 
 def test_no_name_names_nothing() -> None:

@@ -9,23 +9,29 @@ import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.storage.block_format.file import prepare_block, read_head
+from icehouse_server.storage.block_format.file import PreparedBlock, prepare_block, read_head
 from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Reclaim, Space
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import BlockFailure
+from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.worker.tasks import retire
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread, open_store, settings_for
 
 
+def put(store: BlockStore, prepared: PreparedBlock) -> BlockRecord:
+    """Commit a block that is not stored yet."""
+    return store.finish(store.begin(prepared), pinned=False)
+
+
 def test_a_block_survives_a_reopen(tmp_path):
     chain = make_chain(3, checkpoint=True)
     store = open_store(tmp_path)
     for block in chain:
-        store.put(prepare_block(block))
+        put(store, prepare_block(block))
     assert store.close()
     store.unlock()
 
@@ -40,7 +46,7 @@ def test_a_block_survives_a_reopen(tmp_path):
 
 def test_everything_is_private(tmp_path):
     store = open_store(tmp_path / "new" / "dir")
-    store.put(prepare_block(make_block()))
+    put(store, prepare_block(make_block()))
     for folder, _, names in os.walk(store.paths.root):
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         for name in names:
@@ -62,7 +68,7 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
     store = open_store(tmp_path)
     old, new = make_chain(3, seed=1), make_chain(2, seed=2)
     for block in old + new:
-        store.put(prepare_block(block))
+        put(store, prepare_block(block))
     store.set_pinned([old[1].header.hash], pinned=True)
     gone: list[BlockHash] = []
     while store.reclaim(1) is Reclaim.PROGRESS:
@@ -79,7 +85,7 @@ def test_the_limit_is_never_passed(tmp_path):
         while (room := store.make_room(prepared.file_bytes)) is Reclaim.PROGRESS:
             pass
         assert room is Reclaim.READY
-        store.put(prepared)
+        put(store, prepared)
         on_disk = sum(os.stat(f"{f}/{n}").st_size for f, _, names in os.walk(store.paths.root) for n in names)
         assert on_disk <= store.settings.limit_bytes
         assert store.used_bytes() <= store.settings.limit_bytes
@@ -91,7 +97,7 @@ def test_recency_and_pins_survive(tmp_path):
     store = open_store(tmp_path, clock=clock)
     blocks = [make_block(seed=seed) for seed in range(3)]
     for block in blocks:
-        store.put(prepare_block(block))
+        put(store, prepare_block(block))
     clock.advance(10)
     store.touch([blocks[0].header.hash])
     store.set_pinned([blocks[1].header.hash], pinned=True)
@@ -146,7 +152,7 @@ def test_a_manifest_put_aside_counts_and_goes_before_any_block(tmp_path):
 def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
     block = make_block(seed=1)
     store = open_store(tmp_path)
-    record = store.put(prepare_block(block))
+    record = put(store, prepare_block(block))
     for failure in (
         BlockFailure(record.hash, Damage.CHECKSUM, "of the file before", header_checksum=1),
         BlockFailure(record.hash, Damage.MISSING, "between two names"),

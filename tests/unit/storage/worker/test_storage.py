@@ -15,7 +15,7 @@ from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadFailed
 from icehouse_server.storage.messages import (
     Evicted,
-    Flushed,
+    Health,
     Inventory,
     Persisted,
     PinsChanged,
@@ -225,7 +225,7 @@ def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):
         assert [type(o) for o in again.take()] == [Persisted]
 
 
-def test_evict_purge_and_verify(tmp_path):
+def test_evict_and_verify(tmp_path):
     chain = make_chain(3)
     foreign = make_block(seed=9, fingerprint=OTHER_FINGERPRINT)
     with StorageThread(tmp_path) as served:
@@ -241,9 +241,9 @@ def test_evict_purge_and_verify(tmp_path):
         verified = next(o for o in served.take() if isinstance(o, Verified))
         assert verified.checked_count == 2
         assert [failure.cause for failure in verified.damaged] == [Damage.CHECKSUM]
-        served.storage.purge(foreign.header.fingerprint)
+        served.storage.evict([foreign.header.hash])
         assert served.take()[-1].block_count == 0
-        served.storage.purge()
+        served.storage.evict([block.header.hash for block in chain])
         assert served.take()[-1].block_count == 1
         assert os.listdir(os.path.dirname(served.path(chain[0]))) == []
 
@@ -288,18 +288,18 @@ def test_a_full_queue_of_tasks_refuses(tmp_path):
         assert served.storage.touch([])
 
 
-def test_flush_ends_at_its_deadline(tmp_path):
+def test_what_waits_is_dropped_at_the_deadline_of_the_end(tmp_path):
     blocks = [make_block(seed=seed) for seed in range(3)]
     with StorageThread(tmp_path) as served:
         served.take()
         for block in blocks:
             served.storage.spill(block, served.storage.try_reserve(block.size_bytes))
-        served.storage.flush(deadline_time=served.clock.monotonic() + 5)
+        served.storage.close(deadline_time=served.clock.monotonic() + 5)
         served.storage.step()
         served.clock.advance(6)
-        outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Persisted, SpillDropped, SpillDropped, Flushed]
-        assert (outcomes[-1].persisted_count, outcomes[-1].dropped_count) == (1, 2)
+        served.settle()
+        outcomes = [o for o in served.outcomes if not isinstance(o, Health)]
+        assert [type(o) for o in outcomes] == [Persisted, SpillDropped, SpillDropped, StorageClosed]
         assert outcomes[1].cause is SpillDropCause.SHUTDOWN
 
 
