@@ -15,7 +15,7 @@ from icehouse_server.cli.cache import commands
 from icehouse_server.cli.client import prefix_cache, server, texts
 from icehouse_server.cli.client.chat.chat import chat
 from icehouse_server.cli.client.generate import generate
-from icehouse_server.cli.flags import with_settings
+from icehouse_server.cli.flags import SettingsCommand, with_settings
 from icehouse_server.cli.health import health
 from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
 from icehouse_server.cli.terminal.logs import setup_logging
@@ -33,14 +33,13 @@ app = typer.Typer(
     name="icehouse",
     help="Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
 
 def _serve(loaded: LoadedConfig) -> None:
-    """Serve a model until SIGTERM or Ctrl-C."""
+    """Serve a model until SIGTERM or Ctrl-C. Each setting is a variable and a key of the file, too."""
     setup_logging(loaded.config.log)
     if loaded.config.engine.preload_enabled:
         load_openblas()
@@ -63,7 +62,7 @@ def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
-app.command("serve")(with_settings(_serve))
+app.command("serve", cls=SettingsCommand)(with_settings(_serve, takes_model=True))
 
 
 @app.command()
@@ -95,8 +94,8 @@ app.command("detokenize")(texts.detokenize)
 app.command("embed")(texts.embed)
 app.command("top")(top)
 app.command("health")(health)
-app.command("doctor")(with_settings(_doctor))
-app.command("config")(with_settings(_config))
+app.command("doctor", cls=SettingsCommand)(with_settings(_doctor))
+app.command("config", cls=SettingsCommand)(with_settings(_config))
 app.add_typer(commands.app, name="cache")
 app.add_typer(key.app, name="key")
 app.add_typer(token.app, name="token")
