@@ -32,6 +32,7 @@ class OpenRequest:
         """The one that has the call's name."""
         self.request_ids = tuple(request.request_id for request in requests)
         prompts = {id(request.prompt_token_ids): len(request.prompt_token_ids) for request in requests}
+        self._is_one_prompt = len(prompts) == 1
         self.prompt_token_count = sum(prompts.values())
         """Of several outputs of one prompt it counts once."""
         self.phase = RequestPhase.WAITING
@@ -44,7 +45,9 @@ class OpenRequest:
         """Follow the request."""
         if isinstance(event, Started):
             self.phase = max(self.phase, RequestPhase.PREFILLING)
-            self.cached_token_count += event.cache.cached_token_count
+            cached = event.cache.cached_token_count
+            before = self.cached_token_count
+            self.cached_token_count = max(before, cached) if self._is_one_prompt else before + cached
         elif isinstance(event, Delta):
             self.phase = RequestPhase.DECODING
             self.output_token_count += len(event.token_ids)
@@ -56,18 +59,18 @@ class OpenRequests:
     def __init__(self, cancel: Callable[[RequestId], None]) -> None:
         self._cancel = cancel
         self._number = 0
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open: dict[int, OpenRequest] = {}
+        """By number: a name is free again when the engine has ended it, a little before its call closes."""
 
     @contextlib.contextmanager
     def opened(self, method: str, requests: Sequence[GenerationRequest]) -> Iterator[OpenRequest]:
-        """Know a call's requests, whose name is no other's, until the block ends."""
+        """Know a call's requests until the block ends."""
         self._number += 1
-        request = OpenRequest(self._number, method, requests)
-        self._open[request.first.request_id] = request
+        request = self._open[self._number] = OpenRequest(self._number, method, requests)
         try:
             yield request
         finally:
-            del self._open[request.first.request_id]
+            del self._open[request.number]
 
     def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
         """Return those that a caller may know of, and end."""
@@ -75,14 +78,15 @@ class OpenRequests:
 
     def cancel(self, request_id: str, caller: Caller) -> OpenRequest:
         """End a request; raises NotFound for what is not there and, without a difference, for another's."""
-        request = self._open.get(RequestId(request_id))
-        if request is None or not _is_visible(request, caller):
+        named = [r for r in self.visible_to(caller) if r.first.request_id == request_id]
+        if not named:
             raise NotFound(
                 Reason.REQUEST_NOT_FOUND,
                 f"no request {request_id!r} of yours waits or runs here; ListRequests shows those that do",
                 field="request_id",
                 metadata={"request_id": request_id},
             )
+        request = named[-1]
         request.is_cancelled = True
         for each in request.request_ids:
             self._cancel(each)
