@@ -27,6 +27,9 @@ from icehouse_server.errors import ConfigError, IcehouseError
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
+CLIENT_PACKAGE = "icehouse_client"
+"""What the commands that ask a server stand on; `serve` does without."""
+
 DEMO_QUESTION = "What is the capital of France?"
 
 app = typer.Typer(
@@ -138,6 +141,14 @@ def main() -> None:
     except IcehouseError as error:
         complain(error.message)
         sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE)
+    except ModuleNotFoundError as error:
+        if error.name != CLIENT_PACKAGE:
+            raise
+        complain(
+            "commands that ask a server need the Python client, which is not installed; "
+            "`pip install -e clients/python` in Icehouse's folder"
+        )
+        sys.exit(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 
 import pytest
 from icehouse_server.cli import main as cli
@@ -111,6 +112,16 @@ def test_errors_are_one_line_and_an_exit_code(
     assert run_main(monkeypatch, *arguments) == code
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     assert len(lines) == 1 and words in lines[0], lines
+
+
+def test_a_client_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # So Python says that a package is not there.
+    monkeypatch.setitem(sys.modules, "icehouse_client", None)
+    monkeypatch.delitem(sys.modules, "icehouse_server.cli.client.connection", raising=False)
+    assert run_main(monkeypatch, "models", "--address", "127.0.0.1:1") == 1
+    assert "need the Python client, which is not installed" in capfd.readouterr().err
 
 
 def test_an_unknown_variable_stops_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
