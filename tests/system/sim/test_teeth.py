@@ -230,13 +230,13 @@ def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_twice(patch: pytest.MonkeyPatch) -> None:
-    real = requests.Requests._end
+    real = requests.Requests.finish
 
-    def end(self, sequence, event):
-        real(self, sequence, event)
-        self.emit(sequence, event)
+    def finish(self, sequence, end):
+        real(self, sequence, end)
+        self.emit(sequence, end)
 
-    patch.setattr(requests.Requests, "_end", end)
+    patch.setattr(requests.Requests, "finish", finish)
 
 
 def forget_the_tokens_of_a_stop(patch: pytest.MonkeyPatch) -> None:

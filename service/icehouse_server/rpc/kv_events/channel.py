@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -31,7 +30,7 @@ BATCH_TOKEN_COUNT = 32_768
 State = list[tuple[KvBlock, Held]]
 
 
-class Snapshot:
+class BlockSnapshot:
     """The state at a number, cut into batches as they are read; shared by all who begin there."""
 
     def __init__(self, number: int, time: float, state: State) -> None:
@@ -65,8 +64,8 @@ class Channel:
         self._last_number = number
         self._ring: collections.deque[KvBatch] = collections.deque()
         self._changed = asyncio.Event()
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-        self._latest: Snapshot | None = None
+        self._snapshots: weakref.WeakSet[BlockSnapshot] = weakref.WeakSet()
+        self._latest: BlockSnapshot | None = None
         self._event_count = 0
         """Events since the latest snapshot."""
         self.lost_total = 0
@@ -141,7 +140,7 @@ class Channel:
             raise EventsLost(Reason.EVENTS_LOST, detail, metadata=numbers)
         raise EventsExpired(Reason.EVENTS_EXPIRED, detail, metadata=numbers)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> BlockSnapshot:
         """Return a state to begin with, and the events that follow it are kept.
 
         A new one is taken when more has happened since than it holds itself: so taking them costs less than
@@ -149,7 +148,7 @@ class Channel:
         what is kept anyway.
         """
         if self._latest is None or self._event_count > self._latest.block_count:
-            self._latest = Snapshot(self._last_number, self._clock.wall(), self._state_of_now())
+            self._latest = BlockSnapshot(self._last_number, self._clock.wall(), self._state_of_now())
             self._snapshots.add(self._latest)
             self._event_count = 0
         return self._latest
@@ -158,7 +157,7 @@ class Channel:
 class Subscription:
     """One reader of a channel: what is ready comes at once, and `None` when there is nothing yet."""
 
-    def __init__(self, channel: Channel, number: int, snapshot: Snapshot | None) -> None:
+    def __init__(self, channel: Channel, number: int, snapshot: BlockSnapshot | None) -> None:
         self._channel = channel
         self._number = number
         self._snapshot = snapshot
@@ -173,17 +172,11 @@ class Subscription:
             self._number = batch.sequence_number
         return batch
 
-    async def next(self, *, timeout_s: float) -> KvBatch | None:
-        """Return the next batch when it has come; None when none has in that time. Raises EventsLost."""
-        batch = self.take()
-        if batch is not None:
-            return batch
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._channel.wait()
-        return self.take()
+    async def wait(self) -> None:
+        """Return when it is time to look again."""
+        await self._channel.wait()
 
-    def _take_chunk(self, snapshot: Snapshot) -> KvBatch:
+    def _take_chunk(self, snapshot: BlockSnapshot) -> KvBatch:
         self._channel.require(snapshot.number, began=True)
         chunk = snapshot.chunk(self._index)
         self._index += 1

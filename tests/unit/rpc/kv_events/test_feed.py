@@ -272,13 +272,15 @@ def stored(event: object) -> int:
 async def test_a_reader_waits_for_what_comes() -> None:
     source = Source()
     subscription = source.subscribe()
-    assert await subscription.next(timeout_s=60) is not None
-    waiting = asyncio.ensure_future(subscription.next(timeout_s=60))
+    assert subscription.take() is not None and subscription.take() is None
+    waiting = asyncio.ensure_future(subscription.wait())
     await asyncio.sleep(0)
+    assert not waiting.done()
     source.store(1)
-    batch = await waiting
+    await waiting
+    batch = subscription.take()
     assert batch is not None and isinstance(batch.events[0], BlockStored)
-    assert await subscription.next(timeout_s=0) is None
+    assert subscription.take() is None
 
 
 def test_a_sink_gets_every_batch() -> None:

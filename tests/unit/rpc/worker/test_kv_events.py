@@ -31,7 +31,7 @@ from tests.unit.rpc.conftest import running
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extra fleet")
 
-from icehouse_server.rpc.worker.kv_events import KvEventStreams, LoadRecords, batch_proto
+from icehouse_server.rpc.worker.kv_events import BEGINNING_BURST_COUNT, KvEventStreams, batch_proto
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
@@ -82,22 +82,6 @@ def test_a_part_of_a_snapshot_says_which() -> None:
     message = batch_proto(batch, OWN)
     assert (message.sequence_number, message.timestamp) == (9, 1.5)
     assert message.snapshot == common.KvSnapshotChunk(index=1, count=3, blocks=40)
-
-
-def test_load_records_are_numbered_and_whole_where_they_stand_alone() -> None:
-    now = [load()]
-    records = LoadRecords(lambda: now[0])
-    first, second = records.beside_events(), records.beside_events()
-    assert (first.sample, second.sample) == (1, 2)
-    assert (second.running_requests, second.token_usage, second.active_token_usage) == (2, 0.5, 0.5)
-    assert first.HasField("cache_hit_rate") and not second.HasField("cache_hit_rate")
-    assert records.alone(is_due=False) is None
-    now[0] = load(num_waiting_reqs=1)
-    changed = records.alone(is_due=False)
-    assert changed is not None and changed.load_only and changed.waiting_requests == 1
-    assert changed.HasField("num_used_tokens") and records.alone(is_due=False) is None
-    heartbeat = records.alone(is_due=True)
-    assert heartbeat is not None and heartbeat.sample == 4
 
 
 class Stream:
@@ -194,6 +178,23 @@ async def test_a_subscriber_that_was_overtaken_is_told(source: KvEventSource) ->
         tell(source, block(number))
     with pytest.raises(EventsLost):
         await stream.next()
+
+
+async def test_who_begins_anew_all_the_time_waits_for_its_turn(source: KvEventSource) -> None:
+    delays: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    streams = KvEventStreams(source, sleep=note)
+    requests = [common.SubscribeKvEventsRequest()] * (BEGINNING_BURST_COUNT + 3)
+    last = source.feed.channel_of(None).last_number
+    requests.append(common.SubscribeKvEventsRequest(start_sequence_number=last))
+    for request in requests:
+        batches = streams.subscribe(request, UNPROVED, load)
+        assert await anext(batches)
+        await batches.aclose()
+    assert delays == [*([0.0] * BEGINNING_BURST_COUNT), 0.25, 0.5, 0.75, 0.0]
 
 
 async def test_a_stream_ends_with_the_engine(source: KvEventSource) -> None:
