@@ -84,8 +84,10 @@ async def test_each_turn_of_a_chat_at_the_terminal_starts_from_the_cache(
     async with whole_server(folder, tmp_path, cache__block_token_count=16) as served:
         address = served.served.rpc.address
         turns = "Is it raining in Oslo?\nAnd in Bergen, where it always does?\nSo?\n"
-        result = await invoke("chat", "--json", "--address", address, input=turns)
+        file = str(tmp_path / "talk.json")
+        result = await invoke("chat", "--json", "--save", file, "--address", address, input=turns)
         explained = await invoke("explain", "Is it raining in Oslo?", "--chat", "--address", address)
+        whole = await invoke("explain", "--messages", file, "--json", "--address", address)
     assert result.exit_code == 0, result.output
     usages = [json.loads(line)["usage"] for line in result.stdout.splitlines()]
     assert len(usages) == 3 and usages[0]["cached_tokens"] == 0
@@ -93,3 +95,6 @@ async def test_each_turn_of_a_chat_at_the_terminal_starts_from_the_cache(
         known = earlier["prompt_tokens"] + earlier["output_tokens"]
         assert later["cached_tokens"] >= known - 2 * 16, "all but the block that was not full"
     assert "from RAM" in explained.stdout and "first token in about" in explained.stdout
+    last, report = usages[-1], json.loads(whole.stdout)
+    assert report["prompt_tokens"] > last["prompt_tokens"] + last["output_tokens"] - 2
+    assert report["cache"]["cached_tokens"] >= last["prompt_tokens"] + last["output_tokens"] - 2 * 16
