@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 
 import pytest
 from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.engine import requests
+from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
 from icehouse_server.engine.scheduling import scheduler
+from icehouse_server.rpc.kv_events import channel
 from icehouse_server.storage.block_format import reader
 from icehouse_server.storage.directory import commit, reconcile, space, store
 from icehouse_server.storage.worker import credit, spiller
@@ -268,6 +271,34 @@ def hit_the_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(index.BlockIndex, "match", match)
 
 
+def log_no_removal(patch: pytest.MonkeyPatch) -> None:
+    real = block_log.BlockLog.note
+
+    def note(self, change):
+        if not isinstance(change, block_log.Left):
+            real(self, change)
+
+    patch.setattr(block_log.BlockLog, "note", note)
+
+
+def lose_what_a_full_log_cannot_take(patch: pytest.MonkeyPatch) -> None:
+    def note(self, change):
+        if len(self._changes) < self._limit:
+            self._changes.append(change)
+
+    patch.setattr(block_log.BlockLog, "note", note)
+
+
+def end_a_snapshot_one_number_early(patch: pytest.MonkeyPatch) -> None:
+    real = channel.BlockSnapshot.chunk
+
+    def chunk(self, index):
+        batch = real(self, index)
+        return dataclasses.replace(batch, sequence_number=batch.sequence_number - 1)
+
+    patch.setattr(channel.BlockSnapshot, "chunk", chunk)
+
+
 BREAKS: list[Break] = [
     believe_every_token_equal,
     forget_windows,
@@ -295,6 +326,9 @@ BREAKS: list[Break] = [
     forget_the_tokens_of_a_stop,
     lose_the_place_of_a_cancelled_prompt,
     hit_the_last_token,
+    log_no_removal,
+    lose_what_a_full_log_cannot_take,
+    end_a_snapshot_one_number_early,
 ]
 
 

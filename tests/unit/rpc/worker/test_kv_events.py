@@ -35,6 +35,7 @@ from icehouse_server.rpc.worker.kv_events import BEGINNING_BURST_COUNT, KvEventS
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
+PATH = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
 OWN, OTHER = Tenant(""), Tenant("other")
 ROOTS = {OWN: BlockHash(b"o" * 32), OTHER: BlockHash(b"p" * 32)}
 FIRST = KvBlock(-5, None, pack_tokens([1, 2, 3, 4]), CacheScope(OTHER, AdapterName("formal")))
@@ -160,9 +161,8 @@ async def test_a_number_of_another_life_is_out_of_range_before_there_is_a_stream
 async def test_a_gateway_that_is_out_of_range_gets_no_headers_first(source: KvEventSource) -> None:
     # Behind headers SMG takes the refusal for a broken stream, and comes back with the same number for ever.
     parts = worker_parts(kv_events=KvEventStreams(source))
-    path = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
     async with running(worker=parts) as served, peer_of(served.server.address) as peer:
-        stream = await peer.open_call(path)
+        stream = await peer.open_call(PATH)
         request = common.SubscribeKvEventsRequest(start_sequence_number=7)
         await peer.send(stream, framed(request.SerializeToString()), end=True)
         code, _ = await peer.status(stream)
@@ -195,6 +195,28 @@ async def test_who_begins_anew_all_the_time_waits_for_its_turn(source: KvEventSo
         assert await anext(batches)
         await batches.aclose()
     assert delays == [*([0.0] * BEGINNING_BURST_COUNT), 0.25, 0.5, 0.75, 0.0]
+
+
+async def test_a_subscriber_that_takes_nothing_costs_the_others_nothing(source: KvEventSource) -> None:
+    source.feed._replay_limit_bytes = 1_000
+    parts = worker_parts(kv_events=KvEventStreams(source))
+    async with (
+        running(worker=parts) as served,
+        peer_of(served.server.address, window_bytes=0) as peer,
+    ):
+        stalled = await peer.open_call(PATH)
+        await peer.send(stalled, framed(common.SubscribeKvEventsRequest().SerializeToString()), end=True)
+        await peer.until(lambda: stalled in peer.headers)
+        call = served.worker.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        seen: list[int] = []
+        for number in range(1, 200):
+            tell(source, block(number))
+            assert source.feed.ring_bytes <= 1_000
+            while not seen or seen[-1] != number:
+                batch = await call.read()
+                seen += [event.stored.blocks[0].block_hash for event in batch.events if event.stored.blocks]
+        assert seen == list(range(1, 200))
+        call.cancel()
 
 
 async def test_a_stream_ends_with_the_engine(source: KvEventSource) -> None:
