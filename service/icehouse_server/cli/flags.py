@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from icehouse_server.cli.terminal.console import out, print_json
 from icehouse_server.cli.terminal.option_groups import with_groups
@@ -67,16 +67,19 @@ class SettingsCommand(TyperCommand):
     """A command with an option for every setting: its help is one screen, unless all of it is asked for."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, without the settings that are seldom touched. Shells complete those too."""
-        rare = {_parameter_name(s) for s in SETTINGS if s.key not in OFTEN_SET}
-        left_out = [p for p in self.params if p.name in rare and not ctx.meta.get(_SHOWS_ALL)]
-        for parameter in left_out:
-            parameter.hidden = True  # type: ignore[attr-defined]
+        """Write the help: what is often set, or everything with its variable. Shells complete all of it."""
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        settings = {_parameter_name(s): s for s in SETTINGS}
+        options = [p for p in self.params if isinstance(p, TyperOption) and p.name in settings]
+        shown = [(option, settings[option.name or ""], option.help) for option in options]
+        for option, setting, text in shown:
+            option.hidden = not shows_all and setting.key not in OFTEN_SET
+            option.help = f"{text} (env: {setting.variable})" if shows_all else text
         try:
             super().format_help(ctx, formatter)
         finally:
-            for parameter in left_out:
-                parameter.hidden = False  # type: ignore[attr-defined]
+            for option, _, text in shown:
+                option.hidden, option.help = False, text
 
 
 def with_settings(command: Callable[..., None], *, takes_model: bool = False) -> Callable[..., None]:

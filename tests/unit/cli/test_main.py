@@ -41,9 +41,12 @@ def test_help_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "config", "doctor"])
-def test_all_of_the_help_has_a_flag_for_every_setting(command: str) -> None:
+def test_all_of_the_help_has_flag_and_variable_of_every_setting(command: str) -> None:
     text = run(command, "--help-all").stdout
     assert [s.flag for s in SETTINGS if not re.search(rf"{s.flag}\b", text)] == []
+    # Long ones are broken over lines.
+    joined = re.sub(r"[\s│]", "", text)
+    assert [s.variable for s in SETTINGS if f"(env:{s.variable})" not in joined] == []
 
 
 def test_help_of_serve_is_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:

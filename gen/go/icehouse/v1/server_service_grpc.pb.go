@@ -32,7 +32,7 @@ const (
 //
 // Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
 // InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-// operator those of all.
+// operator those of all. A server knows its own alone: behind a balancer, ask each replica.
 type ServerServiceClient interface {
 	// Tells version, features and limits. Answers while the model loads, too.
 	GetServer(ctx context.Context, in *GetServerRequest, opts ...grpc.CallOption) (*GetServerResponse, error)
@@ -89,7 +89,7 @@ func (c *serverServiceClient) CancelRequest(ctx context.Context, in *CancelReque
 //
 // Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
 // InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-// operator those of all.
+// operator those of all. A server knows its own alone: behind a balancer, ask each replica.
 type ServerServiceServer interface {
 	// Tells version, features and limits. Answers while the model loads, too.
 	GetServer(context.Context, *GetServerRequest) (*GetServerResponse, error)

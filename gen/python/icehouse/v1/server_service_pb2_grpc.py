@@ -28,7 +28,7 @@ if _version_not_supported:
 class ServerServiceStub:
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all.
+    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
     """
 
     def __init__(self, channel):
@@ -57,7 +57,7 @@ class ServerServiceStub:
 class ServerServiceServicer:
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all.
+    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
     """
 
     def GetServer(self, request, context):
@@ -113,7 +113,7 @@ def add_ServerServiceServicer_to_server(servicer, server):
 class ServerService:
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all.
+    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
     """
 
     @staticmethod

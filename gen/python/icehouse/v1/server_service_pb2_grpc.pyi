@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class ServerServiceStub:
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all.
+    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
     """
 
     @_typing.overload
@@ -52,7 +52,7 @@ class ServerServiceStub:
 class ServerServiceAsyncStub(ServerServiceStub):
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all.
+    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -71,7 +71,7 @@ class ServerServiceAsyncStub(ServerServiceStub):
 class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all.
+    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
     """
 
     @_abc_1.abstractmethod

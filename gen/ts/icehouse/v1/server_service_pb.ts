@@ -542,7 +542,7 @@ export const RequestPhaseSchema: GenEnum<RequestPhase> = /*@__PURE__*/
 /**
  * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
  * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
- * operator those of all.
+ * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
  *
  * @generated from service icehouse.v1.ServerService
  */
