@@ -13,8 +13,10 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.errors import Cancelled, Reason
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.calls import Call
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
@@ -49,6 +51,8 @@ class Generation:
         tenants: Tenants,
         clock: Clock,
     ) -> None:
+        self.open_requests = OpenRequests(engine.cancel)
+        """What runs and waits, for all of the services."""
         self._clock = clock
         self._config = config
         self._engine = engine
@@ -151,8 +155,12 @@ class Generation:
             on_stall=stalled,
         )
         self._router.require_model()
-        with self._tenants.staying(requests) as stays, self._submitted(requests, outboxes):
-            yield _events(outboxes, stays, call)
+        with (
+            self._tenants.staying(requests) as stays,
+            self._submitted(requests, outboxes),
+            self.open_requests.opened(call.method, requests) as opened,
+        ):
+            yield _events(outboxes, stays, opened, call)
 
     @contextlib.contextmanager
     def _submitted(self, requests: Sequence[GenerationRequest], outboxes: Outboxes) -> Iterator[None]:
@@ -192,11 +200,18 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Ca
     )
 
 
-async def _events(outboxes: Outboxes, stays: Sequence[Stay], call: Call) -> AsyncIterator[tuple[int, Event]]:
+async def _events(
+    outboxes: Outboxes, stays: Sequence[Stay], opened: OpenRequest, call: Call
+) -> AsyncIterator[tuple[int, Event]]:
     while not outboxes.ended:
         index, event = await outboxes.take()
         call.note(event)
+        opened.note(event)
         if isinstance(event, Failed):
-            raise event.error
+            raise _cancelled() if opened.is_cancelled and isinstance(event.error, Cancelled) else event.error
         stays[index].note(event)
         yield index, event
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
