@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 from icehouse.v1 import inference_service_pb2 as messages
 
+from bench.fleet.gateway import missing_packages
 from bench.grpc_clients import READ_WRITE, Client, connected, token_request
 from bench.model_folder import model_path
 from bench.prompts import SHORT_PROMPT_TOKEN_COUNT, short_prompts
@@ -82,6 +83,8 @@ class Side:
 
 async def measure_events(arguments: argparse.Namespace) -> dict[str, list[Round]]:
     """Return each side's rounds."""
+    if missing := missing_packages(("smg_grpc_proto", "hyperframe")):
+        raise SystemExit(f"not in this environment: {', '.join(missing)} (extra `dev`)")
     OUT.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icehouse-bench-")))
