@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bench.fleet import tour
 from bench.fleet.chat import Answer, ChatFailed, chat
 from bench.fleet.overhead import Pair
 from bench.fleet.report import Findings, simulation_line, verdicts_of
@@ -181,6 +182,16 @@ def test_the_tour_says_what_went_wrong(
     first, second = conversation(1, *before, going_on), conversation(2, *before, returning)
     wrong = complaints([first, second], victim="A", going_on=first, returning=second)
     assert (not wrong) if complaint is None else (len(wrong) == 1 and complaint in wrong[0])
+
+
+def test_without_the_gateway_the_tour_says_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tour, "missing_packages", lambda: ["smg"])
+    monkeypatch.setattr("sys.argv", ["tour"])
+    with pytest.raises(SystemExit, match="1"):
+        tour.main()
+    assert "make fleet needs smg" in (said := capsys.readouterr().err) and "pip install -e '.[dev]'" in said
 
 
 def test_a_conversation_is_asked_with_all_that_was_said() -> None:
