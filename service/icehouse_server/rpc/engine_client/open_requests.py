@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from icehouse_server.domain.events import Delta, Event, Started
-from icehouse_server.domain.ids import RequestId
-from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.engine_client.submission import Submission
 
 
 class RequestPhase(enum.IntEnum):
@@ -24,13 +23,15 @@ class RequestPhase(enum.IntEnum):
 class OpenRequest:
     """One call's requests, which the engine has taken together."""
 
-    def __init__(self, number: int, method: str, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, number: int, method: str, submission: Submission) -> None:
+        requests = submission.requests
         self.number = number
         """Higher for one that came later."""
         self.method = method
         self.first = requests[0]
         """The one that has the call's name."""
-        self.request_ids = tuple(request.request_id for request in requests)
+        self.submission = submission
+        self.part_count = len(requests)
         prompts = {id(request.prompt_token_ids): len(request.prompt_token_ids) for request in requests}
         self._is_one_prompt = len(prompts) == 1
         self.prompt_token_count = sum(prompts.values())
@@ -54,27 +55,26 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """All of them, the oldest first. `cancel` ends one request in the engine."""
+    """All of them, the oldest first."""
 
-    def __init__(self, cancel: Callable[[RequestId], None]) -> None:
-        self._cancel = cancel
+    def __init__(self) -> None:
         self._number = 0
         self._open: dict[int, OpenRequest] = {}
         """By number: a name is free again when the engine has ended it, a little before its call closes."""
 
     @contextlib.contextmanager
-    def opened(self, method: str, requests: Sequence[GenerationRequest]) -> Iterator[OpenRequest]:
+    def opened(self, method: str, submission: Submission) -> Iterator[OpenRequest]:
         """Know a call's requests until the block ends."""
         self._number += 1
-        request = self._open[self._number] = OpenRequest(self._number, method, requests)
+        request = self._open[self._number] = OpenRequest(self._number, method, submission)
         try:
             yield request
         finally:
             del self._open[request.number]
 
     def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
-        """Return those that a caller may know of, and end."""
-        return tuple(request for request in self._open.values() if _is_visible(request, caller))
+        """Return those that a caller may know of, and end; none whose reader takes what an end has left."""
+        return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.submission.is_running)
 
     def cancel(self, request_id: str, caller: Caller) -> OpenRequest:
         """End a request; raises NotFound for what is not there and, without a difference, for another's."""
@@ -88,8 +88,7 @@ class OpenRequests:
             )
         request = named[-1]
         request.is_cancelled = True
-        for each in request.request_ids:
-            self._cancel(each)
+        request.submission.cancel()
         return request
 
 

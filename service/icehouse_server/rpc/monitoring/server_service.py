@@ -99,7 +99,7 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
             adapter=first.adapter,
             phase=_PHASES[request.phase],
             age=duration_proto(self._clock.monotonic() - first.arrival_time),
-            part_count=len(request.request_ids),
+            part_count=request.part_count,
             prompt_tokens=request.prompt_token_count,
             cached_tokens=request.cached_token_count,
             output_tokens=request.output_token_count,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from icehouse_server.domain.events import Event, Started
-from icehouse_server.domain.ids import RequestId, Tenant
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.messages.validation import refuse_value
 
 ABORT_LIMIT = 256
@@ -41,15 +41,15 @@ class RunningRequest:
     def __init__(self, caller: Caller, waiting: WaitingTokens) -> None:
         self.caller = caller
         self.is_aborted = False
-        self._requests: tuple[GenerationRequest, ...] = ()
+        self._opened: OpenRequest | None = None
         self._waiting = waiting
         self._is_waiting = False
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, opened: OpenRequest) -> None:
         """Note what the engine is asked."""
-        self._requests = tuple(requests)
+        self._opened = opened
         self._is_waiting = True
-        self._waiting.add(requests[0].tenant, len(requests[0].prompt_token_ids))
+        self._waiting.add(opened.first.tenant, len(opened.first.prompt_token_ids))
 
     def note(self, event: Event) -> None:
         """Follow the request."""
@@ -58,21 +58,22 @@ class RunningRequest:
 
     def wait_no_longer(self) -> None:
         """Its prompt has started, or never will."""
-        if self._is_waiting:
+        if self._opened is not None and self._is_waiting:
             self._is_waiting = False
-            self._waiting.add(self._requests[0].tenant, -len(self._requests[0].prompt_token_ids))
+            first = self._opened.first
+            self._waiting.add(first.tenant, -len(first.prompt_token_ids))
 
-    @property
-    def request_ids(self) -> tuple[RequestId, ...]:
-        """Names of what the engine was asked."""
-        return tuple(request.request_id for request in self._requests)
+    def abort(self) -> None:
+        """End what the engine has not ended of it; it is not submitted any more if it was not yet."""
+        self.is_aborted = True
+        if self._opened is not None:
+            self._opened.submission.cancel()
 
 
 class RunningRequests:
     """All of them."""
 
-    def __init__(self, cancel: Callable[[RequestId], None]) -> None:
-        self._cancel = cancel
+    def __init__(self) -> None:
         self._all: dict[RunningRequest, str] = {}
         self.waiting_tokens = WaitingTokens()
 
@@ -98,9 +99,7 @@ class RunningRequests:
         wanted = set(names) - {""}
         for request, name in self._all.items():
             if name in wanted and not request.is_aborted and _may_command(caller, request):
-                request.is_aborted = True
-                for request_id in request.request_ids:
-                    self._cancel(request_id)
+                request.abort()
 
     def count(self, caller: Caller) -> int:
         """Return how many the caller may know of."""

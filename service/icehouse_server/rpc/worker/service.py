@@ -83,7 +83,7 @@ class VllmEngineService:
         self._start_time = clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
         """When each tenant was last heard of; only such as have credentials are told apart."""
-        self._running = RunningRequests(engine.cancel)
+        self._running = RunningRequests()
         self._archive: asyncio.Future[TokenizerArchive] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -98,7 +98,6 @@ class VllmEngineService:
             self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent(), self._running.running(request.request_id, call.caller) as running:
                 prepared, read = await self._prepare(request, call, context)
-                running.submit(prepared.requests)
                 replies = self._replies(request, prepared, read)
                 async with timer.guard():
                     try:
@@ -125,7 +124,9 @@ class VllmEngineService:
         """Run the requests and write what they tell; raises Cancelled when one was cancelled."""
         if running.is_aborted:
             raise Cancelled(Reason.CANCELLED, "the request was aborted before it ran")
-        submitted = self._parts.generation.run(prepared.requests, call=call, on_stall=timer.expire)
+        submitted = self._parts.generation.run(
+            prepared.requests, call=call, on_open=running.submit, on_stall=timer.expire
+        )
         async with submitted as events:
             async for index, event in events:
                 running.note(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import pytest
 from icehouse.v1 import embedding_service_pb2, server_service_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_server.config import CacheConfig, Config, FleetConfig, ModelConfig, SecurityConfig
+from icehouse_server.domain.events import Delta, Event
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from icehouse_server.rpc.monitoring.server_service import facts_of
 
 from tests.fixtures.rpc.details import refused
-from tests.fixtures.rpc.fake_engine import hanging, started
+from tests.fixtures.rpc.fake_engine import finished, hanging, started
+from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, running
 from tests.unit.rpc.services.test_embedding import EMBEDDING
 
@@ -187,6 +190,35 @@ async def test_a_tenant_sees_and_ends_its_own_and_an_operator_all(tmp_path: Path
         await served.serving.CancelRequest(cancel("mine"), **credentials("boss"))
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
+
+
+async def test_what_has_ended_is_not_there_although_its_reader_has_not_taken_it(tmp_path: Path) -> None:
+    """Its id is free, and another tenant's by now."""
+
+    def unread(request: GenerationRequest) -> Iterable[Event]:
+        yield started(request)
+        # Far more than the connection's window holds.
+        yield from [Delta("x" * 10_000, (1,))] * 200
+        yield finished(request)
+
+    one = inference.GenerateRequest(text="ab", request_id="one")
+    async with guarded_server(tmp_path, server={"outbox_byte_limit": 1 << 30}) as served:
+        served.engine.script = unread
+        first = await begun(served.inference.Stream(one, metadata=bearer(SEARCH)))
+        await served.settle()
+        served.engine.script = hanging
+        call = await begun(served.inference.Stream(one, metadata=bearer(ADS)))
+        gone = await refused(served.serving.CancelRequest(cancel("one"), metadata=bearer(SEARCH)))
+        assert (gone.code, gone.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
+        listed = (await served.serving.ListRequests(LIST, metadata=bearer(BOSS))).requests
+        assert [each.tenant for each in listed] == ["ads"]
+        assert served.engine.cancelled.empty() and not first.done()
+        await served.serving.CancelRequest(cancel("one"), metadata=bearer(ADS))
+        assert await served.cancelled() == "one"
+        with pytest.raises(grpc.aio.AioRpcError, match="ended by CancelRequest"):
+            await call.read()
+        while await first.read() is not grpc.aio.EOF:
+            pass
 
 
 async def test_inputs_to_embed_are_one_request() -> None:

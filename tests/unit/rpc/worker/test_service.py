@@ -247,6 +247,33 @@ async def test_a_name_that_another_tenant_used_first_is_one_s_own_too(tmp_path: 
         assert (await first.read()).chunk.token_ids == [1]
 
 
+async def test_an_abort_of_what_has_ended_leaves_the_next_one_of_its_name_alone(tmp_path: Path) -> None:
+    """The engine has ended the first, so its id is free, but its reader has not taken what is left."""
+
+    def unread(request: GenerationRequest) -> Iterable[Event]:
+        yield started(request)
+        # Far more than the connection's window holds.
+        yield from [Delta("x", (1,) * 10_000)] * 200
+        yield finished(request)
+
+    options = {"worker": worker_parts(), "outbox_byte_limit": 1 << 30}
+    async with guarded_server(tmp_path, server=options) as served:
+        served.engine.script = unread
+        first = served.worker.Generate(asking(), metadata=bearer(SEARCH))
+        await first.read()
+        await served.settle()
+        served.engine.script = hanging
+        call = served.worker.Generate(asking(), metadata=bearer(ADS))
+        await call.read()
+        info = messages.GetServerInfoRequest()
+        assert (await served.worker.GetServerInfo(info, metadata=bearer(BOSS))).active_requests == 2
+        await served.worker.Abort(messages.AbortRequest(request_ids=["r1"]), metadata=bearer(SEARCH))
+        assert served.engine.cancelled.empty()
+        served.engine.publish(served.engine.submitted[1], finished(served.engine.submitted[1]))
+        assert [each.finish_reason for each in await rest_of(call)] == ["length"]
+        assert (await rest_of(first))[-1].finish_reason == "length"
+
+
 async def test_more_names_than_are_aborted_at_once_are_refused(served: RunningServer) -> None:
     refusal = await refused(served.worker.Abort(messages.AbortRequest(request_ids=["x"] * 257)))
     assert (refusal.code, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_ids")
