@@ -152,8 +152,15 @@ class Terminal:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         environ |= {"TERM": "dumb", "COLUMNS": "100", "NO_COLOR": "1"}
         command = [sys.executable, "-m", "icehouse_server.cli.main", "chat", "--address", address]
+        # Where the tests run in the background of a shell, Ctrl-C is ignored from the start.
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environ,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         os.close(theirs)
 
