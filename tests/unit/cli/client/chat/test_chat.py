@@ -142,6 +142,14 @@ PROMPT = "> "
 BOUND_S = 60.0
 
 
+_COMMAND = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("icehouse_server.cli.main", run_name="__main__")
+"""
+"""Where the tests run in the background of a shell, Ctrl-C is ignored from the start."""
+
+
 class Terminal:
     """The command on a terminal of its own."""
 
@@ -151,16 +159,9 @@ class Terminal:
         self._descriptor, theirs = pty.openpty()
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         environ |= {"TERM": "dumb", "COLUMNS": "100", "NO_COLOR": "1"}
-        command = [sys.executable, "-m", "icehouse_server.cli.main", "chat", "--address", address]
-        # Where the tests run in the background of a shell, Ctrl-C is ignored from the start.
+        command = [sys.executable, "-c", _COMMAND, "chat", "--address", address]
         self.process = subprocess.Popen(
-            command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=environ,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True
         )
         os.close(theirs)
 
