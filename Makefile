@@ -101,7 +101,7 @@ bench-load: $(STAMP) ## Poisson arrivals at rising rates, beside mlx-lm's server
 bench-structured: $(STAMP) ## Decode with a response format against without, 16 clients, as ratios.
 	@$(BIN)/python -m bench.structured $(ARGS)
 
-bench-telemetry: $(STAMP) ## Access log, metrics, traces and load reports: all on against all off.
+bench-telemetry: $(STAMP) ## Access log, metrics, traces and load reports: all on against all off (ARGS=--events: subscribers of KV events).
 	@$(BIN)/python -m bench.telemetry $(ARGS)
 
 bench-tenants: $(STAMP) ## Can one tenant tell from the time that another one has a prompt cached?

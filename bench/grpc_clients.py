@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 from icehouse.v1 import (
@@ -78,6 +79,17 @@ class Client:
             elif kind == "finished":
                 finished = response.finished
         return Reply(start_time_s, tuple(times), tuple(ids)), started, finished
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str, count: int) -> AsyncIterator[list[Client]]:
+    """Give so many clients of one server, each with its connection."""
+    clients = [Client(address) for _ in range(count)]
+    await asyncio.gather(*(client.ready() for client in clients))
+    try:
+        yield clients
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def stream_together(

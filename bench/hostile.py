@@ -150,6 +150,7 @@ class Hostile:
             ("Pin", cache_service_pb2.PinRequest(tokens=tokens)),
             ("Unpin", cache_service_pb2.UnpinRequest(tokens=tokens)),
             ("Evict", cache_service_pb2.EvictRequest(tokens=tokens)),
+            ("EvictWithProgress", cache_service_pb2.EvictRequest(tokens=tokens)),
             ("Verify", cache_service_pb2.VerifyRequest()),
         )
         async with asyncio.TaskGroup() as together:

@@ -16,7 +16,7 @@ import dataclasses
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 import grpc
 from icehouse.v1 import inference_service_pb2 as messages
 
-from bench.grpc_clients import READ_WRITE, Client, token_request
+from bench.grpc_clients import READ_WRITE, Client, connected, token_request
+from bench.kv_events import measure_events, report_events
 from bench.model_folder import model_path
 from bench.prompts import SHORT_PROMPT_TOKEN_COUNT, short_prompts
 from bench.replies import quantile
@@ -44,6 +45,7 @@ from bench.server_process import ServerProcess, free_port
 
 RATIO_TARGET = 0.98
 _QUIET = ("--no-access-log",)
+_TOKEN_COUNT, _EVENTS_TOKEN_COUNT = 16, 64
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 
@@ -83,9 +85,18 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds")
     parser.add_argument("--requests", type=int, default=4, help="requests of each client in a round")
-    parser.add_argument("--tokens", type=int, default=16, help="output tokens per reply")
+    parser.add_argument("--tokens", type=int, help="output tokens per reply")
+    parser.add_argument(
+        "--events", action="store_true", help="times between tokens with subscribers of KV events, instead"
+    )
+    parser.add_argument("--stalled", type=int, default=4, help="subscribers that take nothing, with --events")
     arguments = parser.parse_args()
+    arguments.tokens = arguments.tokens or (_EVENTS_TOKEN_COUNT if arguments.events else _TOKEN_COUNT)
     began = time.monotonic()
+    if arguments.events:
+        found = asyncio.run(measure_events(arguments))
+        report_events(found, arguments, duration_s=time.monotonic() - began)
+        return
     with collecting() as (collector, endpoint):
         rounds = asyncio.run(_measure(arguments, endpoint))
     assert collector.byte_count, "no span came: what is measured is not what is meant"
@@ -129,20 +140,10 @@ async def _measure(arguments: argparse.Namespace, endpoint: str) -> dict[str, li
                     flags=flags,
                 )
             )
-            clients = await stack.enter_async_context(_connected(server.address, arguments.clients))
+            clients = await stack.enter_async_context(connected(server.address, arguments.clients))
             url = f"http://127.0.0.1:{metrics_port}/metrics" if name == "on" else ""
             sides.append(Side(name, clients, url))
         return await _rounds(sides, arguments)
-
-
-@contextlib.asynccontextmanager
-async def _connected(address: str, count: int) -> AsyncIterator[list[Client]]:
-    clients = [Client(address) for _ in range(count)]
-    await asyncio.gather(*(client.ready() for client in clients))
-    try:
-        yield clients
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def _rounds(sides: Sequence[Side], arguments: argparse.Namespace) -> dict[str, list[Round]]:

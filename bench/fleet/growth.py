@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 
 from bench.fleet.sessions import Session, Shape, last_token_counts, make_sessions, tokens_of
 from bench.fleet.simulated_worker import Costs
@@ -62,6 +64,25 @@ class Question:
 
 def main() -> None:
     """Simulate and print the tables."""
+    question = question_of(sys.argv[1:])
+    began = time.monotonic()
+    _show_sessions(question)
+    show_table("One worker, by its load", ("work if all hits are had", *COLUMNS), load_rows(question))
+    show_table(
+        "One worker, by its RAM tier, as a share of the open sessions' KV",
+        ("RAM tier", *COLUMNS),
+        ram_rows(question),
+    )
+    show_table(
+        f"Workers and routing, each worker with {question.load:.0%} of work if all hits are had",
+        ("workers", "sessions", "computed, of one's", *COLUMNS),
+        routing_rows(question),
+    )
+    console.print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def question_of(flags: Sequence[str]) -> Question:
+    """Return what the command's flags ask for."""
     parser = argparse.ArgumentParser(prog="make simulate-fleet", description=__doc__)
     add, usual = parser.add_argument, Shape()
     add("--prefill", type=float, default=500, help="tokens/s that one worker computes of prompts")
@@ -83,10 +104,7 @@ def main() -> None:
     add("--load", type=float, default=0.6, help="share of a worker's time that is work if all hits are had")
     add("--balance", type=int, default=SPILL_COUNT, help="SMG's --balance-abs-threshold")
     add("--seed", type=int, default=1)
-    question = _question(parser.parse_args())
-    began = time.monotonic()
-    show_growth(question)
-    console.print(f"{time.monotonic() - began:.0f} s in all")
+    return _question(parser.parse_args(flags))
 
 
 def _question(arguments: argparse.Namespace) -> Question:
@@ -119,17 +137,10 @@ def _question(arguments: argparse.Namespace) -> Question:
     )
 
 
-def show_growth(question: Question) -> None:
-    """Print what the sessions are, and the three tables."""
-    _show_sessions(question)
+def load_rows(question: Question) -> list[tuple[str, ...]]:
+    """Return one worker's cells at rising loads."""
     alone = [question.play(worker_count=1, load=load, routing=Routing.CACHE_AWARE) for load in _LOADS]
-    show_table(
-        "One worker, by its load",
-        ("work if all hits are had", *_COLUMNS),
-        [(f"{load:.0%}", *_cells(outcome)) for load, outcome in zip(_LOADS, alone, strict=True)],
-    )
-    _show_ram(question)
-    _show_routing(question)
+    return [(f"{load:.0%}", *_cells(outcome)) for load, outcome in zip(_LOADS, alone, strict=True)]
 
 
 def _show_sessions(question: Question) -> None:
@@ -137,27 +148,29 @@ def _show_sessions(question: Question) -> None:
     tokens = tokens_of(sessions, question.shape)
     lengths = last_token_counts(sessions, question.shape)
     median, mean = statistics.median(lengths), statistics.fmean(lengths)
-    kv_gib = question.costs.kv_bytes_per_token / _GIB
+    costs, count = question.costs, len(sessions)
+    kv_gib = costs.kv_bytes_per_token / _GIB
+    prefill_s = tokens.new_count / count / costs.prefill_tokens_per_s
+    decode_s = tokens.output_count / count / costs.decode_tokens_per_s
     console.print(
         f"{len(sessions):,} sessions of {question.shape.agent_count} agents: {tokens.prompt_count / 1e9:.2f} "
         f"billion prompt tokens, {tokens.hit_rate:.1%} of them seen before; at their ends "
         f"{median:,.0f} tokens in the median, {mean:,.0f} in the mean: {median * kv_gib:.2f} and "
-        f"{mean * kv_gib:.2f} GiB of KV",
+        f"{mean * kv_gib:.2f} GiB of KV. A session takes {prefill_s:.0f} s of prefill and {decode_s:.0f} s "
+        "of decoding in the mean, if all hits are had",
         highlight=False,
     )
 
 
-def _show_ram(question: Question) -> None:
-    """Show one worker with more and less RAM than its open sessions take."""
+def ram_rows(question: Question) -> list[tuple[str, ...]]:
+    """Return one worker's cells with more and less RAM than its open sessions take."""
     open_gib = _open_kv_bytes(question) / _GIB
     rows = []
     for share in _RAM_SHARES:
         costs = dataclasses.replace(question.costs, ram_bytes=round(share * open_gib * _GIB))
         outcome = question.play(worker_count=1, load=question.load, routing=Routing.CACHE_AWARE, costs=costs)
         rows.append((f"{share * open_gib:.2f} GiB, {share:.0%}", *_cells(outcome)))
-    show_table(
-        "One worker, by its RAM tier, as a share of the open sessions' KV", ("RAM tier", *_COLUMNS), rows
-    )
+    return rows
 
 
 def _open_kv_bytes(question: Question) -> float:
@@ -174,8 +187,8 @@ def _open_kv_bytes(question: Question) -> float:
     return open_count * token_count * costs.kv_bytes_per_token
 
 
-def _show_routing(question: Question) -> None:
-    """Show twice as many workers again and again, up to the most."""
+def routing_rows(question: Question) -> list[tuple[str, ...]]:
+    """Return the cells of one worker, and of twice as many again and again, up to the most."""
     one = question.play(worker_count=1, load=question.load, routing=Routing.CACHE_AWARE)
     rows = [("1", f"{one.session_count:,}", "1.00", *_cells(one))]
     count = 2
@@ -186,14 +199,10 @@ def _show_routing(question: Question) -> None:
             name = f"{count}, {routing.value}"
             rows.append((name, f"{outcome.session_count:,}", f"{computed:.2f}", *_cells(outcome)))
         count *= 2
-    show_table(
-        f"Workers and routing, each worker with {question.load:.0%} of work if all hits are had",
-        ("workers", "sessions", "computed, of one's", *_COLUMNS),
-        rows,
-    )
+    return rows
 
 
-_COLUMNS = ("hit rate", "of it SSD", "TTFT s p50 p95", "busy mean max", "GB written")
+COLUMNS = ("hit rate", "of it SSD", "TTFT s p50 p95", "busy mean max", "GB written")
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:

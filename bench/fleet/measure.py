@@ -127,7 +127,8 @@ class FleetBench:
             folder=folder,
             worker_count=arrangement.worker_count,
             flags=self._flags,
-            gateway_options=("--policy", arrangement.policy),
+            # A worker that is late on a busy machine is not gone.
+            gateway_options=("--policy", arrangement.policy, "--health-failure-threshold", "10"),
         )
         async with fleet:
             client = Client(fleet.workers[0].address)

@@ -61,6 +61,9 @@ def report(found: Findings) -> None:
         ),
         rows,
     )
+    for each in found.played:
+        for failure in each.failures:
+            console.print(f"{each.arrangement}: {failure}", highlight=False, markup=False)
     _show_overhead(found.pairs)
     verdicts = verdicts_of(found)
     show_verdicts(verdicts)
@@ -72,14 +75,17 @@ def report(found: Findings) -> None:
 
 def verdicts_of(found: Findings) -> list[Verdict]:
     """Return the targets with what was measured."""
-    kept = ratios(
-        [each.hit_rate for each in found.of(AWARE.name)], [each.hit_rate for each in found.of(ONE.name)]
-    )
+    kept = ratios(_whole_hit_rates(found, AWARE.name), _whole_hit_rates(found, ONE.name))
     added = spread_of(1000 * pair.added_s for pair in found.pairs)
     return [
         Verdict("token hit rate, two cache-aware / one", kept, HIT_RATE_TARGET, at_least=True),
         Verdict("TTFT added by the gateway, ms", added, ADDED_TARGET_MS, at_least=False),
     ]
+
+
+def _whole_hit_rates(found: Findings, arrangement: str) -> list[float | None]:
+    """Return the rate of each round; None where sessions broke off, which are other prompts then."""
+    return [None if each.failures else each.hit_rate for each in found.of(arrangement)]
 
 
 def _row(found: Findings, name: str) -> tuple[str, ...]:
@@ -95,7 +101,7 @@ def _row(found: Findings, name: str) -> tuple[str, ...]:
         _text(found.spread(name, lambda each: 1000 * each.ttft_p95_s), 0),
         _text(found.spread(name, lambda each: each.written_bytes / 1e6), 1),
         " ".join(str(count) for count in latest.accepted.values()),
-        str(sum(each.failed_count for each in found.of(name))),
+        str(sum(len(each.failures) for each in found.of(name))),
     )
 
 

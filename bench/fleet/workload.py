@@ -40,7 +40,8 @@ class Played:
 
     arrangement: str
     request_count: int
-    failed_count: int
+    failures: tuple[str, ...]
+    """Why sessions broke off; what came of the others is not comparable then."""
     prompt_token_count: int
     cached_token_count: int
     ttft_p50_s: float
@@ -106,16 +107,15 @@ async def play(
     """Play all sessions, so many at once, each turn as soon as the one before it is answered."""
     waiting = list(enumerate(sessions))[::-1]
     answers: list[Answer] = []
-    failed = 0
+    failures: list[str] = []
 
     async def play_in_turn() -> None:
-        nonlocal failed
         while waiting:
             number, session = waiting.pop()
             try:
                 await _play_one(fleet, session, number, shape, texts, answers)
-            except (ChatFailed, OSError):
-                failed += 1
+            except (ChatFailed, OSError) as error:
+                failures.append(f"session {number}: {type(error).__name__}: {error}")
 
     began = time.monotonic()
     await asyncio.gather(*(play_in_turn() for _ in range(open_count)))
@@ -125,7 +125,7 @@ async def play(
     return Played(
         arrangement=arrangement.name,
         request_count=len(answers),
-        failed_count=failed,
+        failures=tuple(failures),
         prompt_token_count=sum(answer.prompt_token_count for answer in answers),
         cached_token_count=sum(answer.cached_token_count for answer in answers),
         ttft_p50_s=quantile(ttfts_s, 0.5),

@@ -128,7 +128,7 @@ def build_server(
         router=router,
         clock=clock,
         grammars=grammar_compiler(config, source, tokenizer),
-        telemetry=telemetry.watchers,
+        telemetry=dataclasses.replace(telemetry.watchers, kv_events=kv_events.source.stats),
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
     return Server(

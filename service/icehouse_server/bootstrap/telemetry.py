@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
 from icehouse_server.errors import ConfigError, Reason, extra_command
 from icehouse_server.rpc.calls.watchers import Telemetry
+from icehouse_server.rpc.monitoring.server_service import server_version
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.storage.messages import Outcome, Persisted
 from icehouse_server.telemetry.call_metrics import CallMetrics
@@ -102,12 +102,5 @@ def _open_spans(settings: TelemetryConfig) -> Spans | None:
     return Spans(
         otlp_exporter(settings.traces_endpoint),
         sample_ratio=settings.traces_sample_ratio,
-        version=_version(),
+        version=server_version(),
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("icehouse")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"  # Run from a checkout that was never installed.

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
-from icehouse_server.cli.generate import print_text, summary_text
+from icehouse_server.cli.client.generate import print_text
 from icehouse_server.cli.terminal.console import build_progress, err, out
 from icehouse_server.demo.build import ensure_demo_model
 from icehouse_server.demo.models import SMOLLM2
@@ -227,6 +227,18 @@ def _times_sooner(cold: Pass, warm: Pass) -> str:
         return "at once"
     times = cold.summary.ttft_s / warm.summary.ttft_s
     return f"{times:.0f} × sooner" if times >= 10 else f"{times:.1f} × sooner"
+
+
+def summary_text(summary: Summary) -> str:
+    """Return a call's cost in one line."""
+    reused = summary.ram_token_count + summary.ssd_token_count
+    where = f" ({summary.ram_token_count} from RAM, {summary.ssd_token_count} from SSD)" if reused else ""
+    return (
+        f"{summary.prompt_token_count} prompt tokens, {reused} reused{where} · "
+        f"first token after {summary.ttft_s * 1000:.0f} ms · "
+        f"{summary.output_token_count} tokens at {summary.decode_tokens_per_s:.1f}/s · "
+        f"{summary.finish_reason.replace('_', ' ')}"
+    )
 
 
 def _reused_text(summary: Summary) -> str:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
-from icehouse_server.cli.terminal.console import out
+from icehouse_server.cli.terminal.console import out, print_json
+from icehouse_server.cli.terminal.option_groups import with_groups
 from icehouse_server.config import SETTINGS, LoadedConfig, load_config
 from icehouse_server.config.setting import Kind, Setting, size_text
 
@@ -43,23 +45,67 @@ _METAVARS = {
 }
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(loaded: LoadedConfig)` an option for every setting, and `--config`.
+_OFTEN_SET = "Often set"
 
-    The command is called with the merged, validated configuration.
+OFTEN_SET = (
+    "model.model",
+    "server.host",
+    "server.port",
+    "security.token_file",
+    "engine.memory_limit_bytes",
+    "cache.ram_bytes",
+    "cache.ssd_bytes",
+    "cache.directory",
+    "telemetry.metrics_port",
+)
+"""Settings that `--help` shows; `--help-all` shows every one."""
+
+_SHOWS_ALL = "icehouse_server.cli.flags.shows_all"
+
+
+class SettingsCommand(TyperCommand):
+    """A command with an option for every setting: its help is one screen, unless all of it is asked for."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help: what is often set, or everything with its variable. Shells complete all of it."""
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        settings = {_parameter_name(s): s for s in SETTINGS}
+        options = [p for p in self.params if isinstance(p, TyperOption) and p.name in settings]
+        shown = [(option, settings[option.name or ""], option.help) for option in options]
+        for option, setting, text in shown:
+            option.hidden = not shows_all and setting.key not in OFTEN_SET
+            option.help = f"{text} (env: {setting.variable})" if shows_all else text
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            for option, _, text in shown:
+                option.hidden, option.help = False, text
+
+
+def with_settings(command: Callable[..., None], *, takes_model: bool = False) -> Callable[..., None]:
+    """Give `command` an option for every setting, and `--config`, in the place of its parameter `loaded`.
+
+    It is called with the merged, validated configuration. With `takes_model` the model can be said without
+    its flag, too.
     """
 
-    def run(**given: Any) -> None:
+    def loaded_of(**given: Any) -> LoadedConfig:
         file = given.pop("config")
+        given.pop("help_all")
+        model = given.pop("model", None)
         flags = {_keys()[parameter]: value for parameter, value in given.items()}
-        command(load_config(flags=flags, file=file))
+        if model is not None and flags[_MODEL_KEY] is not None:
+            raise typer.BadParameter("the model is said twice, as MODEL and with --model; say it once")
+        return load_config(flags={**flags, _MODEL_KEY: model or flags[_MODEL_KEY]}, file=file)
 
-    parameters = [_config_parameter(), *(_parameter(s) for s in SETTINGS)]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__name__ = command.__name__
-    run.__doc__ = command.__doc__
-    return run
+    parameters = [_config_parameter(), *(_parameter(s) for s in _ordered()), _help_all_parameter()]
+    if takes_model:
+        parameters.insert(0, _model_parameter())
+    loaded_of.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return with_groups(loaded=loaded_of)(command)
+
+
+_MODEL_KEY = "model.model"
 
 
 def _keys() -> Mapping[str, str]:
@@ -68,6 +114,32 @@ def _keys() -> Mapping[str, str]:
 
 def _parameter_name(setting: Setting) -> str:
     return setting.key.replace(".", "_")
+
+
+def _ordered() -> list[Setting]:
+    """Return the settings with those that are often set before all others."""
+    return sorted(SETTINGS, key=lambda s: OFTEN_SET.index(s.key) if s.key in OFTEN_SET else len(OFTEN_SET))
+
+
+def _show_all(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        context.meta[_SHOWS_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def _help_all_parameter() -> inspect.Parameter:
+    option = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every setting.")
+    return inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+    )
+
+
+def _model_parameter() -> inspect.Parameter:
+    argument = typer.Argument(metavar="MODEL", help="What --model says.", show_default=False)
+    return inspect.Parameter(
+        "model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
+    )
 
 
 def _config_parameter() -> inspect.Parameter:
@@ -91,7 +163,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         metavar=None if switch else _METAVARS.get(setting.kind, "|".join(setting.choices)),
         help=f"{setting.help} (default: {default_text(setting)})",
         show_default=False,
-        rich_help_panel=_PANELS[setting.section],
+        rich_help_panel=_OFTEN_SET if setting.key in OFTEN_SET else _PANELS[setting.section],
     )
     return inspect.Parameter(
         _parameter_name(setting),
@@ -120,8 +192,13 @@ def value_text(setting: Setting, value: object) -> str:
     return f"{value:g}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 
-def show_config(loaded: LoadedConfig) -> None:
+def show_config(loaded: LoadedConfig, *, as_json: bool = False) -> None:
     """Print every setting with its effective value and its source (flag, variable, file or default)."""
+    if as_json:
+        values = {setting.key: attrgetter(setting.key)(loaded.config) for setting in SETTINGS}
+        facts = {key: {"value": value, "source": loaded.sources[key]} for key, value in values.items()}
+        print_json(facts)
+        return
     rows = [
         (
             setting.key,

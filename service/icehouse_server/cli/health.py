@@ -6,30 +6,30 @@ from typing import Annotated
 
 import typer
 
-from icehouse_server.cli.terminal import client_options
-from icehouse_server.cli.terminal.console import complain, out
+from icehouse_server.cli.terminal.client_options import Target, target_of
+from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
+from icehouse_server.cli.terminal.option_groups import with_groups
 
 
+@with_groups(target=target_of)
 def health(
-    address: client_options.Address = None,
+    target: Target,
     timeout_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 5.0,
-    token: client_options.Token = None,
-    tls: client_options.Tls = False,
-    ca: client_options.Ca = None,
-    certificate: client_options.Certificate = None,
-    key: client_options.Key = None,
+    as_json: AsJson = False,
 ) -> None:
     """Ask whether a server takes requests; exit code 0 when it does."""
     # Imported here, so that commands that need no gRPC start without it.
     from icehouse_server.rpc.client.generate import CallFailed
     from icehouse_server.rpc.client.health import health_status
 
-    access = client_options.access_of(token=token, tls=tls, ca=ca, certificate=certificate, key=key)
     try:
-        status = health_status(client_options.resolved(address), access, timeout_s=timeout_s)
+        status = health_status(target.address, target.access, timeout_s=timeout_s)
     except CallFailed as error:
         complain(str(error))
         raise typer.Exit(1) from error
-    out.print(status)
+    if as_json:
+        print_json({"status": status})
+    else:
+        out.print(status)
     if status != "SERVING":
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from icehouse_server.bootstrap.encryption import key_of_command, key_of_file, new_key_text, read_master_key
-from icehouse_server.cli.terminal.console import out
+from icehouse_server.cli.terminal.console import AsJson, out, print_json
 from icehouse_server.config import load_config
 from icehouse_server.errors import ConfigError, Reason, StartError, StorageError
 
@@ -16,9 +16,13 @@ app = typer.Typer(help="Make and change the key that blocks on SSD are encrypted
 
 
 @app.command()
-def new() -> None:
+def new(as_json: AsJson = False) -> None:
     """Print a new random key, to be kept in a private file or in a keychain."""
-    out.print(new_key_text(), markup=False)
+    made = new_key_text()
+    if as_json:
+        print_json({"key": made})
+    else:
+        out.print(made, markup=False)
 
 
 @app.command()

@@ -12,10 +12,12 @@ import typer
 from icehouse_server.bootstrap.preload import load_openblas
 from icehouse_server.cli import flags, key, token
 from icehouse_server.cli.cache import commands
-from icehouse_server.cli.flags import with_settings
-from icehouse_server.cli.generate import generate
+from icehouse_server.cli.client import prefix_cache, server, texts
+from icehouse_server.cli.client.chat.chat import chat
+from icehouse_server.cli.client.generate import generate
+from icehouse_server.cli.flags import SettingsCommand, with_settings
 from icehouse_server.cli.health import health
-from icehouse_server.cli.terminal.console import complain, out
+from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.cli.top.top import top
 from icehouse_server.config import LoadedConfig
@@ -25,20 +27,22 @@ from icehouse_server.errors import ConfigError, IcehouseError
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
+CLIENT_PACKAGE = "icehouse_client"
+"""What the commands that ask a server stand on; `serve` does without."""
+
 DEMO_QUESTION = "What is the capital of France?"
 
 app = typer.Typer(
     name="icehouse",
     help="Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
 
 def _serve(loaded: LoadedConfig) -> None:
-    """Serve a model until SIGTERM or Ctrl-C."""
+    """Serve a model until SIGTERM or Ctrl-C. Each setting is a variable and a key of the file, too."""
     setup_logging(loaded.config.log)
     if loaded.config.engine.preload_enabled:
         load_openblas()
@@ -48,20 +52,20 @@ def _serve(loaded: LoadedConfig) -> None:
     serve(loaded)
 
 
-def _config(loaded: LoadedConfig) -> None:
+def _config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Print the effective settings and where each came from."""
-    flags.show_config(loaded)
+    flags.show_config(loaded, as_json=as_json)
 
 
-def _doctor(loaded: LoadedConfig) -> None:
+def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Check whether this machine is ready to serve, and say what to do if not."""
     from icehouse_server.cli.doctor.doctor import doctor
 
-    if not doctor(loaded.config):
+    if not doctor(loaded.config, as_json=as_json):
         raise typer.Exit(EXIT_FAILURE)
 
 
-app.command("serve")(with_settings(_serve))
+app.command("serve", cls=SettingsCommand)(with_settings(_serve, takes_model=True))
 
 
 @app.command()
@@ -77,19 +81,52 @@ def demo(
 
 
 app.command("generate")(generate)
+app.command("chat")(chat)
+app.command("models")(server.models)
+app.command("explain")(prefix_cache.explain)
+app.command("warm")(prefix_cache.warm)
+app.command("pin")(prefix_cache.pin)
+app.command("unpin")(prefix_cache.unpin)
+app.command("evict")(prefix_cache.evict)
+app.command("stats")(server.stats)
+app.command("info")(server.info)
+app.command("requests")(server.requests)
+app.command("cancel")(server.cancel)
+app.command("tokenize")(texts.tokenize)
+app.command("detokenize")(texts.detokenize)
+app.command("embed")(texts.embed)
 app.command("top")(top)
 app.command("health")(health)
-app.command("doctor")(with_settings(_doctor))
-app.command("config")(with_settings(_config))
+app.command("doctor", cls=SettingsCommand)(with_settings(_doctor))
+app.command("config", cls=SettingsCommand)(with_settings(_config))
 app.add_typer(commands.app, name="cache")
 app.add_typer(key.app, name="key")
 app.add_typer(token.app, name="token")
 
 
 @app.command()
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    out.print(importlib.metadata.version("icehouse"))
+    found = importlib.metadata.version("icehouse")
+    if as_json:
+        print_json({"version": found})
+    else:
+        out.print(found)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def icehouse(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD."""
 
 
 def main() -> None:
@@ -104,6 +141,14 @@ def main() -> None:
     except IcehouseError as error:
         complain(error.message)
         sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE)
+    except ModuleNotFoundError as error:
+        if error.name != CLIENT_PACKAGE:
+            raise
+        complain(
+            "commands that ask a server need the Python client, which is not installed; "
+            "`pip install -e clients/python` in Icehouse's folder"
+        )
+        sys.exit(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

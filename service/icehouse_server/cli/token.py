@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from icehouse_server.cli.terminal.console import err, out
+from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
 from icehouse_server.errors import ConfigError, Reason
 
 app = typer.Typer(help="Make bearer tokens for callers.", no_args_is_help=True)
@@ -27,6 +27,7 @@ def new(
     days: Annotated[
         int | None, typer.Option(min=1, help="Let it expire after so many days; without it, never.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print a new token, once, and the line for the token file, which holds its hash only."""
     # Imported here, so that commands that need no gRPC start without it.
@@ -43,7 +44,11 @@ def new(
     role = Role.OPERATOR if operator else Role.TENANT
     today = datetime.datetime.now(datetime.UTC).date()
     expire_date = None if days is None else today + datetime.timedelta(days=days)
+    line = line_of(made, tenant=tenant, role=role, expire_date=expire_date)
+    if as_json:
+        print_json({"token": made, "line": line})
+        return
     err.print("the token, for the caller; it is shown this once:")
     out.print(made, markup=False)
     err.print("the line for the file that --token-file names (chmod 600); a running server takes it up:")
-    out.print(line_of(made, tenant=tenant, role=role, expire_date=expire_date), markup=False)
+    out.print(line, markup=False)

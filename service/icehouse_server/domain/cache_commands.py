@@ -122,8 +122,8 @@ class ListKnown:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownBlocks:
-    """Names of blocks in either tier. A block follows those that were made after it, which those are that
-    continue it unless it was evicted and made again."""
+    """Names of blocks in either tier, those that were made last first: so a block comes after those that
+    continue it, unless it was evicted and made anew."""
 
     block_hashes: tuple[BlockHash, ...]
 

@@ -71,6 +71,21 @@ class Rates:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KvEventStats:
+    """What subscribers of KV events are told: `*_count` and bytes are now, `*_total` since start."""
+
+    block_count: int = 0
+    """Known of, whether or not they may be told yet."""
+    replay_bytes: int = 0
+    """About what the batches take that are kept for those who come back."""
+    event_total: int = 0
+    lost_total: int = 0
+    """Times a subscriber fell behind what is kept."""
+    untold_total: int = 0
+    """Blocks that found no room within `kv_events.block_limit`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """One sample. `engine` and `cache` are the last that the engine told, None before the first."""
 
@@ -85,6 +100,7 @@ class Snapshot:
     rates: Rates = Rates()
     tenants: tuple[TenantUse, ...] = ()
     """As the edge counts them, in the order of their latest requests."""
+    kv_events: KvEventStats = KvEventStats()
 
 
 @dataclasses.dataclass(slots=True)

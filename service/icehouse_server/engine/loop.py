@@ -127,7 +127,6 @@ class EngineLoop:
             self._carry_out(self._waiting_commands.popleft())
         self._take_in(self._wait_s())
         self._expire()
-        self._requests.release_ended()
         has_begun = self._admit()
         restore_s = self._restore()
         has_run = self._run_pass(spent_s=restore_s or 0.0)
@@ -199,7 +198,7 @@ class EngineLoop:
         if isinstance(message, Submit) and self.is_draining:
             self._requests.refuse(message.requests, shutting_down())
         elif isinstance(message, Submit):
-            if len(self._queue) and self._scheduler.free_slot_count:
+            if self._scheduler.free_slot_count and not self._requests.has_place_for(message.requests):
                 self._admit()  # who has a slot does not fill a short queue for those behind
             self._requests.receive(message.requests)
         elif isinstance(message, Cancel):
@@ -239,6 +238,7 @@ class EngineLoop:
 
     def _admit(self) -> bool:
         """Let in who may start; True when anybody's state changed."""
+        self._requests.release_ended()  # their memory is free
         has_begun = False
         for ready in self._prefix.take_ready():
             self._begin(ready)
@@ -336,7 +336,7 @@ class EngineLoop:
         self._note_pass(_Planned(size, rows, sum(chunk.kept_count for chunk in chunks)), result)
         for chunk in chunks:
             self._advance(chunk, result)
-        self._deliver(result.drawn)
+        self._keep(chunks, self._deliver(result.drawn))
         self._requests.release_ended()
         return True
 
@@ -362,7 +362,7 @@ class EngineLoop:
             self.counters.note_decode_step(elapsed_s)
 
     def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:
-        """Take what a chunk that ran came to: keep its blocks, tell its caller, let its sequence decode."""
+        """Take what a chunk that ran came to: tell its caller, let its sequence decode."""
         sequence = chunk.sequence
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.sequence_id in result.measured:
@@ -370,8 +370,6 @@ class EngineLoop:
         if sequence.sequence_id in result.pooled:
             sequence.take_pooled(result.pooled[sequence.sequence_id])
         sequence.processed_token_count += chunk.kept_count
-        if chunk.kept_count:
-            self._prefix.capture(sequence, is_end=sequence.is_prefilled)
         # However small the chunks, a caller hears of its progress once a full one.
         chunk_token_count = self._scheduler.limits.prefill_chunk_token_count
         is_full = sequence.is_prefilled or sequence.processed_token_count % chunk_token_count == 0
@@ -380,19 +378,20 @@ class EngineLoop:
             self._requests.emit(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
         if chunk.is_last:
             self._scheduler.start_decoding(sequence)
-        self._end_if_nothing_is_asked(sequence)
 
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
         if sequence.is_prefilled and sequence.output_token_limit == 0:
             now = self._clock.monotonic()
             self._requests.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
+            self._requests.close(sequence)
 
-    def _deliver(self, drawn: Iterable[Drawn]) -> None:
-        """Take the tokens that were drawn; those that end are released together, by whoever called."""
+    def _deliver(self, drawn: Iterable[Drawn]) -> list[Sequence]:
+        """Take the tokens that were drawn; return who drew, of which those at their end are to be closed."""
         now = self._clock.monotonic()
+        found: list[Sequence] = []
         for token in drawn:
             sequence = self._requests.find(token.sequence_id)
-            if sequence is None:
+            if sequence is None or sequence.is_told_its_end:
                 continue  # it ended with an earlier token of the same pass
             if token.error is not None:
                 self._requests.fail(sequence, token.error)
@@ -400,9 +399,31 @@ class EngineLoop:
             if token.drafts is not None:
                 self.counters.note_drafts(token.drafts)
             end = self._output.take_token(sequence, token, now)
-            self._prefix.capture(sequence, is_end=end is not None)
             if end is not None:
                 self._requests.finish(sequence, end)
+            if sequence not in found:
+                found.append(sequence)
+        return found
+
+    def _keep(self, chunks: Iterable[PrefillChunk], drawing: Iterable[Sequence]) -> None:
+        """Keep the blocks that a pass has completed, and close what it has ended.
+
+        Blocks are copied, so callers are told first what came of the pass: a prompt's first token, an
+        output's last one.
+        """
+        begun = [c.sequence for c in chunks if c.kept_count and c.sequence.phase is not Phase.ENDED]
+        ready = [sequence for sequence in drawing if sequence.phase is not Phase.ENDED]
+        if any(self._prefix.has_to_keep(s, is_end=s.is_prefilled) for s in begun) or any(
+            self._prefix.has_to_keep(s, is_end=s.is_told_its_end) for s in ready
+        ):
+            self._output.publish()
+        for sequence in begun:
+            self._prefix.capture_input(sequence)
+            self._end_if_nothing_is_asked(sequence)
+        for sequence in ready:
+            self._prefix.capture(sequence, is_end=sequence.is_told_its_end)
+            if sequence.is_told_its_end:
+                self._requests.close(sequence)
 
     def _park(self, sequence: Sequence) -> None:
         """Take a sequence's place: its blocks stay in the tiers, and it goes on from them later."""

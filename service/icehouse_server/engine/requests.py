@@ -58,6 +58,13 @@ class Requests:
     def __len__(self) -> int:
         return len(self._by_request)
 
+    def has_place_for(self, requests: ReadSequence[GenerationRequest]) -> bool:
+        """Whether requests for the same prompt may wait, as far as the length of the queue goes."""
+        first = requests[0]
+        return self._queue.has_capacity_for(
+            len(first.prompt_token_ids), tenant=first.tenant, request_count=len(requests)
+        )
+
     def receive(self, requests: ReadSequence[GenerationRequest]) -> None:
         """Take in requests for the same prompt, all of them, or refuse them all."""
         sequences = [self._sequence_of(request) for request in requests]
@@ -102,9 +109,18 @@ class Requests:
                 self.fail(sequence, past_deadline(sequence, now))
 
     def finish(self, sequence: Sequence, end: Finished) -> None:
-        """End a request that ran to its end."""
+        """Tell the caller of a request that it ran to its end; `close` follows."""
         self._counters.note_finished(self._clock.monotonic() - sequence.admitted_time)
-        self._end(sequence, end)
+        sequence.is_told_its_end = True
+        self.emit(sequence, end)
+
+    def close(self, sequence: Sequence) -> None:
+        """Give back what a request that has ended held; its caches go with `release_ended`."""
+        self._prefix.end(sequence)
+        self._scheduler.remove(sequence)
+        self._ended.append(sequence.sequence_id)
+        del self._by_request[sequence.request.request_id]
+        del self._by_id[sequence.sequence_id]
 
     def fail(self, sequence: Sequence, error: IcehouseError) -> None:
         """End a request before its own end; the blocks it computed are kept, unless they hold no numbers."""
@@ -113,7 +129,8 @@ class Requests:
             self._prefix.discard(sequence)
         else:
             self._prefix.forget(sequence)
-        self._end(sequence, Failed(error))
+        self.close(sequence)
+        self.emit(sequence, Failed(error))
 
     def fail_all(self, error: IcehouseError) -> None:
         """End every request in order, each as `fail` does; only between steps of a sound loop."""
@@ -161,11 +178,3 @@ class Requests:
             self._counters.stats.cancelled_total += 1
         else:
             self._counters.stats.failed_total += 1
-
-    def _end(self, sequence: Sequence, event: Finished | Failed) -> None:
-        self._prefix.end(sequence)
-        self._scheduler.remove(sequence)
-        self._ended.append(sequence.sequence_id)
-        del self._by_request[sequence.request.request_id]
-        del self._by_id[sequence.sequence_id]
-        self.emit(sequence, event)

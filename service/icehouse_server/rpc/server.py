@@ -17,6 +17,7 @@ from icehouse.v1 import (
     inference_service_pb2_grpc,
     model_service_pb2_grpc,
     rerank_service_pb2_grpc,
+    server_service_pb2_grpc,
 )
 
 from icehouse_server.clock import Clock
@@ -33,6 +34,7 @@ from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.monitoring.observation import Observation
+from icehouse_server.rpc.monitoring.server_service import ServerService, facts_of
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.rpc.oneof_interceptor import OneofInterceptor
 from icehouse_server.rpc.reflection import add_reflection
@@ -55,6 +57,7 @@ SERVICE_NAMES = (
     "icehouse.v1.CacheService",
     "icehouse.v1.EmbeddingService",
     "icehouse.v1.RerankService",
+    "icehouse.v1.ServerService",
 )
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
@@ -83,6 +86,7 @@ class RpcServer:
         worker: WorkerParts | None = None,
         draw_seed: Callable[[], int] = draw_seed,
     ) -> None:
+        self._facts = facts_of(config)
         self._config = config.server
         self._security_config = config.security
         self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
@@ -186,22 +190,7 @@ class RpcServer:
         draw_seed: Callable[[], int],
         worker: WorkerParts | None,
     ) -> None:
-        parts = ServiceParts(
-            config=self._config,
-            calls=self._calls,
-            router=router,
-            prompts=self._prompts,
-            generation=Generation(
-                config=self._config,
-                engine=engine,
-                router=router,
-                prompts=self._prompts,
-                grammars=self._grammars,
-                tenants=self._tenants,
-                clock=clock,
-            ),
-            draw_seed=draw_seed,
-        )
+        parts = self._parts(engine, router, clock, draw_seed)
         server, stats = self._server, self._observation.stats
         inference, embedding = InferenceService(parts, stats=stats), EmbeddingService(parts)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
@@ -213,6 +202,11 @@ class RpcServer:
         )
         embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, server)
         rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(RerankService(parts), server)
+        requests = parts.generation.open_requests
+        server_service_pb2_grpc.add_ServerServiceServicer_to_server(
+            ServerService(self._facts, calls=self._calls, router=router, requests=requests, clock=clock),
+            server,
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
         if worker is not None:
@@ -235,3 +229,23 @@ class RpcServer:
             add_reflection(self._server, (*names, *channelz_names))
         if self._config.channelz_enabled:
             channelz.add_channelz_servicer(self._server)
+
+    def _parts(
+        self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
+    ) -> ServiceParts:
+        return ServiceParts(
+            config=self._config,
+            calls=self._calls,
+            router=router,
+            prompts=self._prompts,
+            generation=Generation(
+                config=self._config,
+                engine=engine,
+                router=router,
+                prompts=self._prompts,
+                grammars=self._grammars,
+                tenants=self._tenants,
+                clock=clock,
+            ),
+            draw_seed=draw_seed,
+        )

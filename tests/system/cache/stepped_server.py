@@ -318,6 +318,10 @@ def check_accounts(cache: PrefixCache) -> None:
             counted[owner] += size_bytes
         assert +counted == +accounts, (counted, accounts)
         assert all(size_bytes >= 0 for size_bytes in accounts.values()), accounts
+    if cache.settings.quotas.ssd_bytes:
+        stored = Counter(e.owner for e in cache._index if e.ssd_bytes and not e.is_pinned)
+        heaps = cache._quotas._stored_order._heaps
+        assert stored == {owner: heap.block_count for owner, heap in heaps.items()}, (stored, heaps)
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:

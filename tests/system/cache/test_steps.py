@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from icehouse_server.domain.events import Failed, ReuseLimit
+from icehouse_server.domain.events import Failed, Finished, ReuseLimit
+from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 
 from tests.system.cache.stepped_server import (
@@ -41,6 +43,25 @@ def test_cold_ram_ssd(tmp_path: Path, facts: CacheFacts, chunk: int) -> None:
     assert cold.cache.limit is ReuseLimit.NO_MATCH and cold.cache.cached_token_count == 0
     assert ram.cache.ram_token_count == len(tokens) - 1
     assert ssd.cache.ssd_token_count == len(tokens) - 1
+
+
+@ALL_FACTS
+def test_callers_are_told_before_blocks_are_copied(tmp_path: Path, facts: CacheFacts) -> None:
+    """The copy of a long tail takes as long as some passes."""
+    tokens = prompt(2 * BLOCK + 3)
+    with SteppedServer(tmp_path, facts=facts) as served:
+        cut, told = served.runner.cut, []
+
+        def watched(sequence_id: SequenceId, *, stop: int, **wanted: Any) -> Any:
+            told.append((stop, served.recorder.tokens_of("a"), served.recorder.end_of("a")))
+            return cut(sequence_id, stop=stop, **wanted)
+
+        served.runner.cut = watched  # type: ignore[method-assign]
+        served.ask("a", tokens, max_output_tokens=2)
+        stop, drawn, end = told[-1]
+        assert stop > len(tokens) and len(drawn) == 2 and isinstance(end, Finished)
+        if facts == KV:
+            assert [len(drawn) for stop, drawn, _ in told if stop == len(tokens) - 1] == [1]
 
 
 @ALL_FACTS

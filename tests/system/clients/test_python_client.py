@@ -244,6 +244,29 @@ async def test_the_asyncio_face_says_the_same(served: RunningServer) -> None:
         assert caught.value.field == "sampling.temperature"
 
 
+async def test_both_faces_show_the_server_and_end_requests(served: RunningServer) -> None:
+    served.engine.script = hanging
+
+    def use(client: Client) -> Any:
+        with client.stream("Hi", request_id="first") as stream:
+            events = stream.events()
+            next(events)
+            listed = client.requests()
+            ended = client.cancel("first")
+        return client.detokenize([72, 105]), client.server(), listed, ended
+
+    text, server, listed, ended = await threaded(served, use)
+    assert (text, server.limits.max_completions) == ("Hi", 16)
+    assert [request.request_id for request in listed] == [ended.request_id] == ["first"]
+    async with AsyncClient(served.server.address) as client:
+        assert await client.detokenize([72, 105]) == "Hi"
+        assert (await client.server()).version == server.version
+        with pytest.raises(IcehouseClientError) as caught:
+            await client.cancel("nothing")
+        assert [request.request_id for request in await client.requests()] in ([], ["first"])
+    assert caught.value.reason == "REQUEST_NOT_FOUND"
+
+
 async def test_leaving_an_asyncio_stream_cancels_it(served: RunningServer) -> None:
     served.engine.script = hanging
     async with AsyncClient(served.server.address) as client:

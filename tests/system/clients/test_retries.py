@@ -46,6 +46,9 @@ class Replica(inference_service_pb2_grpc.InferenceServiceServicer):
         await self._met("Tokenize", context)
         return inference.TokenizeResponse()
 
+    async def Detokenize(self, request: Any, context: Any) -> inference.DetokenizeResponse:
+        return inference.DetokenizeResponse()
+
     async def CacheStats(self, request: Any, context: Any) -> inference.CacheStatsResponse:
         return inference.CacheStatsResponse()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientErr
 from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models.chat_templates import REMEMBERING
 from tests.fixtures.whole_server import whole_server
+from tests.unit.cli.client.test_generate import invoke
 
 WEATHER = Tool(
     "get_weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -73,3 +76,25 @@ async def test_options_of_a_chat_arrive(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(IcehouseClientError) as caught:
             await client.chat([ASKED], tools=[WEATHER], tool_choice=Tool("other"))
         assert caught.value.reason == "TOOL_CHOICE_INVALID"
+
+
+async def test_each_turn_of_a_chat_at_the_terminal_starts_from_the_cache(
+    folder: Path, tmp_path: Path
+) -> None:
+    async with whole_server(folder, tmp_path, cache__block_token_count=16) as served:
+        address = served.served.rpc.address
+        turns = "Is it raining in Oslo?\nAnd in Bergen, where it always does?\nSo?\n"
+        file = str(tmp_path / "talk.json")
+        result = await invoke("chat", "--json", "--save", file, "--address", address, input=turns)
+        explained = await invoke("explain", "Is it raining in Oslo?", "--chat", "--address", address)
+        whole = await invoke("explain", "--messages", file, "--json", "--address", address)
+    assert result.exit_code == 0, result.output
+    usages = [json.loads(line)["usage"] for line in result.stdout.splitlines()]
+    assert len(usages) == 3 and usages[0]["cached_tokens"] == 0
+    for earlier, later in itertools.pairwise(usages):
+        known = earlier["prompt_tokens"] + earlier["output_tokens"]
+        assert later["cached_tokens"] >= known - 2 * 16, "all but the block that was not full"
+    assert "from RAM" in explained.stdout and "first token in about" in explained.stdout
+    last, report = usages[-1], json.loads(whole.stdout)
+    assert report["prompt_tokens"] > last["prompt_tokens"] + last["output_tokens"] - 2
+    assert report["cache"]["cached_tokens"] >= last["prompt_tokens"] + last["output_tokens"] - 2 * 16

@@ -31,6 +31,7 @@ print("\\n", code or 0, " ".join(sorted({name.partition(".")[0] for name in sys.
         (("cache", "ls", "--cache-directory", "/nowhere"), 0),
         # Nobody answers at this port: the commands get as far as the call.
         (("generate", "hello", "--address", "127.0.0.1:1"), 1),
+        (("explain", "hello", "--address", "127.0.0.1:1"), 1),
         (("top", "--once", "--address", "127.0.0.1:1"), 1),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

@@ -151,7 +151,7 @@ def test_a_worker_that_comes_back_is_warm_and_preferred_again(fleet: Fleet, end:
 
 def test_draining_a_worker_loses_nothing(fleet: Fleet) -> None:
     drained, other = fleet.workers
-    stories, late = prompts("a long story", count=2), prompts("too late", count=20)
+    stories, late = prompts("a long story", count=2), prompts("too late", count=8)
     warm(fleet, drained, [*stories, *late])
     streams = [
         fleet.complete(

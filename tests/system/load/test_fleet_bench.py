@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bench.fleet import tour
 from bench.fleet.chat import Answer, ChatFailed, chat
 from bench.fleet.overhead import Pair
 from bench.fleet.report import Findings, simulation_line, verdicts_of
@@ -104,11 +105,11 @@ def test_turns_that_a_context_has_no_room_for_are_left_out() -> None:
     assert len(cut.turns) == 3
 
 
-def played(arrangement: str, *, cached: int) -> Played:
+def played(arrangement: str, *, cached: int, failures: tuple[str, ...] = ()) -> Played:
     return Played(
         arrangement=arrangement,
         request_count=10,
-        failed_count=0,
+        failures=failures,
         prompt_token_count=1000,
         cached_token_count=cached,
         ttft_p50_s=0.1,
@@ -137,6 +138,18 @@ def test_verdicts_are_ratios_of_the_same_round() -> None:
     assert kept.spread.maximum == pytest.approx(940 / 950) and kept.spread.minimum == pytest.approx(0.95)
     assert added.spread.median == pytest.approx(9.0) and kept.is_met and added.is_met
     assert "--prefill 500 --decode 60 --restore 20000 --kv-kib 45 --gateway-ms 9.0" in simulation_line(found)
+
+
+def test_a_round_with_broken_sessions_proves_nothing() -> None:
+    found = Findings(
+        shape=Shape(),
+        sizes={},
+        played=[played(ONE.name, cached=900), played(AWARE.name, cached=950, failures=("session 3: lost",))],
+        pairs=[Pair(0.020, 0.012)],
+        store=StoreFacts(20_000.0, 46_080),
+    )
+    kept, _ = verdicts_of(found)
+    assert not kept.is_met and kept.spread.count == 0
 
 
 def conversation(number: int, *turns: tuple[str, int, int]) -> Conversation:
@@ -169,6 +182,16 @@ def test_the_tour_says_what_went_wrong(
     first, second = conversation(1, *before, going_on), conversation(2, *before, returning)
     wrong = complaints([first, second], victim="A", going_on=first, returning=second)
     assert (not wrong) if complaint is None else (len(wrong) == 1 and complaint in wrong[0])
+
+
+def test_without_the_gateway_the_tour_says_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tour, "missing_packages", lambda: ["smg"])
+    monkeypatch.setattr("sys.argv", ["tour"])
+    with pytest.raises(SystemExit, match="1"):
+        tour.main()
+    assert "make fleet needs smg" in (said := capsys.readouterr().err) and "pip install -e '.[dev]'" in said
 
 
 def test_a_conversation_is_asked_with_all_that_was_said() -> None:

@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
+from bench.fleet.growth import load_rows, question_of, ram_rows, routing_rows
 from bench.fleet.sessions import Session, Shape, Turn, last_token_counts, make_sessions, tokens_of
 from bench.fleet.simulated_worker import Costs, PrefixKey, Reuse, SimulatedWorker, Tier, agent_key
 from bench.fleet.simulation import Outcome, Routing, simulate, start_times
+from bench.server_process import ROOT
 
 GIB = 1 << 30
 COSTS = Costs(
@@ -169,3 +171,13 @@ def test_the_seed_gives_the_run() -> None:
 def test_more_load_is_more_waiting() -> None:
     waits = [outcome(load=load).ttft_p95_s for load in (0.2, 0.6, 0.95)]
     assert waits == sorted(waits) and waits[-1] > 1.5 * waits[0]
+
+
+def test_the_page_on_growing_has_the_figures_of_its_command() -> None:
+    page = (ROOT / "docs" / "growing.md").read_text(encoding="utf-8").splitlines()
+    question = question_of([])
+    few = dataclasses.replace(
+        question, worker_count=2, session_count=question.session_count * 2 // question.worker_count
+    )
+    rows = [*load_rows(question), *ram_rows(question), *routing_rows(few)]
+    assert [row for row in rows if f"| {' | '.join(row)} |" not in page] == []

@@ -14,6 +14,7 @@ from icehouse.v1 import embedding_service_pb2 as embedding
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse.v1 import model_service_pb2 as model
 from icehouse.v1 import rerank_service_pb2 as rerank
+from icehouse.v1 import server_service_pb2 as server
 from icehouse_client import Client, IcehouseClientError
 
 from tests.system.mesh.conftest import BLOCK, Fleet
@@ -119,7 +120,7 @@ def test_the_cache_is_commanded_in_json_too(fleet: Fleet) -> None:
 def test_json_reaches_every_service(fleet: Fleet) -> None:
     services = {
         service.full_name
-        for file in (cache, embedding, pb, model, rerank)
+        for file in (cache, embedding, pb, model, rerank, server)
         for service in file.DESCRIPTOR.services_by_name.values()
     }
     listener = config()["static_resources"]["listeners"][0]

@@ -9,6 +9,7 @@ from icehouse_server.domain.cache_commands import (
     CacheAnswer,
     CacheCommand,
     Evict,
+    EvictBlocks,
     EvictReport,
     Explain,
     Explanation,
@@ -58,7 +59,7 @@ class CommandIssuer:
         self.open_count += 1
         is_open = True
         doom = _Doom()
-        self._change_count += isinstance(order, Pin | Unpin | Evict)
+        self._change_count += isinstance(order, Pin | Unpin | Evict | EvictBlocks)
         change_number = self._change_count
 
         def reply(answer: CacheAnswer | IcehouseError) -> None:
@@ -77,7 +78,7 @@ class CommandIssuer:
                 # What was damaged while it ran may have been read before.
                 self._check_verified(served, may_miss=self._ledger.rot_count > rot_count)
 
-        if isinstance(order, Evict):
+        if isinstance(order, Evict | EvictBlocks):
             # Answered at once, right before the order is carried out.
             served.mailbox.post(Command(Unpin((1, 2)), lambda _: self._pronounce(doom, served, order)))
         served.mailbox.post(Command(order, reply))
@@ -93,10 +94,13 @@ class CommandIssuer:
 
         served.mailbox.post(QueryStats(reply))
 
-    def _pronounce(self, doom: _Doom, served: SimServer, order: Evict) -> None:
+    def _pronounce(self, doom: _Doom, served: SimServer, order: Evict | EvictBlocks) -> None:
         """Note the blocks that an order to evict is about to remove, and the last spill before it."""
-        is_all = order.prompt_token_ids is None
         doom.spill_number = self._ledger.spill_number
+        if isinstance(order, EvictBlocks):
+            doom.blocks |= {name for name in order.block_hashes if served.cache.find(name) is not None}
+            return
+        is_all = order.prompt_token_ids is None
         known = served.cache.blocks() if is_all else _known(served, order)
         doom.blocks |= {entry.hash for entry in known}
         if is_all and served.storage is not None and served.store.is_open:

@@ -8,9 +8,19 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from icehouse_server.domain.cache_commands import CacheCommand, Evict, Explain, ListStored, Pin, Unpin, Verify
+from icehouse_server.domain.cache_commands import (
+    CacheCommand,
+    Evict,
+    EvictBlocks,
+    Explain,
+    ListKnown,
+    ListStored,
+    Pin,
+    Unpin,
+    Verify,
+)
 from icehouse_server.domain.cache_stats import CacheStats
-from icehouse_server.domain.ids import NO_ADAPTER, CacheScope, RequestId, Tenant
+from icehouse_server.domain.ids import NO_ADAPTER, BlockHash, CacheScope, RequestId, Tenant
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
@@ -43,6 +53,8 @@ _TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
 _ADAPTERS = (NO_ADAPTER, NO_ADAPTER, NO_ADAPTER, *ADAPTER_DIGESTS)
 _KILL_SHARE = 0.35
 """Of the ends of a process that nobody ordered; the power goes in the others."""
+PIECES_SEED = 2_000_000
+"""From here on orders to evict come in pieces, as EvictWithProgress gives them."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -79,6 +91,8 @@ class Scenario:
         self._texts: list[tuple[int, ...]] = [tuple(stem) for stem in stems]
         self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
         self._event_dice = random.Random(-3 * 10**6 - seed)
+        self._pieces: list[BlockHash] = []
+        """What a removal in pieces has yet to come to."""
         self._served = self._new_server(None)
         self._events = EventWatch(self._served, self.ledger, self._event_dice)
 
@@ -208,8 +222,23 @@ class Scenario:
             ListStored(block_limit=2),
         )
         order = self.dice.choice(orders)
-        self._pins.is_excused |= isinstance(order, Unpin | Evict)
+        if isinstance(order, Evict) and self.seed >= PIECES_SEED:
+            order = self._piece_of(order)
+        self._pins.is_excused |= isinstance(order, Unpin | Evict | EvictBlocks)
         self._commands.give(self._served, order)
+
+    def _piece_of(self, order: Evict) -> CacheCommand:
+        """Return a piece of a removal: of what is known now, or was when one began that goes on."""
+        if not self._pieces:
+            cache = self._served.cache
+            of_prompt = order.prompt_token_ids
+            known = cache.blocks() if of_prompt is None else cache.known_chain(of_prompt, order.scope)
+            self._pieces = [entry.hash for entry in reversed(known)]
+            if self._sharing_dice.random() < 0.3:
+                return ListKnown(of_prompt, order.scope)
+        count = self._sharing_dice.choice((1, 2, 5, 100))
+        piece, self._pieces = self._pieces[:count], self._pieces[count:]
+        return EvictBlocks(tuple(piece))
 
     # What time does.
 

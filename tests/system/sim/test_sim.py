@@ -6,12 +6,14 @@ import os
 
 import pytest
 
+from tests.system.sim.scenario import PIECES_SEED
 from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 20
 _CHUNK_SEED_COUNT = 30
 _SLOW_CHUNK_COUNT = 200
 _SLOW_CHUNK_SEED_COUNT = 100
+_PIECES_SEED_COUNT = 30
 _ONE = os.environ.get("ICEHOUSE_SIM_SEED")
 
 _REACHED = (
@@ -59,6 +61,11 @@ def test_one_story() -> None:
 def test_stories(chunk: int) -> None:
     seen = play(range(chunk * _CHUNK_SEED_COUNT, (chunk + 1) * _CHUNK_SEED_COUNT))
     assert seen["ram tokens"] > 0 and seen["ssd tokens"] > 0 and seen["crash"] > 0
+
+
+def test_stories_in_which_removals_come_in_pieces() -> None:
+    seen = play(range(PIECES_SEED, PIECES_SEED + _PIECES_SEED_COUNT))
+    assert seen["EvictReport"] > 0 and seen["KnownBlocks"] > 0 and seen["crash"] > 0
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from icehouse_server.bootstrap.encryption import (
@@ -16,7 +18,9 @@ from icehouse_server.bootstrap.encryption import (
 )
 from icehouse_server.config import CacheConfig, load_config
 from icehouse_server.errors import ConfigError, Reason, StartError
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files, SystemFiles
+
+from tests.fixtures.storage.faults import FaultyFiles
 
 KEY = bytes(range(32))
 
@@ -133,3 +137,20 @@ def test_a_directory_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError) as caught:
         open_cipher(config, SystemFiles())
     assert caught.value.reason is Reason.STORE_UNUSABLE
+
+
+def test_a_directory_that_takes_no_writes_is_read_with_the_key_that_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CacheConfig(
+        directory=str(tmp_path / "blocks"), key_file=str(key_file(tmp_path, KEY.hex().encode()))
+    )
+    refusing = FaultyFiles("lock", 1, errno.EROFS, times=2)
+    refusing.is_armed = True
+    with pytest.raises(StartError) as caught:
+        open_cipher(config, cast("Files", refusing))
+    assert caught.value.reason is Reason.STORE_UNUSABLE, "there is no key yet, and none can be kept"
+    made = open_cipher(config, SystemFiles())
+    found = open_cipher(config, cast("Files", refusing))
+    assert made is not None and found is not None and found.key_id == made.key_id
+    assert refusing.failed_count == 2 and "cache_key_read_only" in caplog.text

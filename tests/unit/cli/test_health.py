@@ -8,7 +8,7 @@ import pytest
 from icehouse_server.config import SecurityConfig
 
 from tests.fixtures.rpc.authority import Authority
-from tests.unit.cli.test_generate import invoke, written
+from tests.unit.cli.client.test_generate import invoke, written
 from tests.unit.rpc.conftest import running
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import sys
 
 import pytest
 from icehouse_server.cli import main as cli
-from icehouse_server.cli.flags import value_text
+from icehouse_server.cli.flags import OFTEN_SET, value_text
 from icehouse_server.config import SETTINGS
 from icehouse_server.errors import IcehouseError
 from typer.testing import CliRunner, Result
@@ -38,9 +40,49 @@ def test_help_lists_every_command() -> None:
         assert re.search(rf"\b{command}\b", result.stdout), command
 
 
-def test_serve_has_a_flag_for_every_setting() -> None:
-    text = run("serve", "--help").stdout
+@pytest.mark.parametrize("command", ["serve", "config", "doctor"])
+def test_all_of_the_help_has_flag_and_variable_of_every_setting(command: str) -> None:
+    text = run(command, "--help-all").stdout
     assert [s.flag for s in SETTINGS if not re.search(rf"{s.flag}\b", text)] == []
+    # Long ones are broken over lines.
+    joined = re.sub(r"[\s│]", "", text)
+    assert [s.variable for s in SETTINGS if f"(env:{s.variable})" not in joined] == []
+
+
+def test_help_of_serve_is_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("serve", "--help").stdout.splitlines()
+    shown = {s.key for s in SETTINGS if re.search(rf"^│ {s.flag} ", "\n".join(lines), re.MULTILINE)}
+    assert len(lines) <= 45 and shown == set(OFTEN_SET)
+
+
+def test_the_model_needs_no_flag() -> None:
+    said = run("serve", "--no-preload", "./nowhere")
+    assert isinstance(said.exception, IcehouseError) and "./nowhere" in str(said.exception)
+    twice = run("serve", "./nowhere", "--model", "demo")
+    assert twice.exit_code == 2 and "said twice" in twice.output
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("icehouse expl", "explain"), ("icehouse serve --prefill-sl", "--prefill-slice-ms")]
+)
+def test_shells_complete_commands_and_options(words: str, found: str) -> None:
+    environ = {
+        "_ICEHOUSE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    result = CliRunner().invoke(cli.app, [], env=environ, prog_name="icehouse")
+    assert result.stdout.split() == [found]
+
+
+def test_facts_are_printed_as_json_too() -> None:
+    config = json.loads(run("config", "--json", "--port", "7").stdout)
+    version = json.loads(run("version", "--json").stdout)
+    token = json.loads(run("token", "new", "--tenant", "t", "--json").stdout)
+    assert config["server.port"] == {"value": 7, "source": "--port"} and len(config) == len(SETTINGS)
+    assert version["version"] == run("--version").stdout.strip() == run("version").stdout.strip()
+    assert token["line"].startswith("sha256=") and token["token"]
 
 
 def test_config_shows_value_and_source() -> None:
@@ -73,6 +115,16 @@ def test_errors_are_one_line_and_an_exit_code(
     assert run_main(monkeypatch, *arguments) == code
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     assert len(lines) == 1 and words in lines[0], lines
+
+
+def test_a_client_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # So Python says that a package is not there.
+    monkeypatch.setitem(sys.modules, "icehouse_client", None)
+    monkeypatch.delitem(sys.modules, "icehouse_server.cli.client.connection", raising=False)
+    assert run_main(monkeypatch, "models", "--address", "127.0.0.1:1") == 1
+    assert "need the Python client, which is not installed" in capfd.readouterr().err
 
 
 def test_an_unknown_variable_stops_every_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
@@ -17,9 +18,11 @@ from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.model import EngineState
+from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
+from icehouse_server.storage.directory.store import BlockStore
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
@@ -115,6 +118,35 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
         tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(900)])
         await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
     assert not codes, caplog.text
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "line"),
+    [(BlockStore, "close", "stuck_storage_abandoned"), (ModelRunner, "close", "stuck_inference_abandoned")],
+)
+async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
+    owner: type, method: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    go_on, original = threading.Event(), getattr(owner, method)
+
+    def hang(self: Any) -> Any:
+        go_on.wait(60)
+        return original(self)
+
+    monkeypatch.setattr(owner, method, hang)
+    # The edge's bound is the inference thread's where it has nothing to write.
+    bounds = dataclasses.replace(serve._BOUNDS, step_s=0.0, edge_s=1.0, close_s=0.0, closed_s=0.2)
+    monkeypatch.setattr(serve, "_BOUNDS", bounds)
+    codes: list[int] = []
+    monkeypatch.setattr(serve, "_leave", codes.append)
+    flush_s = 20.0 if owner is BlockStore else 0.0
+    model = tiny_model_dir(tmp_path, "llama")
+    async with whole_server(model, tmp_path / "blocks", cache__flush_timeout_s=flush_s) as server:
+        pass
+    assert codes == [1] and line in caplog.text
+    go_on.set()
+    assert server.served.engine.join(timeout_s=60)
+    assert server.served.storage is not None and server.served.storage.join(timeout_s=60)
 
 
 async def test_telemetry_that_does_not_end_is_left_to_itself(

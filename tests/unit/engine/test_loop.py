@@ -443,6 +443,7 @@ def test_a_loop_that_found_nothing_to_do_waits_though_somebody_is_in_the_queue()
     for name in ("loads", "waits"):
         served.submit(name, (1, 2), max_output_tokens=3)
     served.loop._take_in(0.0)
+    served.loop._admit()
     served.mailbox.waits_s.clear()
     served.scheduler.start_loading(served.scheduler.running[0])
     for _ in range(5):

@@ -7,6 +7,7 @@ from icehouse_client.cache import CacheUse
 from icehouse_client.cache_client import AsyncCacheClient, CacheClient, VerifyOptions, WarmOptions
 from icehouse_client.chat import MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
 from icehouse_client.client import Client, Stream
+from icehouse_client.conversation import Conversation
 from icehouse_client.embeddings import EmbedOptions
 from icehouse_client.errors import IcehouseClientError
 from icehouse_client.logprobs import TokenLogprobs, TopLogprob
@@ -20,6 +21,7 @@ from icehouse_client.requests import (
 from icehouse_client.reranking import Ranked, RerankOptions
 from icehouse_client.results import Completion, FinishReason, Reply, Started, Token, Usage
 from icehouse_client.security import Security
+from icehouse_client.stream_sum import StreamEvent
 
 __all__ = [
     "AsyncCacheClient",
@@ -29,6 +31,7 @@ __all__ = [
     "CacheUse",
     "Client",
     "Completion",
+    "Conversation",
     "DEFAULT_ORDER_TIMEOUT_S",
     "DEFAULT_TIMEOUT_S",
     "EmbedOptions",
@@ -46,6 +49,7 @@ __all__ = [
     "Security",
     "Started",
     "Stream",
+    "StreamEvent",
     "Token",
     "TokenLogprobs",
     "Tool",

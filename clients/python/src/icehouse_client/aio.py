@@ -14,6 +14,8 @@ from icehouse.v1 import (
     model_service_pb2,
     model_service_pb2_grpc,
     rerank_service_pb2_grpc,
+    server_service_pb2,
+    server_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as inference
 
@@ -35,7 +37,7 @@ from icehouse_client.requests import (
 from icehouse_client.reranking import Ranked, RerankOptions, ranking_from, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Security
-from icehouse_client.stream_sum import StreamSum
+from icehouse_client.stream_sum import StreamEvent, StreamSum
 
 
 class AsyncClient:
@@ -57,6 +59,7 @@ class AsyncClient:
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
+        self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
         self.cache = AsyncCacheClient(self._channel, CacheCalls(self._metadata, timeout_s, order_timeout_s))
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
@@ -146,6 +149,51 @@ class AsyncClient:
             )
         return list(response.models)
 
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
+    ) -> str:
+        """Return the text of tokens."""
+        request = inference.DetokenizeRequest(model=model, token_ids=token_ids)
+        with translated():
+            response = await self._inference.Detokenize(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        return response.text
+
+    async def server(self, *, timeout_s: float | None = None) -> server_service_pb2.Server:
+        """Return the server's version, features and limits, as the API's own message."""
+        request = server_service_pb2.GetServerRequest()
+        with translated():
+            response = await self._server.GetServer(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        return response.server
+
+    async def requests(self, *, timeout_s: float | None = None) -> list[server_service_pb2.RequestInfo]:
+        """Return the requests that wait or run, the oldest first: an operator's sees those of all tenants."""
+        found: list[server_service_pb2.RequestInfo] = []
+        request = server_service_pb2.ListRequestsRequest(page_size=1000)
+        with translated():
+            while True:
+                page = await self._server.ListRequests(
+                    request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+                )
+                found += page.requests
+                if not page.next_page_token:
+                    return found
+                request.page_token = page.next_page_token
+
+    async def cancel(
+        self, request_id: str, *, timeout_s: float | None = None
+    ) -> server_service_pb2.RequestInfo:
+        """End a request, another caller's too for operators; return what it was."""
+        request = server_service_pb2.CancelRequestRequest(request_id=request_id)
+        with translated():
+            response = await self._server.CancelRequest(
+                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            )
+        return response.request
+
     def _deadline(self, options: Options) -> float | None:
         return timeout_of(options, default_s=self._timeout_s)
 
@@ -186,12 +234,18 @@ class AsyncStream:
 
     async def indexed(self) -> AsyncGenerator[tuple[int, str], None]:
         """Iterate over the text of all completions, each piece with its completion's index."""
+        async with contextlib.aclosing(self.events()) as events:
+            async for response in events:
+                if response.HasField("delta") and response.delta.text:
+                    yield response.delta.completion_index, response.delta.text
+
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
+        """Iterate over the API's own messages: how far the prompt is, reasoning and calls as they come."""
         try:
             with translated():
                 async for response in self._call:
-                    index, text = self._sum.add(response)
-                    if text:
-                        yield index, text
+                    self._sum.add(response)
+                    yield response
         finally:
             self.cancel()
 

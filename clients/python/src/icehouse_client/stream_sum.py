@@ -16,6 +16,9 @@ from icehouse_client.results import (
     usage_from,
 )
 
+StreamEvent = inference.StreamResponse
+"""What happened to a running request, in the API's own message."""
+
 _SEED_RANGE = 1 << 64
 
 
@@ -28,8 +31,8 @@ class StreamSum:
         self._outputs = [_OutputSum() for _ in range(max(1, completion_count))]
         self._prompt_logprobs: list[TokenLogprobs] = []
 
-    def add(self, response: inference.StreamResponse) -> tuple[int, str]:
-        """Take one event and return its text and the completion it is of; empty for events that have none."""
+    def add(self, response: StreamEvent) -> None:
+        """Take one event."""
         kind = response.WhichOneof("event")
         if kind == "started":
             self.started = started_from(response.started)
@@ -39,8 +42,6 @@ class StreamSum:
             self._outputs[response.finished.completion_index].finished = response.finished
         elif kind == "delta":
             self._outputs[response.delta.completion_index].add(response.delta)
-            return response.delta.completion_index, response.delta.text
-        return 0, ""
 
     @property
     def reply(self) -> Reply | None:

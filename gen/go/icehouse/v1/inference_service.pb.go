@@ -1127,6 +1127,109 @@ func (x *Token) GetPiece() string {
 	return ""
 }
 
+// Tokens to turn into text.
+type DetokenizeRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+	// (TOKEN_OUT_OF_RANGE).
+	TokenIds      []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DetokenizeRequest) Reset() {
+	*x = DetokenizeRequest{}
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DetokenizeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DetokenizeRequest) ProtoMessage() {}
+
+func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
+func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *DetokenizeRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *DetokenizeRequest) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+// The text of tokens.
+type DetokenizeResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
+	// vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+	Text          string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DetokenizeResponse) Reset() {
+	*x = DetokenizeResponse{}
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DetokenizeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DetokenizeResponse) ProtoMessage() {}
+
+func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
+func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *DetokenizeResponse) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
 // Asks for the counters.
 type CacheStatsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1136,7 +1239,7 @@ type CacheStatsRequest struct {
 
 func (x *CacheStatsRequest) Reset() {
 	*x = CacheStatsRequest{}
-	mi := &file_icehouse_v1_inference_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1148,7 +1251,7 @@ func (x *CacheStatsRequest) String() string {
 func (*CacheStatsRequest) ProtoMessage() {}
 
 func (x *CacheStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_inference_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1161,7 +1264,7 @@ func (x *CacheStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheStatsRequest.ProtoReflect.Descriptor instead.
 func (*CacheStatsRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{12}
 }
 
 // Counters between two steps.
@@ -1186,7 +1289,7 @@ type CacheStatsResponse struct {
 
 func (x *CacheStatsResponse) Reset() {
 	*x = CacheStatsResponse{}
-	mi := &file_icehouse_v1_inference_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1198,7 +1301,7 @@ func (x *CacheStatsResponse) String() string {
 func (*CacheStatsResponse) ProtoMessage() {}
 
 func (x *CacheStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_inference_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_inference_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1211,7 +1314,7 @@ func (x *CacheStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheStatsResponse.ProtoReflect.Descriptor instead.
 func (*CacheStatsResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{11}
+	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *CacheStatsResponse) GetCollectTime() *timestamppb.Timestamp {
@@ -1345,7 +1448,12 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"tokenCount\"-\n" +
 	"\x05Token\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x05R\x02id\x12\x14\n" +
-	"\x05piece\x18\x02 \x01(\tR\x05piece\"\x13\n" +
+	"\x05piece\x18\x02 \x01(\tR\x05piece\"F\n" +
+	"\x11DetokenizeRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12\x1b\n" +
+	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\"(\n" +
+	"\x12DetokenizeResponse\x12\x12\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text\"\x13\n" +
 	"\x11CacheStatsRequest\"\xad\x02\n" +
 	"\x12CacheStatsResponse\x12=\n" +
 	"\fcollect_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\vcollectTime\x120\n" +
@@ -1353,11 +1461,13 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x05cache\x18\x03 \x01(\v2\x17.icehouse.v1.CacheStatsR\x05cache\x12C\n" +
 	"\x10slowest_requests\x18\n" +
 	" \x03(\v2\x18.icehouse.v1.SlowRequestR\x0fslowestRequests\x122\n" +
-	"\atenants\x18\x14 \x03(\v2\x18.icehouse.v1.TenantStatsR\atenants2\xba\x02\n" +
+	"\atenants\x18\x14 \x03(\v2\x18.icehouse.v1.TenantStatsR\atenants2\x89\x03\n" +
 	"\x10InferenceService\x12G\n" +
 	"\bGenerate\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1d.icehouse.v1.GenerateResponse\x12E\n" +
 	"\x06Stream\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1b.icehouse.v1.StreamResponse0\x01\x12G\n" +
 	"\bTokenize\x12\x1c.icehouse.v1.TokenizeRequest\x1a\x1d.icehouse.v1.TokenizeResponse\x12M\n" +
+	"\n" +
+	"Detokenize\x12\x1e.icehouse.v1.DetokenizeRequest\x1a\x1f.icehouse.v1.DetokenizeResponse\x12M\n" +
 	"\n" +
 	"CacheStats\x12\x1e.icehouse.v1.CacheStatsRequest\x1a\x1f.icehouse.v1.CacheStatsResponseb\x06proto3"
 
@@ -1373,7 +1483,7 @@ func file_icehouse_v1_inference_service_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_inference_service_proto_rawDescData
 }
 
-var file_icehouse_v1_inference_service_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_icehouse_v1_inference_service_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_icehouse_v1_inference_service_proto_goTypes = []any{
 	(*GenerateRequest)(nil),       // 0: icehouse.v1.GenerateRequest
 	(*GenerateResponse)(nil),      // 1: icehouse.v1.GenerateResponse
@@ -1385,80 +1495,84 @@ var file_icehouse_v1_inference_service_proto_goTypes = []any{
 	(*TokenizeRequest)(nil),       // 7: icehouse.v1.TokenizeRequest
 	(*TokenizeResponse)(nil),      // 8: icehouse.v1.TokenizeResponse
 	(*Token)(nil),                 // 9: icehouse.v1.Token
-	(*CacheStatsRequest)(nil),     // 10: icehouse.v1.CacheStatsRequest
-	(*CacheStatsResponse)(nil),    // 11: icehouse.v1.CacheStatsResponse
-	(*ChatPrompt)(nil),            // 12: icehouse.v1.ChatPrompt
-	(*TokenPrompt)(nil),           // 13: icehouse.v1.TokenPrompt
-	(*SamplingParams)(nil),        // 14: icehouse.v1.SamplingParams
-	(*ResponseFormat)(nil),        // 15: icehouse.v1.ResponseFormat
-	(*Tool)(nil),                  // 16: icehouse.v1.Tool
-	(*LogprobsOptions)(nil),       // 17: icehouse.v1.LogprobsOptions
-	(*CachePolicy)(nil),           // 18: icehouse.v1.CachePolicy
-	(*ToolChoice)(nil),            // 19: icehouse.v1.ToolChoice
-	(*Speculation)(nil),           // 20: icehouse.v1.Speculation
-	(FinishReason)(0),             // 21: icehouse.v1.FinishReason
-	(*Usage)(nil),                 // 22: icehouse.v1.Usage
-	(*CacheReport)(nil),           // 23: icehouse.v1.CacheReport
-	(*ToolCall)(nil),              // 24: icehouse.v1.ToolCall
-	(*TokenLogprobs)(nil),         // 25: icehouse.v1.TokenLogprobs
-	(*Completion)(nil),            // 26: icehouse.v1.Completion
-	(*MalformedToolCall)(nil),     // 27: icehouse.v1.MalformedToolCall
-	(*durationpb.Duration)(nil),   // 28: google.protobuf.Duration
-	(*ToolCallDelta)(nil),         // 29: icehouse.v1.ToolCallDelta
-	(*timestamppb.Timestamp)(nil), // 30: google.protobuf.Timestamp
-	(*EngineStats)(nil),           // 31: icehouse.v1.EngineStats
-	(*CacheStats)(nil),            // 32: icehouse.v1.CacheStats
-	(*SlowRequest)(nil),           // 33: icehouse.v1.SlowRequest
-	(*TenantStats)(nil),           // 34: icehouse.v1.TenantStats
+	(*DetokenizeRequest)(nil),     // 10: icehouse.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),    // 11: icehouse.v1.DetokenizeResponse
+	(*CacheStatsRequest)(nil),     // 12: icehouse.v1.CacheStatsRequest
+	(*CacheStatsResponse)(nil),    // 13: icehouse.v1.CacheStatsResponse
+	(*ChatPrompt)(nil),            // 14: icehouse.v1.ChatPrompt
+	(*TokenPrompt)(nil),           // 15: icehouse.v1.TokenPrompt
+	(*SamplingParams)(nil),        // 16: icehouse.v1.SamplingParams
+	(*ResponseFormat)(nil),        // 17: icehouse.v1.ResponseFormat
+	(*Tool)(nil),                  // 18: icehouse.v1.Tool
+	(*LogprobsOptions)(nil),       // 19: icehouse.v1.LogprobsOptions
+	(*CachePolicy)(nil),           // 20: icehouse.v1.CachePolicy
+	(*ToolChoice)(nil),            // 21: icehouse.v1.ToolChoice
+	(*Speculation)(nil),           // 22: icehouse.v1.Speculation
+	(FinishReason)(0),             // 23: icehouse.v1.FinishReason
+	(*Usage)(nil),                 // 24: icehouse.v1.Usage
+	(*CacheReport)(nil),           // 25: icehouse.v1.CacheReport
+	(*ToolCall)(nil),              // 26: icehouse.v1.ToolCall
+	(*TokenLogprobs)(nil),         // 27: icehouse.v1.TokenLogprobs
+	(*Completion)(nil),            // 28: icehouse.v1.Completion
+	(*MalformedToolCall)(nil),     // 29: icehouse.v1.MalformedToolCall
+	(*durationpb.Duration)(nil),   // 30: google.protobuf.Duration
+	(*ToolCallDelta)(nil),         // 31: icehouse.v1.ToolCallDelta
+	(*timestamppb.Timestamp)(nil), // 32: google.protobuf.Timestamp
+	(*EngineStats)(nil),           // 33: icehouse.v1.EngineStats
+	(*CacheStats)(nil),            // 34: icehouse.v1.CacheStats
+	(*SlowRequest)(nil),           // 35: icehouse.v1.SlowRequest
+	(*TenantStats)(nil),           // 36: icehouse.v1.TenantStats
 }
 var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
-	12, // 0: icehouse.v1.GenerateRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	13, // 1: icehouse.v1.GenerateRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	14, // 2: icehouse.v1.GenerateRequest.sampling:type_name -> icehouse.v1.SamplingParams
-	15, // 3: icehouse.v1.GenerateRequest.response_format:type_name -> icehouse.v1.ResponseFormat
-	16, // 4: icehouse.v1.GenerateRequest.tools:type_name -> icehouse.v1.Tool
-	17, // 5: icehouse.v1.GenerateRequest.logprobs:type_name -> icehouse.v1.LogprobsOptions
-	18, // 6: icehouse.v1.GenerateRequest.cache:type_name -> icehouse.v1.CachePolicy
-	19, // 7: icehouse.v1.GenerateRequest.tool_choice:type_name -> icehouse.v1.ToolChoice
-	20, // 8: icehouse.v1.GenerateRequest.speculation:type_name -> icehouse.v1.Speculation
-	21, // 9: icehouse.v1.GenerateResponse.finish_reason:type_name -> icehouse.v1.FinishReason
-	22, // 10: icehouse.v1.GenerateResponse.usage:type_name -> icehouse.v1.Usage
-	23, // 11: icehouse.v1.GenerateResponse.cache:type_name -> icehouse.v1.CacheReport
-	24, // 12: icehouse.v1.GenerateResponse.tool_calls:type_name -> icehouse.v1.ToolCall
-	25, // 13: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	25, // 14: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	26, // 15: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
-	27, // 16: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
+	14, // 0: icehouse.v1.GenerateRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	15, // 1: icehouse.v1.GenerateRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	16, // 2: icehouse.v1.GenerateRequest.sampling:type_name -> icehouse.v1.SamplingParams
+	17, // 3: icehouse.v1.GenerateRequest.response_format:type_name -> icehouse.v1.ResponseFormat
+	18, // 4: icehouse.v1.GenerateRequest.tools:type_name -> icehouse.v1.Tool
+	19, // 5: icehouse.v1.GenerateRequest.logprobs:type_name -> icehouse.v1.LogprobsOptions
+	20, // 6: icehouse.v1.GenerateRequest.cache:type_name -> icehouse.v1.CachePolicy
+	21, // 7: icehouse.v1.GenerateRequest.tool_choice:type_name -> icehouse.v1.ToolChoice
+	22, // 8: icehouse.v1.GenerateRequest.speculation:type_name -> icehouse.v1.Speculation
+	23, // 9: icehouse.v1.GenerateResponse.finish_reason:type_name -> icehouse.v1.FinishReason
+	24, // 10: icehouse.v1.GenerateResponse.usage:type_name -> icehouse.v1.Usage
+	25, // 11: icehouse.v1.GenerateResponse.cache:type_name -> icehouse.v1.CacheReport
+	26, // 12: icehouse.v1.GenerateResponse.tool_calls:type_name -> icehouse.v1.ToolCall
+	27, // 13: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	27, // 14: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	28, // 15: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
+	29, // 16: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
 	3,  // 17: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
 	4,  // 18: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
 	5,  // 19: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
 	6,  // 20: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
-	23, // 21: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
-	28, // 22: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
-	25, // 23: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	29, // 24: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
-	25, // 25: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	27, // 26: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
-	21, // 27: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
-	22, // 28: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
-	12, // 29: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	16, // 30: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
+	25, // 21: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
+	30, // 22: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
+	27, // 23: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	31, // 24: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
+	27, // 25: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	29, // 26: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
+	23, // 27: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
+	24, // 28: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
+	14, // 29: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	18, // 30: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
 	9,  // 31: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
-	30, // 32: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
-	31, // 33: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
-	32, // 34: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
-	33, // 35: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
-	34, // 36: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
+	32, // 32: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
+	33, // 33: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
+	34, // 34: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
+	35, // 35: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
+	36, // 36: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
 	0,  // 37: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
 	0,  // 38: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
 	7,  // 39: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
-	10, // 40: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
-	1,  // 41: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
-	2,  // 42: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
-	8,  // 43: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
-	11, // 44: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
-	41, // [41:45] is the sub-list for method output_type
-	37, // [37:41] is the sub-list for method input_type
+	10, // 40: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
+	12, // 41: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
+	1,  // 42: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
+	2,  // 43: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
+	8,  // 44: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
+	11, // 45: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
+	13, // 46: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
+	42, // [42:47] is the sub-list for method output_type
+	37, // [37:42] is the sub-list for method input_type
 	37, // [37:37] is the sub-list for extension type_name
 	37, // [37:37] is the sub-list for extension extendee
 	0,  // [0:37] is the sub-list for field type_name
@@ -1505,7 +1619,7 @@ func file_icehouse_v1_inference_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_inference_service_proto_rawDesc), len(file_icehouse_v1_inference_service_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -24,6 +24,7 @@ const (
 	InferenceService_Generate_FullMethodName   = "/icehouse.v1.InferenceService/Generate"
 	InferenceService_Stream_FullMethodName     = "/icehouse.v1.InferenceService/Stream"
 	InferenceService_Tokenize_FullMethodName   = "/icehouse.v1.InferenceService/Tokenize"
+	InferenceService_Detokenize_FullMethodName = "/icehouse.v1.InferenceService/Detokenize"
 	InferenceService_CacheStats_FullMethodName = "/icehouse.v1.InferenceService/CacheStats"
 )
 
@@ -39,7 +40,7 @@ const (
 // UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
 // UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
 // A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-// Tokenize, a minute for CacheStats (docs/methods.md).
+// Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
 type InferenceServiceClient interface {
 	// Generates and answers once, when the output is complete.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (*GenerateResponse, error)
@@ -51,6 +52,8 @@ type InferenceServiceClient interface {
 	Stream(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamResponse], error)
 	// Turns a prompt into tokens exactly as Generate would.
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
+	// Turns tokens into text, as Tokenize turned the text into tokens.
+	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
 	// Counters of the engine and of the prefix cache, taken between two steps.
 	CacheStats(ctx context.Context, in *CacheStatsRequest, opts ...grpc.CallOption) (*CacheStatsResponse, error)
 }
@@ -102,6 +105,16 @@ func (c *inferenceServiceClient) Tokenize(ctx context.Context, in *TokenizeReque
 	return out, nil
 }
 
+func (c *inferenceServiceClient) Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DetokenizeResponse)
+	err := c.cc.Invoke(ctx, InferenceService_Detokenize_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *inferenceServiceClient) CacheStats(ctx context.Context, in *CacheStatsRequest, opts ...grpc.CallOption) (*CacheStatsResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CacheStatsResponse)
@@ -124,7 +137,7 @@ func (c *inferenceServiceClient) CacheStats(ctx context.Context, in *CacheStatsR
 // UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
 // UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
 // A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-// Tokenize, a minute for CacheStats (docs/methods.md).
+// Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
 type InferenceServiceServer interface {
 	// Generates and answers once, when the output is complete.
 	Generate(context.Context, *GenerateRequest) (*GenerateResponse, error)
@@ -136,6 +149,8 @@ type InferenceServiceServer interface {
 	Stream(*GenerateRequest, grpc.ServerStreamingServer[StreamResponse]) error
 	// Turns a prompt into tokens exactly as Generate would.
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
+	// Turns tokens into text, as Tokenize turned the text into tokens.
+	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
 	// Counters of the engine and of the prefix cache, taken between two steps.
 	CacheStats(context.Context, *CacheStatsRequest) (*CacheStatsResponse, error)
 	mustEmbedUnimplementedInferenceServiceServer()
@@ -156,6 +171,9 @@ func (UnimplementedInferenceServiceServer) Stream(*GenerateRequest, grpc.ServerS
 }
 func (UnimplementedInferenceServiceServer) Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Tokenize not implemented")
+}
+func (UnimplementedInferenceServiceServer) Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Detokenize not implemented")
 }
 func (UnimplementedInferenceServiceServer) CacheStats(context.Context, *CacheStatsRequest) (*CacheStatsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CacheStats not implemented")
@@ -228,6 +246,24 @@ func _InferenceService_Tokenize_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _InferenceService_Detokenize_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DetokenizeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).Detokenize(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_Detokenize_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).Detokenize(ctx, req.(*DetokenizeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _InferenceService_CacheStats_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(CacheStatsRequest)
 	if err := dec(in); err != nil {
@@ -260,6 +296,10 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Tokenize",
 			Handler:    _InferenceService_Tokenize_Handler,
+		},
+		{
+			MethodName: "Detokenize",
+			Handler:    _InferenceService_Detokenize_Handler,
 		},
 		{
 			MethodName: "CacheStats",

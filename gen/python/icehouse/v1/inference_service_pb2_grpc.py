@@ -34,7 +34,7 @@ class InferenceServiceStub:
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize, a minute for CacheStats (docs/methods.md).
+    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
     """
 
     def __init__(self, channel):
@@ -58,6 +58,11 @@ class InferenceServiceStub:
                 request_serializer=icehouse_dot_v1_dot_inference__service__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_inference__service__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/icehouse.v1.InferenceService/Detokenize',
+                request_serializer=icehouse_dot_v1_dot_inference__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_inference__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.CacheStats = channel.unary_unary(
                 '/icehouse.v1.InferenceService/CacheStats',
                 request_serializer=icehouse_dot_v1_dot_inference__service__pb2.CacheStatsRequest.SerializeToString,
@@ -74,7 +79,7 @@ class InferenceServiceServicer:
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize, a minute for CacheStats (docs/methods.md).
+    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
     """
 
     def Generate(self, request, context):
@@ -97,6 +102,13 @@ class InferenceServiceServicer:
 
     def Tokenize(self, request, context):
         """Turns a prompt into tokens exactly as Generate would.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns tokens into text, as Tokenize turned the text into tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +139,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=icehouse_dot_v1_dot_inference__service__pb2.TokenizeRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_inference__service__pb2.TokenizeResponse.SerializeToString,
             ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=icehouse_dot_v1_dot_inference__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_inference__service__pb2.DetokenizeResponse.SerializeToString,
+            ),
             'CacheStats': grpc.unary_unary_rpc_method_handler(
                     servicer.CacheStats,
                     request_deserializer=icehouse_dot_v1_dot_inference__service__pb2.CacheStatsRequest.FromString,
@@ -149,7 +166,7 @@ class InferenceService:
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize, a minute for CacheStats (docs/methods.md).
+    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
     """
 
     @staticmethod
@@ -223,6 +240,33 @@ class InferenceService:
             '/icehouse.v1.InferenceService/Tokenize',
             icehouse_dot_v1_dot_inference__service__pb2.TokenizeRequest.SerializeToString,
             icehouse_dot_v1_dot_inference__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/icehouse.v1.InferenceService/Detokenize',
+            icehouse_dot_v1_dot_inference__service__pb2.DetokenizeRequest.SerializeToString,
+            icehouse_dot_v1_dot_inference__service__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,7 +35,7 @@ class InferenceServiceStub:
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize, a minute for CacheStats (docs/methods.md).
+    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
     """
 
     @_typing.overload
@@ -53,6 +53,8 @@ class InferenceServiceStub:
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]
     """Turns a prompt into tokens exactly as Generate would."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]
+    """Turns tokens into text, as Tokenize turned the text into tokens."""
     CacheStats: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.CacheStatsRequest, _inference_service_pb2.CacheStatsResponse]
     """Counters of the engine and of the prefix cache, taken between two steps."""
 
@@ -66,7 +68,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize, a minute for CacheStats (docs/methods.md).
+    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -81,6 +83,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns a prompt into tokens exactly as Generate would."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Turns tokens into text, as Tokenize turned the text into tokens."""
     CacheStats: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.CacheStatsRequest, _inference_service_pb2.CacheStatsResponse]  # type: ignore[assignment]
     """Counters of the engine and of the prefix cache, taken between two steps."""
 
@@ -93,7 +97,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
     A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize, a minute for CacheStats (docs/methods.md).
+    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
     """
 
     @_abc_1.abstractmethod
@@ -124,6 +128,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.TokenizeResponse, _abc.Awaitable[_inference_service_pb2.TokenizeResponse]]:
         """Turns a prompt into tokens exactly as Generate would."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_service_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.DetokenizeResponse, _abc.Awaitable[_inference_service_pb2.DetokenizeResponse]]:
+        """Turns tokens into text, as Tokenize turned the text into tokens."""
 
     @_abc_1.abstractmethod
     def CacheStats(

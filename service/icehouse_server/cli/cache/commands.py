@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from icehouse_server.cli.cache.block_facts import (
     model_text,
     record_facts,
 )
-from icehouse_server.cli.terminal.console import err, out
+from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.config.setting import size_text
@@ -45,7 +44,6 @@ Directory = Annotated[
     Path | None,
     typer.Option("--cache-directory", help="The SSD tier's folder (default: the configured one)."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _EXIT_FOUND = 1
 _SECONDS_PER_DAY = 86_400
 _HARMLESS = frozenset({Finding.UNKNOWN, Finding.RESTAMPED})
@@ -67,7 +65,7 @@ def list_blocks(
     chosen = [r for r in reversed(rows.records) if r.fingerprint.hex().startswith(fingerprint.lower())]
     shown = chosen[:limit] if limit else chosen
     if as_json:
-        _print_json([record_facts(record) for record in shown])
+        print_json([record_facts(record) for record in shown])
         return
     if not chosen:
         err.print(f"no blocks in {store.paths.root}; a server writes them when RAM is full and at its end")
@@ -107,7 +105,7 @@ def inspect(
     elif show_tokens:
         err.print("the token ids are encrypted; ICEHOUSE_CACHE_KEY_FILE or _COMMAND says with which key")
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     for key, value in facts.items():
         if key != "regions":
@@ -125,7 +123,7 @@ def check(directory: Directory = None, as_json: AsJson = False) -> None:
     with _bar("looking at files", total=len(store.rows().records)) as advance_to:
         found, file_count = store.check(progress=advance_to)
     if as_json:
-        _print_json({"files": file_count, "discrepancies": [discrepancy_facts(item) for item in found]})
+        print_json({"files": file_count, "discrepancies": [discrepancy_facts(item) for item in found]})
     else:
         for item in found:
             detail = f" ({item.detail})" if item.detail else ""
@@ -155,7 +153,7 @@ def verify(
                 damaged.append(verdict)
     if as_json:
         items = [{"hash": v.record.hash.hex(), "damage": str(v.damage), "detail": v.detail} for v in damaged]
-        _print_json({"blocks": len(records), "size_bytes": done_bytes, "damaged": items})
+        print_json({"blocks": len(records), "size_bytes": done_bytes, "damaged": items})
     else:
         for verdict in damaged:
             out.print(f"{verdict.record.hash.hex()} {verdict.damage}: {verdict.detail}", markup=False)
@@ -214,7 +212,7 @@ def purge(
             progress=lambda done, _: advance_to(done),
         )
     if as_json:
-        _print_json({"removed": removed_count, "size_bytes": removed_bytes})
+        print_json({"removed": removed_count, "size_bytes": removed_bytes})
     else:
         out.print(f"{removed_count} files removed, {size_text(removed_bytes)} freed")
 
@@ -288,7 +286,3 @@ def _bar(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 
-class Verdict(enum.Enum):
+class Verdict(enum.StrEnum):
     """How a check ended. FAIL means that `icehouse serve` would not start."""
 
     OK = "ok"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -16,7 +17,7 @@ from icehouse_server.bootstrap.machine import find_device
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.cli.doctor.cache_checks import check_cache, check_disk, check_encryption
 from icehouse_server.cli.doctor.check import Check, Verdict
-from icehouse_server.cli.terminal.console import out
+from icehouse_server.cli.terminal.console import out, print_json
 from icehouse_server.config import Config
 from icehouse_server.config.setting import size_text
 from icehouse_server.demo.build import can_be_built, is_built
@@ -27,9 +28,12 @@ _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
 
 
-def doctor(config: Config) -> bool:
+def doctor(config: Config, *, as_json: bool = False) -> bool:
     """Print every check; return whether `icehouse serve` could start with this configuration."""
     checks = [check(config) for check in CHECKS]
+    if as_json:
+        print_json([dataclasses.asdict(check) for check in checks])
+        return all(check.verdict is not Verdict.FAIL for check in checks)
     styles = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
     for check in checks:
         verdict = f"[{styles[check.verdict]}]{check.verdict.value:4}[/]"
@@ -50,7 +54,8 @@ def check_versions(config: Config) -> Check:
             missing.append(package)
     detail = ", ".join(found)
     if missing:
-        advice = f"missing {', '.join(missing)}; `pip install -e gen/python -e .` in Icehouse's folder"
+        install = "pip install -e gen/python -e clients/python -e ."
+        advice = f"missing {', '.join(missing)}; `{install}` in Icehouse's folder"
         return Check("versions", Verdict.FAIL, detail, advice)
     return Check("versions", Verdict.OK, detail)
 

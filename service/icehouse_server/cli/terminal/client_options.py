@@ -5,6 +5,7 @@ Each has an environment variable, which the library of the command line reads.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,6 +75,27 @@ Key = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """A server to call, and what is shown to it."""
+
+    address: str
+    access: Access
+
+
+def target_of(
+    address: Address = None,
+    token: Token = None,
+    tls: Tls = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+) -> Target:
+    """Return the server that the options name: the group that every command which calls one has."""
+    access = access_of(token=token, tls=tls, ca=ca, certificate=certificate, key=key)
+    return Target(resolved(address), access)
 
 
 def resolved(address: str | None) -> str:

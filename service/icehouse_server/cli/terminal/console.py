@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -26,6 +28,14 @@ _PHASES = {
     "tokenizer": "building the tokenizer",
     "weights": "decoding the weights",
 }
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print a value for programs: on standard output, nothing of it styled or wrapped."""
+    typer.echo(json.dumps(value, indent=indent, default=str))
 
 
 def complain(message: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from icehouse_server.cli.terminal import client_options
-from icehouse_server.cli.terminal.console import complain, out
+from icehouse_server.cli.terminal.client_options import Target, target_of
+from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
+from icehouse_server.cli.terminal.option_groups import with_groups
 
 if TYPE_CHECKING:
     from icehouse_server.domain.stats import ServerStats
@@ -20,27 +22,25 @@ if TYPE_CHECKING:
 _HISTORY_COUNT = 30
 
 
+@with_groups(target=target_of)
 def top(
-    address: client_options.Address = None,
+    target: Target,
     interval_s: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one screen, with rates since the server's start, and end.")
     ] = False,
-    token: client_options.Token = None,
-    tls: client_options.Tls = False,
-    ca: client_options.Ca = None,
-    certificate: client_options.Certificate = None,
-    key: client_options.Key = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show a running server live: throughput, queue, cache tiers, SSD traffic, slowest requests."""
     # Imported here, so that commands that need no gRPC start without it.
     from icehouse_server.rpc.client.generate import CallFailed
     from icehouse_server.rpc.client.watch_stats import StatsWatch
 
-    access = client_options.access_of(token=token, tls=tls, ca=ca, certificate=certificate, key=key)
-    with StatsWatch(client_options.resolved(address), access) as watch:
+    with StatsWatch(target.address, target.access) as watch:
         try:
-            if once:
+            if as_json:
+                _print_facts(watch, interval_s=interval_s, once=once)
+            elif once:
                 _print_once(watch)
             else:
                 with contextlib.suppress(KeyboardInterrupt):
@@ -48,6 +48,14 @@ def top(
         except CallFailed as error:
             complain(str(error))
             raise typer.Exit(1) from error
+
+
+def _print_facts(watch: StatsWatch, *, interval_s: float, once: bool) -> None:
+    """Print each look as a line of JSON."""
+    samples = watch.facts(interval_s=interval_s)
+    with contextlib.closing(samples), contextlib.suppress(KeyboardInterrupt):
+        for facts in itertools.islice(samples, 1) if once else samples:
+            print_json(facts, indent=None)
 
 
 def _print_once(watch: StatsWatch) -> None:

@@ -97,6 +97,8 @@ class Sequence:
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0
     first_token_time: float | None = None
+    is_told_its_end: bool = False
+    """Its caller was told that it is finished; what it held is about to be given back."""
 
     @classmethod
     def of(

@@ -275,20 +275,21 @@ class PrefixCache:
 
     # Blocks on their way into RAM, and out of it.
 
-    def capture(self, sequence: Sequence, *, is_end: bool) -> list[BlockHash]:
-        """Keep what is complete at the sequence's position, with `is_end` the tail too; return the names."""
+    def capture(self, sequence: Sequence, reached: int, *, is_end: bool) -> list[BlockHash]:
+        """Keep the blocks that are complete where its caches have `reached`, with `is_end` the tail too;
+        return the names."""
         if not self.may_write(sequence):
             return []
         size = self.settings.block_token_count
-        position = min(sequence.kv_token_count, sequence.token_count)
+        position = min(reached, sequence.token_count)
         known_count = len(sequence.chain)
         for start in range(known_count * size, position - size + 1, size):
-            name = self._keep(sequence, start, start + size)
+            name = self._keep(sequence, start, start + size, reached)
             sequence.chain.append(name)
         start = len(sequence.chain) * size
         names = list(sequence.chain)
         if is_end and start < position:
-            names.append(self._keep(sequence, start, position))
+            names.append(self._keep(sequence, start, position, reached))
         if len(names) == known_count:
             return []
         found = (self._index.get(name) for name in names)
@@ -450,12 +451,12 @@ class PrefixCache:
         self._quotas.note_stored(entry, before_bytes=before_bytes, after_bytes=entry.ssd_bytes)
         return entry
 
-    def _keep(self, sequence: Sequence, start: int, stop: int) -> BlockHash:
+    def _keep(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its hash."""
         root = self.root(sequence.request.scope)
         parent = sequence.chain[-1] if sequence.chain else root
         tokens = sequence.keys(start, stop)
-        kinds = self._capture_rules.kinds_at(sequence, stop)
+        kinds = self._capture_rules.kinds_at(sequence, stop, reached)
         if not kinds:
             return self._index.name_of(parent=parent, token_ids=tokens)
         entry = self._index.add(parent=parent, start_token_index=start, token_ids=tokens)

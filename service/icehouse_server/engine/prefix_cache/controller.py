@@ -173,13 +173,26 @@ class CacheController:
         """Return sequences that waited for another one's blocks and need wait no longer."""
         return self._in_flight.take_ready()
 
+    def has_to_keep(self, sequence: Sequence, *, is_end: bool) -> bool:
+        """Whether a capture of this sequence would copy something."""
+        size = self.cache.settings.block_token_count
+        is_due = is_end or sequence.kv_token_count - len(sequence.chain) * size >= size
+        return is_due and self.cache.may_write(sequence)
+
+    def capture_input(self, sequence: Sequence) -> None:
+        """Keep the blocks of its input that are complete now, with the tail at its end."""
+        self._capture(sequence, sequence.processed_token_count, is_end=sequence.is_prefilled)
+
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
-        """Keep the blocks that are complete now; with `is_end` the tail too."""
+        """Keep the complete blocks of a sequence that draws; with `is_end` the tail too."""
+        self._capture(sequence, sequence.kv_token_count, is_end=is_end)
+
+    def _capture(self, sequence: Sequence, reached: int, *, is_end: bool) -> None:
         self._promotions.step(sequence)
-        is_point = sequence.kv_token_count in sequence.capture_points
+        is_point = reached in sequence.capture_points
         if is_point:
-            sequence.capture_points.remove(sequence.kv_token_count)
-        self._in_flight.complete(self.cache.capture(sequence, is_end=is_end or is_point))
+            sequence.capture_points.remove(reached)
+        self._in_flight.complete(self.cache.capture(sequence, reached, is_end=is_end or is_point))
         if is_end:
             self._in_flight.withdraw(sequence)
 
@@ -213,7 +226,7 @@ class CacheController:
         # Before its first token a decoding sequence may have no row yet, and its prompt is kept already.
         has_row = sequence.phase is Phase.DECODING and sequence.output_token_ids
         if restore is None and (has_row or sequence.phase is Phase.PREFILLING):
-            self.cache.capture(sequence, is_end=True)
+            self.cache.capture(sequence, sequence.kv_token_count, is_end=True)
 
     def discard(self, sequence: Sequence) -> None:
         """Remove every block that a decoding sequence computed or began with: what came of them is no number,

@@ -32,6 +32,11 @@ class Caller:
     tenant: Tenant | None
     role: Role
 
+    @property
+    def scope(self) -> Tenant | None:
+        """Whose numbers and blocks it may be told of: its tenant's, or everybody's for None."""
+        return None if self.role is Role.OPERATOR else self.tenant
+
     def require_operator(self, what: str) -> None:
         """Raise Forbidden unless this is an operator; `what` is a sentence's beginning."""
         if self.role is not Role.OPERATOR:

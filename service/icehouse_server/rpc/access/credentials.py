@@ -75,8 +75,9 @@ class Security:
             return
         except Exception as error:
             # A fault of ours: the next look, at files that somebody may have mended, must come all the same.
-            if self._is_new(name, repr(error)):
-                _logger.exception("old_secrets_kept", extra={"kind": name, "detail": repr(error)})
+            # Not the repr: that of an error in decoding holds the whole file.
+            if self._is_new(name, detail := f"{type(error).__name__}: {error}"):
+                _logger.exception("old_secrets_kept", extra={"kind": name, "detail": detail})
             return
         self._logged.pop(name, None)
         if changed:

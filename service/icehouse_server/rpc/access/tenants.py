@@ -46,16 +46,26 @@ class Account:
         return not (self.use.waiting_count or self.use.running_count or owes)
 
 
+@dataclasses.dataclass(slots=True)
+class QueueCounts:
+    """Requests of all tenants now."""
+
+    waiting_count: int = 0
+    running_count: int = 0
+
+
 class Stay:
     """One request from its submission to its end."""
 
-    def __init__(self, account: Account, request: GenerationRequest) -> None:
+    def __init__(self, account: Account, counts: QueueCounts, request: GenerationRequest) -> None:
         self._account = account
+        self._counts = counts
         self._prompt_token_count = len(request.prompt_token_ids)
         self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
         self._output_token_count = 0
         self._has_started = False
         account.use.waiting_count += 1
+        counts.waiting_count += 1
         account.use.accepted_total += 1
         account.use.prompt_token_total += self._prompt_token_count
 
@@ -65,6 +75,8 @@ class Stay:
             self._has_started = True
             self._account.use.waiting_count -= 1
             self._account.use.running_count += 1
+            self._counts.waiting_count -= 1
+            self._counts.running_count += 1
             self._account.use.cached_token_total += event.cache.cached_token_count
         elif isinstance(event, Delta):
             self._output_token_count += len(event.token_ids)
@@ -75,8 +87,10 @@ class Stay:
         """Close the request, however it ended: a started one has used its prompt and what it drew."""
         if self._has_started:
             self._account.use.running_count -= 1
+            self._counts.running_count -= 1
         else:
             self._account.use.waiting_count -= 1
+            self._counts.waiting_count -= 1
         self._account.use.output_token_total += self._output_token_count
         if self._account.budget is not None:
             used = self._prompt_token_count + self._output_token_count if self._has_started else 0
@@ -92,9 +106,16 @@ class Tenants:
         """Requests of one tenant that run at once, by the engine's own count; 0 is unlimited."""
         self._clock = clock
         self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
+        self.counts = QueueCounts()
+        """Of all accounts together; an account that is let go has none of them."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(tuple(self._accounts.values()))
+
+    def use_of(self, tenant: Tenant) -> TenantUse:
+        """Return what one tenant runs and has used; nothing where it has no account."""
+        account = self._accounts.get(tenant)
+        return TenantUse(tenant) if account is None else dataclasses.replace(account.use)
 
     @contextlib.contextmanager
     def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[Stay, ...]]:
@@ -106,7 +127,7 @@ class Tenants:
         except (Overloaded, InvalidRequest):
             account.use.refused_total += 1
             raise
-        stays = tuple(Stay(account, request) for request in requests)
+        stays = tuple(Stay(account, self.counts, request) for request in requests)
         if account.budget is not None:
             account.budget.reserve(sum(stay.reserved_token_count for stay in stays))
         try:

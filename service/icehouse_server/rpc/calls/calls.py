@@ -20,7 +20,13 @@ from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason,
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
 from icehouse_server.rpc.calls.methods import METHODS
-from icehouse_server.rpc.calls.refusal_pace import LONGEST_S, LONGEST_UNPROVED_S, RefusalPace
+from icehouse_server.rpc.calls.pace import (
+    LONGEST_S,
+    LONGEST_UNPROVED_S,
+    REFUSAL_BURST_COUNT,
+    REFUSALS_PER_S,
+    Pace,
+)
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import cancel_code, current_method
@@ -71,7 +77,7 @@ class Calls:
         self._clock = clock
         self._session_keys = session_keys
         self._watchers = watchers
-        self._pace = RefusalPace()
+        self._pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
         self._closed = False
         self._idle = asyncio.Event()

@@ -102,6 +102,7 @@ _CHECK = Method(
     own_deadline_s=_WHOLE_DISK_S,
 )
 _LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
+_LISTING = Method(Pool.COMMANDS, Place.EVENT_LOOP, message_byte_limit=4 * KIB)
 _CHANNELZ = Method(
     Pool.WATCHES,
     Place.EVENT_LOOP,
@@ -127,6 +128,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.InferenceService/Generate": _GENERATION,
     "icehouse.v1.InferenceService/Stream": _GENERATION,
     "icehouse.v1.InferenceService/Tokenize": Method(Pool.WORK, Place.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Detokenize": Method(Pool.WORK, Place.TOKENIZER, Cost.PROMPT),
     "icehouse.v1.InferenceService/CacheStats": Method(
         Pool.COMMANDS, Place.INFERENCE, message_byte_limit=4 * KIB
     ),
@@ -142,6 +144,9 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/WatchStats": Method(Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
+    "icehouse.v1.ServerService/GetServer": _LOOKUP,
+    "icehouse.v1.ServerService/ListRequests": _LISTING,
+    "icehouse.v1.ServerService/CancelRequest": _LISTING,
     "icehouse.v1.EmbeddingService/Embed": _GENERATION,
     "icehouse.v1.RerankService/Rerank": _GENERATION,
     "vllm.grpc.engine.VllmEngine/Generate": _GENERATION,

@@ -122,7 +122,9 @@ TABLE: Mapping[Reason, Row] = {
         "The caller's deadline passed.",
         "Allow more time, or ask for less.",
     ),
-    Reason.CANCELLED: Row(grpc.StatusCode.CANCELLED, "The caller took the call back.", "Nothing."),
+    Reason.CANCELLED: Row(
+        grpc.StatusCode.CANCELLED, "The caller took the call back, or CancelRequest ended it.", "Nothing."
+    ),
     Reason.ENGINE_FAILED: Row(
         grpc.StatusCode.INTERNAL,
         "A fault of the server.",
@@ -169,6 +171,11 @@ TABLE: Mapping[Reason, Row] = {
         "No block of the prompt is cached.",
         "Send the prompt through Warm first.",
         is_also_local=True,
+    ),
+    Reason.REQUEST_NOT_FOUND: Row(
+        grpc.StatusCode.NOT_FOUND,
+        "No request of this name that the caller may end waits or runs.",
+        "Look at ListRequests; one that has ended needs no ending.",
     ),
     Reason.EMBEDDING_UNSUPPORTED: Row(
         _PRECONDITION, "The served model shows no hidden states.", "Use a server with another model."

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from icehouse_server.domain.call import CallRecord, SpanNames
+from icehouse_server.domain.stats import KvEventStats
 from icehouse_server.rpc.calls.access_log import AccessLog
 from icehouse_server.rpc.calls.wire import WireWatcher
 
@@ -64,3 +65,5 @@ class Telemetry:
     has_access_log: bool = True
     sample_interval_s: float | None = None
     """None: nothing wants samples."""
+    kv_events: Callable[[], KvEventStats] = KvEventStats
+    """Asked for each sample."""

@@ -155,11 +155,11 @@ def failure_of(error: Any, address: str) -> CallFailed:
     # gRPC's own status for a refused connection carries no details of ours.
     has_details = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
     if code is grpc.StatusCode.UNAVAILABLE and not has_details:
-        return CallFailed(_not_reached(str(error.details()), address), code=code.name, unreachable=True)
+        return CallFailed(not_reached_text(str(error.details()), address), code=code.name, unreachable=True)
     return CallFailed(f"{code.name}: {error.details()}", code=code.name, unreachable=False)
 
 
-def _not_reached(details: str, address: str) -> str:
+def not_reached_text(details: str, address: str) -> str:
     """Return why there was no answer and what to do, from gRPC's own words."""
     if "handshake failed" in details:
         why = details.rpartition("handshake failed")[2].strip(" :").removesuffix(": OK")

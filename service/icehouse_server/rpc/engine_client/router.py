@@ -73,6 +73,10 @@ class Router:
             )
         self._outboxes[request_id] = outbox
 
+    def routes(self, request_id: RequestId, outbox: Outbox) -> bool:
+        """Whether the id is still of the request that was opened with this outbox, and its reader there."""
+        return self._outboxes.get(request_id) is outbox
+
     def forget(self, request_id: RequestId) -> None:
         """Undo `open` for a request that the engine did not take."""
         del self._outboxes[request_id]
@@ -83,7 +87,7 @@ class Router:
         Until it has, the id stays in use: otherwise the end of the old request could reach a new one of the
         same name. Once it has, the id may be another request's already, which is left alone.
         """
-        if self._outboxes.get(request_id) is not outbox:
+        if not self.routes(request_id, outbox):
             return False
         self._outboxes[request_id] = None
         return True

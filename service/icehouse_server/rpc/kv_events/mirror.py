@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.cache_commands import KnownTokens
-from icehouse_server.domain.ids import BlockHash, CacheScope
+from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import (
     Came,
     Change,
@@ -51,8 +51,8 @@ class BlockMirror:
         self._children: dict[BlockHash, dict[BlockHash, _Known]] = {}
         self._scopes: dict[BlockHash, CacheScope] = {}
         self._forgotten_roots: set[BlockHash] = set()
-        self._told: dict[BlockHash, _Known] = {}
-        """In the order of telling: a block behind its parent."""
+        self._told: dict[Tenant, dict[BlockHash, _Known]] = {}
+        """Each tenant's in the order of telling: a block behind its parent."""
         self._unread: dict[BlockHash, None] = {}
         """Blocks whose tokens are to be read, in order."""
         self._unlisted: dict[tuple[BlockHash, KvTier], None] = {}
@@ -103,17 +103,18 @@ class BlockMirror:
             if known is not None and known.packed is None:
                 yield from self._learn(known, block.token_ids)
 
-    def told(self) -> list[tuple[KvBlock, Held]]:
-        """Return what subscribers know now, parents first."""
-        return [(each.told, each.held) for each in self._told.values() if each.told is not None]
+    def told(self, tenant: Tenant | None) -> list[tuple[KvBlock, Held]]:
+        """Return what subscribers know now of one tenant's blocks or of all, parents first."""
+        owned = self._told.values() if tenant is None else (self._told.get(tenant, {}),)
+        return [(each.told, each.held) for own in owned for each in own.values() if each.told is not None]
 
-    def told_names(self) -> list[BlockHash]:
-        """Return the names of what subscribers know now, parents first."""
-        return list(self._told)
+    def told_names(self, tenant: Tenant) -> list[BlockHash]:
+        """Return the names of what subscribers know now of a tenant's blocks, parents first."""
+        return list(self._told.get(tenant, ()))
 
     def told_of(self, name: BlockHash) -> Iterator[tuple[KvBlock, Held]]:
         """Yield what subscribers know of this block, nothing if they do not."""
-        known = self._told.get(name)
+        known = self._known.get(name)
         if known is not None and known.told is not None:
             yield known.told, known.held
 
@@ -195,7 +196,7 @@ class BlockMirror:
             if block is None:
                 continue
             known.told = block
-            self._told[known.name] = known
+            self._told.setdefault(block.scope.tenant, {})[known.name] = known
             for tier in known.held:
                 yield BlockStored(block, tier)
             waiting.extend(self._children.get(known.name, {}).values())
@@ -206,7 +207,7 @@ class BlockMirror:
         if known.is_first:
             scope = self._scopes.get(known.parent)
             return None if scope is None else KvBlock(cut(known.name), None, known.packed, scope)
-        above = self._told.get(known.parent)
+        above = self._known.get(known.parent)
         if above is None or above.told is None:
             return None
         return KvBlock(cut(known.name), above.told.hash, known.packed, above.told.scope)
@@ -218,7 +219,11 @@ class BlockMirror:
             chain += [child for child in self._children.get(each.name, {}).values() if child.told is not None]
         for each in reversed(chain):
             assert each.told is not None
+            tenant = each.told.scope.tenant
             for tier in each.held:
-                yield BlockRemoved(each.told.hash, tier, each.told.scope.tenant)
+                yield BlockRemoved(each.told.hash, tier, tenant)
             each.told = None
-            del self._told[each.name]
+            own = self._told[tenant]
+            del own[each.name]
+            if not own:
+                del self._told[tenant]

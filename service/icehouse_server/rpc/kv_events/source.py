@@ -13,12 +13,14 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import KvEventsConfig
 from icehouse_server.domain.cache_commands import CacheAnswer
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
+from icehouse_server.domain.stats import KvEventStats
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.kv_events.feed import EventFeed, Subscription
+from icehouse_server.rpc.kv_events.channel import Subscription
+from icehouse_server.rpc.kv_events.feed import EventFeed
 from icehouse_server.rpc.kv_events.follower import LogFollower, Question
 from icehouse_server.rpc.kv_events.mirror import BlockMirror
 
@@ -49,6 +51,16 @@ class KvEventSource:
         self.feed = EventFeed(self.mirror, replay_limit_bytes=settings.replay_bytes, clock=clock)
         self._follower = LogFollower(log, self.mirror, self.feed)
         self._task: asyncio.Task[None] | None = None
+
+    def stats(self) -> KvEventStats:
+        """Return its counters."""
+        return KvEventStats(
+            block_count=len(self.mirror),
+            replay_bytes=self.feed.ring_bytes,
+            event_total=self.feed.event_total,
+            lost_total=self.feed.lost_total,
+            untold_total=self.mirror.untold_total,
+        )
 
     async def stop(self) -> None:
         """Follow it no more; subscribers are ended by whoever serves them."""

@@ -24,14 +24,18 @@ from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.calls import background
+from icehouse_server.rpc.kv_events.channel import BATCH_TOKEN_COUNT
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
-from icehouse_server.rpc.kv_events.feed import BATCH_TOKEN_COUNT
 from icehouse_server.rpc.kv_events.source import CONNECT_PREFIX, KvEventSource
 
 _QUEUE_LIMIT = 1_000
 """Messages, of some 100 kB at most, that wait for one subscriber; more are lost to it."""
 _RETELL_S = 5.0
-"""Between two times that everything is told again, whoever comes meanwhile."""
+"""At least, between two times that everything is told again, whoever comes meanwhile."""
+_HEARD_LIMIT = 64
+"""Messages of subscribers that one turn takes in: they may send without end, and all wait for the loop."""
+_SUBSCRIPTION_BYTE_LIMIT = 4 << 10
+"""Of what a subscriber sends; it names a topic's beginning. Who sends more is disconnected."""
 _MEDIA = {KvTier.RAM: "GPU", KvTier.SSD: "CPU"}
 """llm-d weighs a second tier by this name, and less than the first."""
 _MASK = (1 << 64) - 1
@@ -53,6 +57,7 @@ class ZmqPublisher:
         self._socket = self._context.socket(zmq.XPUB)
         self._to_retell: collections.deque[BlockHash] = collections.deque()
         self._is_retelling_due = False
+        self._retelling_time = -_RETELL_S
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> str:
@@ -66,6 +71,7 @@ class ZmqPublisher:
         # Every subscription is heard of, a topic's second one too: whoever comes is told everything.
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _SUBSCRIPTION_BYTE_LIMIT)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
             if self._endpoint.startswith(CONNECT_PREFIX):
@@ -99,25 +105,30 @@ class ZmqPublisher:
         """See who has come, and tell everything again, a batch of it; whether anybody has come."""
         has_come = False
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_HEARD_LIMIT):
                 has_come |= self._socket.recv(zmq.NOBLOCK).startswith(b"\x01")
         self._is_retelling_due |= has_come
         self._retell()
         return has_come
 
     async def _run(self) -> None:
-        retold_time = -_RETELL_S
         while True:
-            self.turn()
-            if self._is_retelling_due and self._clock.monotonic() - retold_time >= _RETELL_S:
-                self.begin_retelling()
-                retold_time = self._clock.monotonic()
+            self.step()
             await asyncio.sleep(self._source.interval_s)
+
+    def step(self) -> None:
+        """Take a turn, and begin to tell everything again where that is due and has ended."""
+        self.turn()
+        # One that has begun goes on to its end: whoever keeps coming must not keep the last blocks from all.
+        is_free = not self._to_retell and self._clock.monotonic() - self._retelling_time >= _RETELL_S
+        if self._is_retelling_due and is_free:
+            self._retelling_time = self._clock.monotonic()
+            self.begin_retelling()
 
     def begin_retelling(self) -> None:
         """Tell every block again, beginning with the next turn."""
         self._is_retelling_due = False
-        self._to_retell = collections.deque(self._source.mirror.told_names())
+        self._to_retell = collections.deque(self._source.mirror.told_names(self._tenant))
 
     def _retell(self) -> None:
         """Tell of blocks as they are now, whatever they were when the retelling began."""

@@ -37,6 +37,7 @@ class Observation:
             stats=self.stats,
             clock=clock,
             interval_s=telemetry.sample_interval_s or _UNUSED_INTERVAL_S,
+            kv_events=telemetry.kv_events,
         )
         self.watchers = Watchers(
             calls=(slow, *telemetry.calls),

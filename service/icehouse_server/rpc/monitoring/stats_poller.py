@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import EngineStats, Rates, Snapshot
+from icehouse_server.domain.stats import EngineStats, KvEventStats, Rates, Snapshot
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
@@ -18,12 +19,20 @@ class StatsPoller:
     """Keeps the latest snapshot. Sampling belongs to the event loop; any thread may read `latest`."""
 
     def __init__(
-        self, *, engine: EnginePort, router: Router, stats: StatsReader, clock: Clock, interval_s: float
+        self,
+        *,
+        engine: EnginePort,
+        router: Router,
+        stats: StatsReader,
+        clock: Clock,
+        interval_s: float,
+        kv_events: Callable[[], KvEventStats] = KvEventStats,
     ) -> None:
         self._engine = engine
         self._router = router
         self._stats = stats
         self._clock = clock
+        self._kv_events = kv_events
         self.interval_s = interval_s
         """Also how long the engine may take to answer."""
         self._latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
@@ -61,6 +70,7 @@ class StatsPoller:
             engine=engine,
             cache=cache,
             tenants=self._stats.tenant_uses(),
+            kv_events=self._kv_events(),
             rates=_rates(last, engine, now) if answer is not None else last.rates,
         )
 

@@ -10,9 +10,10 @@ from icehouse.v1 import inference_service_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.stats import EngineStats, ServerStats, TenantUse
 from icehouse_server.rpc.access.caller import Caller, Role
-from icehouse_server.rpc.access.tenants import Tenants
+from icehouse_server.rpc.access.tenants import QueueCounts, Tenants
 from icehouse_server.rpc.calls.slow_requests import SlowRequests
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
@@ -62,6 +63,15 @@ class StatsReader:
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         """Return what each tenant runs and has used."""
         return tuple(dataclasses.replace(account.use) for account in self._tenants)
+
+    def tenant_use(self, tenant: Tenant) -> TenantUse:
+        """Return what one tenant runs and has used, whoever else there is."""
+        return self._tenants.use_of(tenant)
+
+    @property
+    def counts(self) -> QueueCounts:
+        """Requests of all tenants now; kept, not counted."""
+        return self._tenants.counts
 
     async def ask(self) -> Counters:
         """Return the counters as the engine tells them from now on; raises as `read` does.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from icehouse.v1 import cache_policy_pb2
 
@@ -12,13 +12,16 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import Event, Failed
-from icehouse_server.domain.ids import RequestId, Tenant
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.errors import Cancelled, Reason
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.calls import Call
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.submission import Submission
 from icehouse_server.rpc.messages.request import RunMessage, request_of
 from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.messages.sampling import spellings
@@ -50,6 +53,8 @@ class Generation:
         tenants: Tenants,
         clock: Clock,
     ) -> None:
+        self.open_requests = OpenRequests()
+        """What runs and waits, for all of the services."""
         self._clock = clock
         self._config = config
         self._engine = engine
@@ -133,6 +138,7 @@ class Generation:
         requests: Sequence[GenerationRequest],
         *,
         call: Call,
+        on_open: Callable[[OpenRequest], None] = lambda _: None,
         on_stall: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
         """Submit requests for one prompt together and give their events, with which of them it is of;
@@ -152,29 +158,15 @@ class Generation:
             byte_limit=self._config.outbox_byte_limit,
             on_stall=stalled,
         )
+        submission = Submission(requests, outboxes.all, engine=self._engine, router=self._router)
         self._router.require_model()
-        with self._tenants.staying(requests) as stays, self._submitted(requests, outboxes):
-            yield _events(outboxes, stays, call)
-
-    @contextlib.contextmanager
-    def _submitted(self, requests: Sequence[GenerationRequest], outboxes: Outboxes) -> Iterator[None]:
-        """Have the engine work on the requests until the block ends."""
-        opened: list[RequestId] = []
-        try:
-            for request, outbox in zip(requests, outboxes.all, strict=True):
-                self._router.open(request.request_id, outbox)
-                opened.append(request.request_id)
-            self._engine.submit(requests[0], tuple(requests[1:]))
-        except BaseException:
-            for request_id in opened:
-                self._router.forget(request_id)
-            raise
-        try:
-            yield
-        finally:
-            for request_id, outbox in zip(opened, outboxes.all, strict=True):
-                if self._router.release(request_id, outbox):
-                    self._engine.cancel(request_id)
+        with (
+            self._tenants.staying(requests) as stays,
+            submission.running(),
+            self.open_requests.opened(call.method, submission) as opened,
+        ):
+            on_open(opened)
+            yield _events(outboxes, stays, opened, call)
 
 
 def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Call) -> ReportNotes:
@@ -194,11 +186,18 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Ca
     )
 
 
-async def _events(outboxes: Outboxes, stays: Sequence[Stay], call: Call) -> AsyncIterator[tuple[int, Event]]:
+async def _events(
+    outboxes: Outboxes, stays: Sequence[Stay], opened: OpenRequest, call: Call
+) -> AsyncIterator[tuple[int, Event]]:
     while not outboxes.ended:
         index, event = await outboxes.take()
         call.note(event)
+        opened.note(event)
         if isinstance(event, Failed):
-            raise event.error
+            raise _cancelled() if opened.is_cancelled and isinstance(event.error, Cancelled) else event.error
         stays[index].note(event)
         yield index, event
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")

@@ -1,4 +1,4 @@
-"""InferenceService: Generate, Stream, Tokenize, CacheStats."""
+"""InferenceService: Generate, Stream, Tokenize, Detokenize, CacheStats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ from icehouse_server.rpc.messages.validation import (
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
-from icehouse_server.rpc.services.prompts import Unread, pieces, prompt_of, text_prompt_of, unchecked
+from icehouse_server.rpc.services.prompts import (
+    Unread,
+    pieces,
+    prompt_of,
+    text_of,
+    text_prompt_of,
+    unchecked,
+)
 from icehouse_server.rpc.services.reply_sum import ReplySum
 
 
@@ -99,6 +106,23 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             response = await self._prompts.run(answer, size_bytes=request.ByteSize())
             self._generation.charge(response.token_count, call=call)
             call.prompt_token_count = response.token_count
+            return response
+
+    async def Detokenize(
+        self, request: messages.DetokenizeRequest, context: Context
+    ) -> messages.DetokenizeResponse:
+        """Answer with the text of tokens."""
+        async with self._calls.call("Detokenize", context) as call:
+            model = self._router.require_model()
+            check_model(request.model, model.info)
+
+            def answer() -> messages.DetokenizeResponse:
+                return messages.DetokenizeResponse(text=text_of(request.token_ids, model))
+
+            self._generation.charge(0, call=call)
+            call.prompt_token_count = len(request.token_ids)
+            response = await self._prompts.run(answer, size_bytes=request.ByteSize())
+            self._generation.charge(call.prompt_token_count, call=call)
             return response
 
     async def CacheStats(

@@ -295,8 +295,7 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
 
 def pieces(prompt: Text | Chat, model: ServedModel) -> list[tuple[int, str]]:
     """Return each token's id and spelling, longer than the context as it may be. Any thread."""
-    limit = max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * model.info.context_token_limit)
-    _check_bytes(prompt, limit_bytes=limit)
+    _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
     return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model).token_ids]
 
@@ -308,6 +307,25 @@ def _has_images(prompt: Prompt) -> bool:
 def _read_text(prompt: Prompt, model: ServedModel) -> ReadPrompt | Prompt:
     """Return the prompt's tokens; the prompt itself where it has images, which take a turn of their own."""
     return prompt if _has_images(prompt) else _read(prompt, model)
+
+
+def text_of(token_ids: Sequence[int], model: ServedModel) -> str:
+    """Return the text of tokens, as many as `pieces` may have given; raises InvalidRequest. Any thread."""
+    limit = _tokenized_limit(model.info)
+    if len(token_ids) > limit:
+        raise InvalidRequest(
+            Reason.PROMPT_TOO_LONG,
+            f"there are {len(token_ids)} tokens; for this model's context at most {limit} are turned into "
+            "text; send fewer",
+            field="token_ids",
+            metadata={"tokens": len(token_ids), "limit_tokens": limit},
+        )
+    check_token_ids(token_ids, model.info, field="token_ids")
+    return model.tokenizer.decode_with_markers(token_ids)
+
+
+def _tokenized_limit(info: ModelInfo) -> int:
+    return max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * info.context_token_limit)
 
 
 def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:

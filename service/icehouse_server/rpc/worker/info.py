@@ -8,7 +8,7 @@ import json
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.stats import Snapshot
+from icehouse_server.domain.stats import Snapshot, TenantUse
 from icehouse_server.rpc.worker.parts import ServedFolder
 
 SERVER_TYPE = "vllm-grpc"
@@ -65,6 +65,19 @@ def server_info_proto(
         model_dtype=info.dtype,
         max_num_seqs=folder.running_limit,
         constrained_decoding_start=CONSTRAINT_START,
+    )
+
+
+def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count: int) -> worker.SchedulerLoad:
+    """Return how busy one tenant keeps the server, with nothing in it that others change."""
+    hit_ratio = use.cached_token_total / use.prompt_token_total if use.prompt_token_total else 0.0
+    return worker.SchedulerLoad(
+        num_running_reqs=use.running_count,
+        num_waiting_reqs=use.waiting_count,
+        num_total_reqs=use.running_count + use.waiting_count,
+        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
+        max_running_requests=folder.running_limit,
+        cache_hit_rate=hit_ratio,
     )
 
 

@@ -8,23 +8,27 @@ nothing further away, and these are restored without being computed.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from smg_grpc_proto.generated import common_pb2 as common
-from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.blocks import unpack_tokens
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import KvTier
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.access.caller import Caller
+from icehouse_server.rpc.calls.pace import Pace
+from icehouse_server.rpc.kv_events.channel import Subscription
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
-from icehouse_server.rpc.kv_events.feed import Subscription
 from icehouse_server.rpc.kv_events.source import KvEventSource
+from icehouse_server.rpc.worker.load_watch import HEARTBEAT_S, Load, LoadRecords, LoadWatch, LoadWatches
 
-TICK_S = 0.1
-"""How often the load is looked at while there are no events."""
-HEARTBEAT_S = 1.0
-"""A subscriber hears something at least so often."""
+BEGINNINGS_PER_S = 4.0
+"""How often one caller may begin anew, which has blocks encoded for it again."""
+BEGINNING_BURST_COUNT = 8
+_LONGEST_S = 30.0
 
 _TIERS = {
     KvTier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"),
@@ -34,14 +38,17 @@ _TIERS = {
 _DEFAULT_SALT = "(default)"
 """Of the default tenant's blocks, to another one's operator."""
 
-Load = Callable[[], worker.SchedulerLoad]
-
 
 class KvEventStreams:
     """One subscription after another over one source. Event loop."""
 
-    def __init__(self, source: KvEventSource) -> None:
+    def __init__(
+        self, source: KvEventSource, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
         self._source = source
+        self._sleep = sleep
+        self._watches = LoadWatches(source)
+        self._pace = Pace(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
 
     def subscribe(
         self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
@@ -54,72 +61,41 @@ class KvEventStreams:
         own = DEFAULT_TENANT if caller.tenant is None else caller.tenant
         self._source.follow(own)
         number = request.start_sequence_number
-        subscription = self._source.subscribe(
-            after_number=number, tenant=None if caller.role is Role.OPERATOR else own
-        )
-        return self._batches(subscription, own, LoadRecords(load), number)
+        subscription = self._source.subscribe(after_number=number, tenant=caller.scope)
+        now = self._source.clock.monotonic()
+        delay_s = self._pace.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S) if not number else 0
+        watching = self._watches.watching(caller.scope, load)
+        return self._batches(subscription, own, watching, number=number, delay_s=delay_s)
 
     async def _batches(
-        self, subscription: Subscription, own: Tenant, records: LoadRecords, number: int
+        self,
+        subscription: Subscription,
+        own: Tenant,
+        watching: contextlib.AbstractContextManager[LoadWatch],
+        *,
+        number: int,
+        delay_s: float,
     ) -> AsyncGenerator[common.KvEventBatch, None]:
         source = self._source
-        spoken_time = source.clock.monotonic()
-        while not source.left_ready.is_set():
-            batch = await subscription.next(timeout_s=TICK_S)
-            if batch is not None:
-                number = batch.sequence_number
-                yield batch_proto(batch, own, load=records.beside_events())
-            else:
-                is_due = source.clock.monotonic() - spoken_time >= HEARTBEAT_S
-                heartbeat = records.alone(is_due=is_due)
-                if heartbeat is None:
-                    continue
-                yield common.KvEventBatch(
-                    sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
-                )
+        await self._sleep(delay_s)
+        with watching as watch:
+            records = LoadRecords(lambda: watch.load)
             spoken_time = source.clock.monotonic()
-
-
-class LoadRecords:
-    """Of one stream, numbered: all there is at first and by themselves, beside events what routing needs."""
-
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        self._sample = 0
-        self._last = b""
-
-    def beside_events(self) -> common.EngineLoad:
-        """Return the record for a batch of events."""
-        return self._numbered(self._load(), is_whole=not self._sample)
-
-    def alone(self, *, is_due: bool) -> common.EngineLoad | None:
-        """Return a record for a batch without events; None where nothing has changed and none is due."""
-        load = self._load()
-        if not is_due and load.SerializeToString(deterministic=True) == self._last:
-            return None
-        record = self._numbered(load, is_whole=True)
-        record.load_only = True
-        return record
-
-    def _numbered(self, load: worker.SchedulerLoad, *, is_whole: bool) -> common.EngineLoad:
-        self._sample += 1
-        self._last = load.SerializeToString(deterministic=True)
-        record = common.EngineLoad(
-            running_requests=load.num_running_reqs,
-            waiting_requests=load.num_waiting_reqs,
-            waiting_uncached_tokens=load.num_waiting_uncached_tokens,
-            token_usage=load.token_usage,
-            # Cached blocks give way to requests, so all that is counted is in use.
-            active_token_usage=load.token_usage,
-            gen_throughput=load.gen_throughput,
-            max_running_requests=load.max_running_requests,
-            sample=self._sample,
-        )
-        if is_whole:
-            record.cache_hit_rate = load.cache_hit_rate
-            record.num_used_tokens = load.num_used_tokens
-            record.max_total_num_tokens = load.max_total_num_tokens
-        return record
+            while not source.left_ready.is_set():
+                batch = subscription.take()
+                if batch is not None:
+                    number = batch.sequence_number
+                    yield batch_proto(batch, own, load=records.beside_events())
+                else:
+                    is_due = source.clock.monotonic() - spoken_time >= HEARTBEAT_S
+                    heartbeat = records.alone(is_due=is_due)
+                    if heartbeat is None:
+                        await subscription.wait()
+                        continue
+                    yield common.KvEventBatch(
+                        sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
+                    )
+                spoken_time = source.clock.monotonic()
 
 
 def batch_proto(batch: KvBatch, own: Tenant, *, load: common.EngineLoad | None = None) -> common.KvEventBatch:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -22,8 +23,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import CacheAnswer, Evict
 from icehouse_server.domain.call import Operation
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
+from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
@@ -33,7 +36,13 @@ from icehouse_server.rpc.services.inference import InferenceService
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.worker.fields import named_as_sent
-from icehouse_server.rpc.worker.info import Queues, load_proto, model_info_proto, server_info_proto
+from icehouse_server.rpc.worker.info import (
+    Queues,
+    load_proto,
+    model_info_proto,
+    own_load_proto,
+    server_info_proto,
+)
 from icehouse_server.rpc.worker.parts import WorkerParts
 from icehouse_server.rpc.worker.reply import WorkerReply
 from icehouse_server.rpc.worker.request import WorkerRequest, input_ids_of, worker_request_of
@@ -72,8 +81,9 @@ class VllmEngineService:
         self._worker = worker
         self._clock = clock
         self._start_time = clock.monotonic()
-        self._request_time = 0.0
-        self._running = RunningRequests(engine.cancel)
+        self._request_times: dict[Tenant | None, float] = {}
+        """When each tenant was last heard of; only such as have credentials are told apart."""
+        self._running = RunningRequests()
         self._archive: asyncio.Future[TokenizerArchive] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -84,11 +94,10 @@ class VllmEngineService:
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Answer with chunks where they are asked for, and with each output's whole at its end."""
         timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
-        self._request_time = self._clock.wall()
         async with self._calls.call("Generate", context, Operation.TEXT_COMPLETION) as call:
+            self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent(), self._running.running(request.request_id, call.caller) as running:
                 prepared, read = await self._prepare(request, call, context)
-                running.submit(prepared.requests)
                 replies = self._replies(request, prepared, read)
                 async with timer.guard():
                     try:
@@ -115,7 +124,9 @@ class VllmEngineService:
         """Run the requests and write what they tell; raises Cancelled when one was cancelled."""
         if running.is_aborted:
             raise Cancelled(Reason.CANCELLED, "the request was aborted before it ran")
-        submitted = self._parts.generation.run(prepared.requests, call=call, on_stall=timer.expire)
+        submitted = self._parts.generation.run(
+            prepared.requests, call=call, on_open=running.submit, on_stall=timer.expire
+        )
         async with submitted as events:
             async for index, event in events:
                 running.note(event)
@@ -149,8 +160,8 @@ class VllmEngineService:
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         """Answer with the input's vector, of length 1."""
-        self._request_time = self._clock.wall()
         async with self._calls.call("Embed", context, Operation.EMBEDDINGS) as call:
+            self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent():
                 if not request.HasField("tokenized"):
                     raise InvalidRequest(
@@ -205,23 +216,33 @@ class VllmEngineService:
                 self._worker.folder,
                 active_count=self._running.count(call.caller),
                 uptime_s=self._clock.monotonic() - self._start_time,
-                request_time=self._request_time,
+                request_time=self._request_time(call.caller),
             )
+
+    def _request_time(self, caller: Caller) -> float:
+        if caller.scope is None:
+            return max(self._request_times.values(), default=0.0)
+        return self._request_times.get(caller.scope, 0.0)
 
     async def GetLoads(
         self, request: messages.GetLoadsRequest, context: Context
     ) -> messages.GetLoadsResponse:
         """Answer with how busy the server is."""
-        async with self._calls.call("GetLoads", context):
+        async with self._calls.call("GetLoads", context) as call:
             now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
-            return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=[self._load()])
+            loads = [self._load(call.caller.scope)]
+            return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=loads)
 
-    def _load(self) -> messages.SchedulerLoad:
-        uses = self._observation.stats.tenant_uses()
+    def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
+        """Return how busy one tenant keeps the server, or all do; asked for often, so nothing is counted."""
+        stats, waiting_token_count = self._observation.stats, self._running.waiting_tokens.count(scope)
+        if scope is not None:
+            use = stats.tenant_use(scope)
+            return own_load_proto(use, self._worker.folder, waiting_token_count=waiting_token_count)
         queues = Queues(
-            running_count=sum(use.running_count for use in uses),
-            waiting_count=sum(use.waiting_count for use in uses),
-            waiting_token_count=self._running.waiting_token_count,
+            running_count=stats.counts.running_count,
+            waiting_count=stats.counts.waiting_count,
+            waiting_token_count=waiting_token_count,
         )
         return load_proto(self._observation.poller.latest, self._worker.folder, queues)
 
@@ -268,7 +289,8 @@ class VllmEngineService:
             source = self._worker.kv_events
             if source is None:
                 _unsupported("KV events")
-            async with contextlib.aclosing(source.subscribe(request, call.caller, self._load)) as batches:
+            load = functools.partial(self._load, call.caller.scope)
+            async with contextlib.aclosing(source.subscribe(request, call.caller, load)) as batches:
                 # A gateway waits for the headers, which may be long before the first event.
                 await timer.begin(context)
                 async for batch in batches:

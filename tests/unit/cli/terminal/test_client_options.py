@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from icehouse_server.cli.main import app
 from icehouse_server.config import Config, load_config
 from icehouse_server.config.load import ClientVariable
@@ -33,10 +36,42 @@ def test_a_file_that_is_not_there_is_named(command: list[str], flag: str, tmp_pa
     assert f"{flag} names {tmp_path / 'none'}" in str(result.exception)
 
 
-@COMMANDS
-def test_help_names_every_variable(command: list[str]) -> None:
-    text = CliRunner().invoke(app, [command[0], "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).stdout
+ASKING = (
+    *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health"),
+    *("explain", "warm", "pin", "unpin", "evict", "tokenize", "detokenize", "embed"),
+)
+WITHOUT_JSON = {"serve", "demo", "change"}
+"""What prints no facts."""
+
+
+def commands_of(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command of the command line, those of groups too, with its name."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", command
+
+
+ALL = dict(commands_of(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_help_names_every_variable(name: str) -> None:
+    text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).stdout
     assert [variable for variable in ClientVariable if variable not in text] == []
+
+
+def test_who_asks_a_server_has_all_of_the_options_and_nobody_else_one() -> None:
+    wanted = {"address", "token", "tls", "ca", "certificate", "key"}
+    found = {name for name, command in ALL.items() if "address" in {p.name for p in command.params}}
+    assert found == set(ASKING)
+    assert [name for name in found if not wanted <= {p.name for p in ALL[name].params}] == []
+
+
+def test_every_command_that_prints_facts_prints_json() -> None:
+    silent = [name for name, command in ALL.items() if not any("--json" in p.opts for p in command.params)]
+    assert {name.rpartition(" ")[2] for name in silent} == WITHOUT_JSON
 
 
 def test_the_server_passes_them_over() -> None:

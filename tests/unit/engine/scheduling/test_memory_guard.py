@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 from icehouse_server.domain.events import Failed, Finished
-from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.ids import RequestId, SequenceId
 from icehouse_server.domain.request import Drafting, LogprobsWanted, Speculation
 from icehouse_server.engine.core.kv_growth import KvGrowth
+from icehouse_server.engine.core.mailbox import Cancel
 from icehouse_server.engine.core.memory_model import (
     DraftFootprint,
     MemoryModel,
@@ -16,6 +17,7 @@ from icehouse_server.engine.core.memory_model import (
     head_size_of,
     keeps_scores,
 )
+from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.errors import CannotFit, Overloaded, Reason
@@ -94,6 +96,21 @@ def test_what_does_not_fit_now_waits_until_it_does() -> None:
     assert served.scheduler.waiting_count == 1, "the second waits for memory, not for a slot"
     served.run()
     assert all(isinstance(served.recorder.end_of(n), Finished) for n in ("first", "second"))
+
+
+def test_what_who_left_held_is_free_before_those_who_wait_are_judged() -> None:
+    served = SteppedLoop(memory_limit_bytes=400, context_token_limit=1000, waiting_limit=1)
+    counted(served)
+    served.submit("leaves", [1] * 15, max_output_tokens=5)
+    served.loop.step()
+    served.submit("waits", [1] * 15, max_output_tokens=5)
+    served.loop.step()
+    assert served.scheduler.waiting_count == 1
+    served.mailbox.post(Cancel(RequestId("leaves"), cancelled_by_client()))
+    served.submit("comes", [1] * 5, max_output_tokens=5)
+    served.run()
+    ends = [served.recorder.end_of(name) for name in ("waits", "comes")]
+    assert all(isinstance(end, Finished) for end in ends), ends
 
 
 def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:

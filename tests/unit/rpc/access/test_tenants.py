@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import TenantUse
 from icehouse_server.rpc.access import tenants as tenants_module
+from icehouse_server.rpc.access.tenants import QueueCounts, Tenants
 from icehouse_server.rpc.calls.methods import METHODS, Cost
 from icehouse_server.rpc.reflection import pool_with_v1
 
+from tests.fixtures.engine import FakeClock
+from tests.fixtures.engine import request as generation_request
 from tests.fixtures.rpc.details import refusal_of, refused
-from tests.fixtures.rpc.fake_engine import counting, hanging
+from tests.fixtures.rpc.fake_engine import counting, hanging, started
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, running
 
@@ -185,6 +190,30 @@ async def test_a_tenant_is_told_of_itself_only_and_an_operator_of_all(tmp_path: 
         assert {slow.request_id for slow in everything.slowest_requests} == {"one", "two"}
 
 
+def test_what_all_run_is_kept_as_each_one_does() -> None:
+    tenants = Tenants(TenantConfig(), running_limit=0, clock=FakeClock())
+    requests = [dataclasses.replace(generation_request(name), tenant=Tenant(name)) for name in "aab"]
+
+    def counted() -> QueueCounts:
+        uses = [account.use for account in tenants]
+        return QueueCounts(
+            waiting_count=sum(use.waiting_count for use in uses),
+            running_count=sum(use.running_count for use in uses),
+        )
+
+    with contextlib.ExitStack() as stack:
+        for running_count, request in enumerate(requests):
+            [stay] = stack.enter_context(tenants.staying([request]))
+            assert tenants.counts == counted() == QueueCounts(waiting_count=1, running_count=running_count)
+            stay.note(started(request))
+            assert tenants.counts == counted()
+        stack.enter_context(tenants.staying(requests[:2]))
+        assert tenants.counts == counted() == QueueCounts(waiting_count=2, running_count=3)
+        assert tenants.use_of(Tenant("a")).running_count == 2
+    assert tenants.counts == counted() == QueueCounts()
+    assert tenants.use_of(Tenant("none")) == TenantUse(Tenant("none")) and len(list(tenants)) == 2
+
+
 async def test_names_that_callers_make_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants_module, "ACCOUNT_LIMIT", 3)
     async with running() as served:
@@ -206,7 +235,8 @@ async def test_prompts_that_the_engine_does_not_run_count_too(tmp_path: Path, na
     pool: Any = pool_with_v1()
     service, _, method = name.partition("/")
     message = GetMessageClass(pool.FindServiceByName(service).methods_by_name[method].input_type)
-    data = message(text="a" * 10).SerializeToString()
+    has_text = "text" in message.DESCRIPTOR.fields_by_name
+    data = (message(text="a" * 10) if has_text else message(token_ids=[97] * 10)).SerializeToString()
     async with guarded_server(tmp_path, tenants=TenantConfig(tokens_per_minute=10)) as served:
         call: Any = served.channel.unary_unary(f"/{name}")
 

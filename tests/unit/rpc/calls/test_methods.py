@@ -59,7 +59,7 @@ def test_what_takes_a_prompt_is_charged_for_it(name: str, row: Method) -> None:
     service, _, method = name.partition("/")
     pool: Any = pool_with_v1()
     fields = pool.FindServiceByName(service).methods_by_name[method].input_type.fields_by_name
-    has_prompt = bool({"text", "chat", "inputs", "documents", "tokenized"} & set(fields))
+    has_prompt = bool({"text", "chat", "inputs", "documents", "tokenized", "token_ids"} & set(fields))
     assert has_prompt == (row.cost is not Cost.NOTHING)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
+from icehouse_server.rpc.kv_events.channel import BATCH_TOKEN_COUNT, State, Subscription
 from icehouse_server.rpc.kv_events.events import BlocksCleared, BlockStored, KvBatch, KvBlock
-from icehouse_server.rpc.kv_events.feed import BATCH_TOKEN_COUNT, EventFeed, Subscription
+from icehouse_server.rpc.kv_events.feed import EventFeed
 from icehouse_server.rpc.kv_events.mirror import BlockMirror
 
 from tests.fixtures.engine import FakeClock
@@ -35,6 +37,10 @@ class Source:
     def store(self, number: int, tenant: Tenant = OWN) -> None:
         self.tell([block(number, tenant)])
 
+    @property
+    def last_number(self) -> int:
+        return self.feed.channel_of(None).last_number
+
     def subscribe(self, after_number: int = 0, tenant: Tenant | None = None) -> Subscription:
         return self.feed.subscribe(after_number=after_number, tenant=tenant)
 
@@ -55,7 +61,7 @@ def test_a_snapshot_ends_at_the_number_of_its_state() -> None:
     source = Source()
     for number in range(200):
         source.store(number, OTHER if number % 4 == 3 else OWN)
-    last = source.feed.last_number
+    last = source.last_number
     batches = drain(source.subscribe())
     assert [batch.sequence_number for batch in batches] == list(range(last - len(batches) + 1, last + 1))
     assert isinstance(batches[0].events[0], BlocksCleared)
@@ -101,15 +107,15 @@ def test_a_reader_goes_on_from_its_number() -> None:
 
 def test_a_number_that_is_not_kept_is_out_of_range() -> None:
     source = Source(replay_limit_bytes=5_000)
-    first = source.feed.last_number
+    first = source.last_number
     for number in range(20):
         source.store(number)
-    for number in (first, first - 1, 7, source.feed.last_number + 1):
+    for number in (first, first - 1, 7, source.last_number + 1):
         with pytest.raises(EventsExpired, match="subscribe from 0") as caught:
             source.subscribe(number)
         assert caught.value.metadata["number"] == str(number)
     assert source.feed.lost_total == 0
-    assert source.subscribe(source.feed.last_number).take() is None
+    assert source.subscribe(source.last_number).take() is None
 
 
 def test_a_restarted_server_never_goes_on_where_another_was() -> None:
@@ -121,7 +127,7 @@ def test_a_restarted_server_never_goes_on_where_another_was() -> None:
     restarted = EventFeed(after.mirror, replay_limit_bytes=1 << 20, clock=after.clock)
     restarted.publish(after.mirror.apply([block(number) for number in range(500)]))
     with pytest.raises(EventsExpired):
-        restarted.subscribe(after_number=before.feed.last_number, tenant=None)
+        restarted.subscribe(after_number=before.last_number, tenant=None)
 
 
 def test_a_reader_that_is_overtaken_hears_of_it_and_begins_anew() -> None:
@@ -148,17 +154,106 @@ def test_the_ring_stays_within_its_bytes() -> None:
     assert source.feed.event_total == 1_000
 
 
-def test_one_tenants_reader_gets_its_events_and_every_number() -> None:
+def test_one_tenants_reader_gets_its_events_and_no_number_tells_of_others() -> None:
     source = Source()
+    for number in range(9):
+        source.store(number, OWN)
     subscription = source.subscribe(tenant=OTHER)
-    subscription.take()
-    first = source.feed.last_number
-    source.store(1, OWN)
-    source.store(2, OTHER)
+    (state,) = drain(subscription)
+    source.store(10, OWN)
+    assert subscription.take() is None
+    source.tell([block(11, OWN), block(12, OTHER), block(13, OWN)])
+    source.store(14, OTHER)
     batches = drain(subscription)
-    assert [batch.sequence_number for batch in batches] == [first + 1, first + 2]
-    assert [len(batch.events) for batch in batches] == [0, 1]
-    assert {event.tenant for event in batches[1].events if isinstance(event, BlockStored)} == {OTHER}
+    assert [batch.sequence_number - state.sequence_number for batch in batches] == [1, 2]
+    assert [len(batch.events) for batch in batches] == [1, 1]
+    events = [event for batch in batches for event in batch.events]
+    assert {event.tenant for event in events if isinstance(event, BlockStored)} == {OTHER}
+
+
+async def test_a_reader_is_not_woken_by_what_is_not_its_own() -> None:
+    source = Source()
+    waiting = asyncio.ensure_future(source.feed.channel_of(OTHER).wait())
+    await asyncio.sleep(0)
+    source.store(1, OWN)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    source.store(2, OTHER)
+    await waiting
+
+
+def test_a_tenants_batches_go_with_those_they_are_parts_of() -> None:
+    source = Source(replay_limit_bytes=5_000)
+    own = source.subscribe(tenant=OWN)
+    own.take()
+    source.store(1, OWN)
+    for number in range(2, 20):
+        source.store(number, OTHER)
+    with pytest.raises(EventsLost):
+        own.take()
+    assert source.feed.lost_total == 1
+    late = Gateway(source.feed, OWN)
+    late.read(limit=None)
+    assert len(late.known) == 1
+
+
+class Unwalked(dict[Any, Any]):
+    """Another tenant's blocks."""
+
+    def values(self) -> Any:
+        raise AssertionError("they were walked")
+
+    __iter__ = items = keys = values
+
+
+def test_who_has_no_blocks_does_not_have_the_others_walked() -> None:
+    source = Source()
+    source.store(1, OTHER)
+    source.mirror._told[OTHER] = Unwalked(source.mirror._told[OTHER])
+    (batch,) = drain(source.subscribe(tenant=OWN))
+    assert batch.events == (BlocksCleared(),)
+    with pytest.raises(AssertionError, match="walked"):
+        source.subscribe(tenant=None)
+
+
+def test_a_state_is_taken_once_for_all_who_begin_with_it() -> None:
+    source = Source()
+    for number in range(10):
+        source.store(number)
+    taken: list[int] = []
+
+    def state() -> State:
+        taken.append(source.last_number)
+        return source.mirror.told(None)
+
+    source.feed.channel_of(None)._state_of_now = state
+    gateways = []
+    for number in range(10, 20):
+        gateways += [Gateway(source.feed) for _ in range(5)]
+        source.store(number)
+    # A new one only when as much has happened since as it holds itself.
+    assert len(taken) == 1
+    source.store(20)
+    gateways.append(Gateway(source.feed))
+    assert len(taken) == 2
+    for gateway in gateways:
+        gateway.read(limit=None)
+        assert len(gateway.known) == 21
+
+
+def test_a_state_that_nobody_could_use_any_more_is_let_go_of() -> None:
+    source = Source(replay_limit_bytes=50_000)
+    for number in range(300):
+        source.store(number)
+    stalled = source.subscribe()
+    stalled.take()
+    snapshot = stalled._snapshot
+    assert snapshot is not None and len(snapshot._state) == 300
+    for number in range(300, 400):
+        source.store(number)
+    assert snapshot._state == []
+    with pytest.raises(EventsLost):
+        stalled.take()
 
 
 def test_many_events_are_several_batches() -> None:
@@ -177,13 +272,15 @@ def stored(event: object) -> int:
 async def test_a_reader_waits_for_what_comes() -> None:
     source = Source()
     subscription = source.subscribe()
-    assert await subscription.next(timeout_s=60) is not None
-    waiting = asyncio.ensure_future(subscription.next(timeout_s=60))
+    assert subscription.take() is not None and subscription.take() is None
+    waiting = asyncio.ensure_future(subscription.wait())
     await asyncio.sleep(0)
+    assert not waiting.done()
     source.store(1)
-    batch = await waiting
+    await waiting
+    batch = subscription.take()
     assert batch is not None and isinstance(batch.events[0], BlockStored)
-    assert await subscription.next(timeout_s=0) is None
+    assert subscription.take() is None
 
 
 def test_a_sink_gets_every_batch() -> None:
@@ -191,7 +288,11 @@ def test_a_sink_gets_every_batch() -> None:
     source.feed.add_sink(lambda batch: seen.append(batch.sequence_number))
     for number in range(3):
         source.store(number)
-    assert seen == [source.feed.last_number - 2, source.feed.last_number - 1, source.feed.last_number]
+    assert seen == [
+        source.last_number - 2,
+        source.last_number - 1,
+        source.last_number,
+    ]
 
 
 def test_a_block_knows_its_tokens() -> None:

@@ -148,10 +148,10 @@ def test_blocks_beyond_the_limit_are_counted_and_not_told() -> None:
 def test_the_state_is_told_parents_first() -> None:
     made = mirror()
     list(made.apply([came("b", "a"), came("a"), came("c", "b"), Left(RAM, name("a")), came("a", tier=SSD)]))
-    assert [(block.parent is None, held) for block, held in made.told()] == [
+    assert [(block.parent is None, held) for block, held in made.told(None)] == [
         (True, (SSD,)),
         (False, (RAM,)),
         (False, (RAM,)),
     ]
-    assert made.told_names() == [name("a"), name("b"), name("c")]
+    assert made.told_names(SCOPE.tenant) == [name("a"), name("b"), name("c")]
     assert [held for _, held in made.told_of(name("a"))] == [(SSD,)] and list(made.told_of(name("f"))) == []

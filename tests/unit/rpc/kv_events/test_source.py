@@ -53,8 +53,13 @@ async def test_nothing_is_asked_before_somebody_subscribes(engine: FakeEngine) -
     assert engine.orders == [] and not log.is_on
     subscription = source.subscribe(after_number=0, tenant=None)
     assert subscription.take() is not None, "the state as it is known comes at once"
-    batch = await subscription.next(timeout_s=60)
+    async with asyncio.timeout(60):
+        await subscription.wait()
+    batch = subscription.take()
     assert batch is not None and isinstance(batch.events[0], BlockStored)
+    stats = source.stats()
+    assert (stats.block_count, stats.event_total, stats.lost_total, stats.untold_total) == (1, 1, 0, 0)
+    assert stats.replay_bytes > 0
     assert len(engine.orders) == 1
     await source.stop()
 

@@ -14,11 +14,13 @@ from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier
 from icehouse_server.errors import StartError
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlocksCleared, BlockStored, KvBlock
 
+from tests.fixtures.engine import FakeClock
 from tests.fixtures.kv_event_source import source_of
 
 zmq = pytest.importorskip("zmq", reason="pyzmq comes with the extra fleet")
 msgpack = pytest.importorskip("msgpack", reason="msgpack comes with the extra fleet")
 
+from icehouse_server.rpc.kv_events import zmq_publisher  # noqa: E402
 from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher, pack_batch  # noqa: E402
 
 FIRST = KvBlock(0x0102030405060708, None, pack_tokens([1, 2, 300, 70_000]), CacheScope())
@@ -155,6 +157,74 @@ async def test_a_subscriber_that_reads_nothing_holds_nobody_up(published: Publis
     number, _ = await published.read(reader)
     assert number == 3_000
     assert (await published.read(stalled))[0] == 0
+
+
+class Peers:
+    """Stands for the socket: subscriptions that wait to be taken in, and what was sent."""
+
+    def __init__(self, *, is_endless: bool = False) -> None:
+        self.is_endless = is_endless
+        self.waiting_count = 0
+        self.heard_count = 0
+        self.sent: list[int] = []
+
+    def recv(self, flags: int) -> bytes:
+        if not self.is_endless and not self.waiting_count:
+            raise zmq.Again
+        self.waiting_count -= 1
+        self.heard_count += 1
+        return b"\x01kv@"
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        self.sent += [row[1][0] for row in msgpack.unpackb(frames[2])[1]]
+
+
+def beside(peers: Peers, clock: FakeClock, *, block_count: int) -> ZmqPublisher:
+    """Return a publisher that was opened on these peers, and knows of so many blocks."""
+    source = source_of(BlockLog(), block_token_count=4)
+    publisher = ZmqPublisher(
+        source, endpoint="inproc://here", topic=lambda: "kv@a@b", tenant=Tenant(""), clock=clock
+    )
+    publisher._context.destroy(linger=0)
+    publisher._socket = peers  # type: ignore[assignment]
+    roots = RootsKnown(((ROOTS[Tenant("")], CacheScope()),))
+    source.feed.publish(source.mirror.apply([roots, *(block(number) for number in range(block_count))]))
+    return publisher
+
+
+async def test_peers_that_send_without_end_hold_a_turn_no_longer_than_its_share() -> None:
+    peers = Peers(is_endless=True)
+    assert beside(peers, FakeClock(), block_count=0).turn()
+    assert peers.heard_count == 64
+
+
+async def test_everything_is_told_to_its_end_before_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As many turns as twenty thousand blocks of the usual length take.
+    monkeypatch.setattr(zmq_publisher, "BATCH_TOKEN_COUNT", 128 * 4)
+    peers, clock = Peers(), FakeClock()
+    publisher = beside(peers, clock, block_count=20_000)
+    heard_from = []
+    for turn in range(400):
+        if turn in (0, 100):
+            peers.waiting_count += 1
+            heard_from.append(len(peers.sent))
+        publisher.step()
+        clock.now += 0.05
+    assert all(set(peers.sent[start:]) == set(range(20_000)) for start in heard_from)
+    assert len(peers.sent) == 40_000
+
+
+async def test_who_subscribes_to_more_than_a_topic_is_sent_away(published: Published) -> None:
+    socket = published.context.socket(zmq.SUB)
+    published.sockets.append(socket)
+    events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    published.sockets.append(events)
+    socket.connect(published.endpoint)
+    socket.setsockopt(zmq.SUBSCRIBE, b"k" * 8192)
+    while not events.poll(0):
+        assert not published.publisher.turn()
+        await asyncio.sleep(0)
+    socket.disable_monitor()
 
 
 async def test_an_endpoint_that_is_taken_is_named(published: Published) -> None:

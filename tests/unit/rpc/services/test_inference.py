@@ -10,6 +10,7 @@ from icehouse_server.domain.events import Finished as FinishedEvent
 from icehouse_server.domain.request import CacheUse, Logprob, LogprobsWanted, TokenLogprobs
 from icehouse_server.domain.sampling import SamplingParams
 
+from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import started, usage_of
 from tests.unit.rpc.conftest import SEED, RunningServer
 
@@ -207,3 +208,28 @@ async def test_tokenize_names_each_token(served: RunningServer) -> None:
     assert response.token_count == 2
     empty = await served.inference.Tokenize(messages.TokenizeRequest(text=""))
     assert empty.token_count == 0
+
+
+async def test_detokenize_gives_back_what_was_tokenized(served: RunningServer) -> None:
+    tokens = (await served.inference.Tokenize(messages.TokenizeRequest(text="Größe"))).tokens
+    request = messages.DetokenizeRequest(token_ids=[token.id for token in tokens], model="tiny")
+    assert (await served.inference.Detokenize(request)).text == "Größe"
+    assert (await served.inference.Detokenize(messages.DetokenizeRequest())).text == ""
+    assert (await served.inference.Detokenize(messages.DetokenizeRequest(token_ids=[0xC3]))).text == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("request_message", "reason", "field"),
+    [
+        (messages.DetokenizeRequest(token_ids=[1, 300]), "TOKEN_OUT_OF_RANGE", "token_ids[1]"),
+        (messages.DetokenizeRequest(token_ids=[-1]), "TOKEN_OUT_OF_RANGE", "token_ids[0]"),
+        (messages.DetokenizeRequest(token_ids=[1] * ((1 << 20) + 1)), "PROMPT_TOO_LONG", "token_ids"),
+        (messages.DetokenizeRequest(model="other"), "MODEL_NOT_FOUND", "model"),
+    ],
+    ids=["beyond", "below", "too many", "model"],
+)
+async def test_tokens_that_cannot_be_text_are_refused(
+    served: RunningServer, request_message: messages.DetokenizeRequest, reason: str, field: str
+) -> None:
+    found = await refused(served.inference.Detokenize(request_message))
+    assert found.reason == reason and field in (found.field, "model")

@@ -31,10 +31,11 @@ from tests.unit.rpc.conftest import running
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extra fleet")
 
-from icehouse_server.rpc.worker.kv_events import KvEventStreams, LoadRecords, batch_proto
+from icehouse_server.rpc.worker.kv_events import BEGINNING_BURST_COUNT, KvEventStreams, batch_proto
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
+PATH = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
 OWN, OTHER = Tenant(""), Tenant("other")
 ROOTS = {OWN: BlockHash(b"o" * 32), OTHER: BlockHash(b"p" * 32)}
 FIRST = KvBlock(-5, None, pack_tokens([1, 2, 3, 4]), CacheScope(OTHER, AdapterName("formal")))
@@ -82,22 +83,6 @@ def test_a_part_of_a_snapshot_says_which() -> None:
     message = batch_proto(batch, OWN)
     assert (message.sequence_number, message.timestamp) == (9, 1.5)
     assert message.snapshot == common.KvSnapshotChunk(index=1, count=3, blocks=40)
-
-
-def test_load_records_are_numbered_and_whole_where_they_stand_alone() -> None:
-    now = [load()]
-    records = LoadRecords(lambda: now[0])
-    first, second = records.beside_events(), records.beside_events()
-    assert (first.sample, second.sample) == (1, 2)
-    assert (second.running_requests, second.token_usage, second.active_token_usage) == (2, 0.5, 0.5)
-    assert first.HasField("cache_hit_rate") and not second.HasField("cache_hit_rate")
-    assert records.alone(is_due=False) is None
-    now[0] = load(num_waiting_reqs=1)
-    changed = records.alone(is_due=False)
-    assert changed is not None and changed.load_only and changed.waiting_requests == 1
-    assert changed.HasField("num_used_tokens") and records.alone(is_due=False) is None
-    heartbeat = records.alone(is_due=True)
-    assert heartbeat is not None and heartbeat.sample == 4
 
 
 class Stream:
@@ -159,7 +144,10 @@ async def test_a_tenant_is_told_of_its_own_alone(source: KvEventSource) -> None:
     state = await stream.next()
     assert [e.stored.blocks[0].block_hash for e in state.events if e.HasField("stored")] == [2]
     tell(source, block(3))
-    assert not (await stream.next()).events
+    tell(source, block(4, OTHER))
+    change = await stream.next()
+    assert [e.stored.blocks[0].block_hash for e in change.events] == [4]
+    assert change.sequence_number == state.sequence_number + 1
     await stream.batches.aclose()
 
 
@@ -173,9 +161,8 @@ async def test_a_number_of_another_life_is_out_of_range_before_there_is_a_stream
 async def test_a_gateway_that_is_out_of_range_gets_no_headers_first(source: KvEventSource) -> None:
     # Behind headers SMG takes the refusal for a broken stream, and comes back with the same number for ever.
     parts = worker_parts(kv_events=KvEventStreams(source))
-    path = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
     async with running(worker=parts) as served, peer_of(served.server.address) as peer:
-        stream = await peer.open_call(path)
+        stream = await peer.open_call(PATH)
         request = common.SubscribeKvEventsRequest(start_sequence_number=7)
         await peer.send(stream, framed(request.SerializeToString()), end=True)
         code, _ = await peer.status(stream)
@@ -191,6 +178,45 @@ async def test_a_subscriber_that_was_overtaken_is_told(source: KvEventSource) ->
         tell(source, block(number))
     with pytest.raises(EventsLost):
         await stream.next()
+
+
+async def test_who_begins_anew_all_the_time_waits_for_its_turn(source: KvEventSource) -> None:
+    delays: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    streams = KvEventStreams(source, sleep=note)
+    requests = [common.SubscribeKvEventsRequest()] * (BEGINNING_BURST_COUNT + 3)
+    last = source.feed.channel_of(None).last_number
+    requests.append(common.SubscribeKvEventsRequest(start_sequence_number=last))
+    for request in requests:
+        batches = streams.subscribe(request, UNPROVED, load)
+        assert await anext(batches)
+        await batches.aclose()
+    assert delays == [*([0.0] * BEGINNING_BURST_COUNT), 0.25, 0.5, 0.75, 0.0]
+
+
+async def test_a_subscriber_that_takes_nothing_costs_the_others_nothing(source: KvEventSource) -> None:
+    source.feed._replay_limit_bytes = 1_000
+    parts = worker_parts(kv_events=KvEventStreams(source))
+    async with (
+        running(worker=parts) as served,
+        peer_of(served.server.address, window_bytes=0) as peer,
+    ):
+        stalled = await peer.open_call(PATH)
+        await peer.send(stalled, framed(common.SubscribeKvEventsRequest().SerializeToString()), end=True)
+        await peer.until(lambda: stalled in peer.headers)
+        call = served.worker.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        seen: list[int] = []
+        for number in range(1, 200):
+            tell(source, block(number))
+            assert source.feed.ring_bytes <= 1_000
+            while not seen or seen[-1] != number:
+                batch = await call.read()
+                seen += [event.stored.blocks[0].block_hash for event in batch.events if event.stored.blocks]
+        assert seen == list(range(1, 200))
+        call.cancel()
 
 
 async def test_a_stream_ends_with_the_engine(source: KvEventSource) -> None:

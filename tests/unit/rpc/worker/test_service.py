@@ -14,12 +14,15 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as native
 from icehouse_server.domain.cache_commands import Evict, EvictReport
 from icehouse_server.domain.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import CacheUse, GenerationRequest, Logprob, Pooling, TokenLogprobs
 from icehouse_server.domain.response_format import Choice
 from icehouse_server.domain.stats import EngineStats
+from icehouse_server.engine.core.block_log import BlockLog, KvTier
 from icehouse_server.errors import CannotFit, Reason
 
+from tests.fixtures.kv_event_source import source_of
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import (
     MODEL_INFO,
@@ -37,6 +40,8 @@ from tests.fixtures.rpc.worker import ARCHIVE, HAS_PROTOCOL, worker_parts
 if not HAS_PROTOCOL:
     pytest.skip("smg-grpc-proto, of the extra `fleet`, is missing", allow_module_level=True)
 
+from icehouse_server.rpc.kv_events.events import BlockRemoved
+from icehouse_server.rpc.worker.kv_events import KvEventStreams
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as messages
 
@@ -240,6 +245,33 @@ async def test_a_name_that_another_tenant_used_first_is_one_s_own_too(tmp_path: 
             assert [each.finish_reason for each in await rest_of(call)] == ["abort"]
         served.grammars.let_go.set()
         assert (await first.read()).chunk.token_ids == [1]
+
+
+async def test_an_abort_of_what_has_ended_leaves_the_next_one_of_its_name_alone(tmp_path: Path) -> None:
+    """The engine has ended the first, so its id is free, but its reader has not taken what is left."""
+
+    def unread(request: GenerationRequest) -> Iterable[Event]:
+        yield started(request)
+        # Far more than the connection's window holds.
+        yield from [Delta("x", (1,) * 10_000)] * 200
+        yield finished(request)
+
+    options = {"worker": worker_parts(), "outbox_byte_limit": 1 << 30}
+    async with guarded_server(tmp_path, server=options) as served:
+        served.engine.script = unread
+        first = served.worker.Generate(asking(), metadata=bearer(SEARCH))
+        await first.read()
+        await served.settle()
+        served.engine.script = hanging
+        call = served.worker.Generate(asking(), metadata=bearer(ADS))
+        await call.read()
+        info = messages.GetServerInfoRequest()
+        assert (await served.worker.GetServerInfo(info, metadata=bearer(BOSS))).active_requests == 2
+        await served.worker.Abort(messages.AbortRequest(request_ids=["r1"]), metadata=bearer(SEARCH))
+        assert served.engine.cancelled.empty()
+        served.engine.publish(served.engine.submitted[1], finished(served.engine.submitted[1]))
+        assert [each.finish_reason for each in await rest_of(call)] == ["length"]
+        assert (await rest_of(first))[-1].finish_reason == "length"
 
 
 async def test_more_names_than_are_aborted_at_once_are_refused(served: RunningServer) -> None:
@@ -469,6 +501,40 @@ async def test_kv_events_are_handed_on_until_the_caller_leaves() -> None:
         call.cancel()
         async with asyncio.timeout(10):
             await source.closed.wait()
+
+
+async def next_removed(stream: Any) -> int:
+    """Return the block of the next batch, which has one event, past records of the load alone."""
+    while (batch := await stream.read()).load.load_only:
+        pass
+    [event] = batch.events
+    [removed] = event.removed.block_hashes
+    return int(removed)
+
+
+async def test_a_tenant_is_told_nothing_of_what_another_does(tmp_path: Path) -> None:
+    source = source_of(BlockLog(), block_token_count=4)
+    parts = worker_parts(kv_events=KvEventStreams(source))
+    async with guarded_server(tmp_path, server={"worker": parts}) as served:
+        served.engine.script = hanging
+        call = served.worker.Generate(asking(), metadata=bearer(ADS))
+        await call.read()
+        running, received = [], []
+        streams = {}
+        for token in (SEARCH, ADS, BOSS):
+            request = common.SubscribeKvEventsRequest()
+            streams[token] = served.worker.SubscribeKvEvents(request, metadata=bearer(token))
+            state = await streams[token].read()
+            running.append(state.load.running_requests)
+            info = await served.worker.GetServerInfo(messages.GetServerInfoRequest(), metadata=bearer(token))
+            received.append(info.last_receive_timestamp)
+        assert running == [0, 1, 1]
+        assert received == [0.0, served.clock.wall(), served.clock.wall()]
+        source.feed.publish([BlockRemoved(1, KvTier.RAM, Tenant("ads"))])
+        source.feed.publish([BlockRemoved(2, KvTier.RAM, Tenant("search"))])
+        for token, hashes in ((SEARCH, [2]), (ADS, [1]), (BOSS, [1, 2])):
+            assert [await next_removed(streams[token]) for _ in hashes] == hashes
+        call.cancel()
 
 
 async def test_the_api_is_served_beside_it(served: RunningServer) -> None:

@@ -7,7 +7,7 @@ import os
 import sqlite3
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.directory.reconcile import Finding
@@ -197,6 +197,7 @@ def test_a_lost_manifest_is_rebuilt_from_the_files(place, damage):
     ),
     is_noticed=st.booleans(),
 )
+@example(damage=[(0.0625, b"\x80")], is_noticed=False).via("found: SQLite's complaint was no UTF-8")
 def test_whatever_becomes_of_the_manifest_no_block_is_lost(tmp_path_factory, damage, is_noticed):
     """Bytes of it changed where they lie, with the mark of a clean shutdown or without."""
     place = Place(tmp_path_factory.mktemp("damaged") / "cache")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 
 
@@ -17,14 +17,15 @@ class CaptureRules:
     block_token_count: int
     checkpoint_interval_tokens: int
 
-    def kinds_at(self, sequence: Sequence, stop: int) -> list[RegionKind]:
-        """Return the kinds, in file order, of a block of this sequence that ends at `stop`."""
+    def kinds_at(self, sequence: Sequence, stop: int, reached: int) -> list[RegionKind]:
+        """Return the kinds, in file order, of a block of this sequence that ends at `stop`, where its caches
+        have `reached`: guesses may be in them that nobody has been told yet."""
         kinds = [RegionKind.KV] if self.facts.has_kv else []
-        # The first decode step runs two tokens, the prompt's last one and the one it drew.
-        passed = sequence.kv_token_count - stop if sequence.phase is Phase.DECODING else 0
+        # Windows hold all of the prompt's last chunk; behind it they let go of a token for each that comes.
+        passed = reached - stop if reached > sequence.prefill_target else 0
         if self.facts.holds_window(self.block_token_count, passed_token_count=passed):
             kinds.append(RegionKind.WINDOW)
-        is_here = stop == sequence.kv_token_count
+        is_here = stop == reached
         if self.facts.needs_checkpoint and is_here and self._is_checkpoint(sequence, stop):
             kinds.append(RegionKind.CHECKPOINT)
         return kinds

@@ -33,13 +33,13 @@ def rules(facts: CacheFacts, *, interval: int = 16) -> CaptureRules:
 
 
 def test_kv_alone() -> None:
-    assert rules(CacheFacts()).kinds_at(sequence_at(8), 4) == [KV]
-    assert rules(CacheFacts()).kinds_at(sequence_at(8), 8) == [KV]
+    assert rules(CacheFacts()).kinds_at(sequence_at(8), 4, 8) == [KV]
+    assert rules(CacheFacts()).kinds_at(sequence_at(8), 8, 8) == [KV]
 
 
 def test_windows_are_held_back_through_a_prefill() -> None:
     facts = CacheFacts(window_token_count=6)
-    assert rules(facts).kinds_at(sequence_at(12), 4) == [KV, WINDOW]
+    assert rules(facts).kinds_at(sequence_at(12), 4, 12) == [KV, WINDOW]
 
 
 @pytest.mark.parametrize(("window", "has_window"), [(6, True), (5, True), (4, False), (3, False)])
@@ -47,7 +47,7 @@ def test_a_window_one_token_late(window: int, has_window: bool) -> None:
     # The prompt ends with a block, which is complete only when the first step has drawn a token too.
     sequence = sequence_at(7, prompt_count=8, output_count=1)
     assert sequence.kv_token_count == 9
-    kinds = rules(CacheFacts(window_token_count=window)).kinds_at(sequence, 8)
+    kinds = rules(CacheFacts(window_token_count=window)).kinds_at(sequence, 8, 9)
     assert (WINDOW in kinds) is has_window
 
 
@@ -66,16 +66,16 @@ def test_a_window_one_token_late(window: int, has_window: bool) -> None:
 )
 def test_where_a_checkpoint_is_taken(position: int, prompt_count: int, is_taken: bool) -> None:
     facts = CacheFacts(needs_checkpoint=True)
-    kinds = rules(facts).kinds_at(sequence_at(position, prompt_count=prompt_count), position)
+    kinds = rules(facts).kinds_at(sequence_at(position, prompt_count=prompt_count), position, position)
     assert (CHECKPOINT in kinds) is is_taken and kinds[0] is KV
 
 
 def test_a_checkpoint_is_of_now_or_not_at_all() -> None:
     facts = CacheFacts(has_kv=False, needs_checkpoint=True)
-    assert rules(facts).kinds_at(sequence_at(32), 16) == []
-    assert rules(facts).kinds_at(sequence_at(32), 32) == [CHECKPOINT]
+    assert rules(facts).kinds_at(sequence_at(32), 16, 32) == []
+    assert rules(facts).kinds_at(sequence_at(32), 32, 32) == [CHECKPOINT]
 
 
 def test_all_three_in_the_order_of_the_file() -> None:
     facts = CacheFacts(needs_checkpoint=True, window_token_count=6)
-    assert rules(facts).kinds_at(sequence_at(16), 16) == [KV, WINDOW, CHECKPOINT]
+    assert rules(facts).kinds_at(sequence_at(16), 16, 16) == [KV, WINDOW, CHECKPOINT]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from typer.testing import CliRunner, Result
 
 from tests.fixtures.rpc.authority import Authority, dns
-from tests.unit.rpc.conftest import running
+from tests.unit.rpc.conftest import SEED, running
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +23,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
-async def invoke(*arguments: str, environ: dict[str, str] | None = None) -> Result:
-    return await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ)
+async def invoke(*arguments: str, environ: dict[str, str] | None = None, input: str = "") -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ, input=input)
 
 
 def written(folder: Path, name: str, content: bytes) -> str:
@@ -44,6 +45,10 @@ async def test_text_is_printed_with_its_cost() -> None:
     async with running() as served:
         ask = ["generate", "Hi", "--max-output-tokens", "2", "--address", served.server.address]
         told, quiet = await invoke(*ask), await invoke(*ask, "--quiet")
+        piped = await invoke("generate", "-", *ask[2:], "--json", input="Hi there")
+    facts = json.loads(piped.stdout)
+    assert (facts["text"], facts["finish_reason"], facts["usage"]["prompt_tokens"]) == (" w0 w1", "LENGTH", 8)
+    assert (facts["model"], facts["seed"], facts["reuse_limit"]) == ("tiny", SEED, "DIVERGED")
     assert told.exit_code == 0 and told.stdout == " w0 w1\n"
     assert "2 tokens at" in told.stderr
     assert (quiet.stdout, quiet.stderr) == (" w0 w1\n", "")

@@ -1,0 +1,126 @@
+"""Conversation: the turns so far, each answer with its tokens, reasoning and tool calls.
+
+So each turn starts from the cached blocks of the one before. It is a list of messages, which every method
+that takes a prompt takes:
+
+    talk = Conversation(system="Be brief.")
+    talk.say("What is ice?")
+    talk.add(client.chat(talk, session_id=talk.session_id))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from icehouse_client.chat import Message, ToolCall, tool_result
+from icehouse_client.results import Completion
+
+_KIND = "icehouse-conversation"
+_VERSION = 1
+_CALL_FIELDS = {field.name for field in dataclasses.fields(ToolCall)}
+_MESSAGE_FIELDS = {field.name: field for field in dataclasses.fields(Message)}
+
+
+class Conversation(list[Message]):
+    """Messages, oldest first. `session_id` names it to gateways, logs and traces; one is made for it."""
+
+    def __init__(
+        self, messages: Sequence[Message] = (), *, system: str = "", session_id: str | None = None
+    ) -> None:
+        super().__init__(messages)
+        self.session_id = uuid.uuid4().hex if session_id is None else session_id
+        if system:
+            self.system = system
+
+    @property
+    def system(self) -> str:
+        """The system prompt, empty for none. Another one means that nothing behind it is reused."""
+        return self[0].content if self and self[0].role == "system" else ""
+
+    @system.setter
+    def system(self, text: str) -> None:
+        if self and self[0].role == "system":
+            del self[0]
+        if text:
+            self.insert(0, Message("system", text))
+
+    def say(self, text: str) -> None:
+        """Add the user's turn."""
+        self.append(Message("user", text))
+
+    def add(self, reply: Completion) -> None:
+        """Add the assistant's turn, an answer as it came."""
+        self.append(reply.message())
+
+    def answer(self, call: ToolCall, content: str) -> None:
+        """Add the result of a call that the assistant asked for."""
+        self.append(tool_result(call, content))
+
+    def undo(self) -> None:
+        """Take back the last turn of the user and all that came after it; nothing where there is none."""
+        turns = [index for index, message in enumerate(self) if message.role == "user"]
+        if turns:
+            del self[turns[-1] :]
+
+    def to_json(self) -> str:
+        """Return it as text, to be kept; `from_json` reads it."""
+        messages = [_message_facts(message) for message in self]
+        facts = {"kind": _KIND, "version": _VERSION, "session_id": self.session_id, "messages": messages}
+        return json.dumps(facts, ensure_ascii=False, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what `to_json` wrote, or a plain list of {"role", "content"}; raises ValueError."""
+        try:
+            facts = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        session_id = None
+        if isinstance(facts, dict):
+            if facts.get("kind") != _KIND or facts.get("version") != _VERSION:
+                kind, version = facts.get("kind"), facts.get("version")
+                raise ValueError(f"it is of kind {kind!r}, version {version!r}")
+            session_id = str(facts.get("session_id") or "") or None
+            facts = facts.get("messages")
+        if not isinstance(facts, list):
+            raise ValueError("there is no list of messages")
+        return cls([_message_of(item, index) for index, item in enumerate(facts)], session_id=session_id)
+
+
+def _message_facts(message: Message) -> dict[str, Any]:
+    """Return the fields that say something."""
+    facts = {"role": message.role, "content": message.content}
+    return facts | {name: value for name, value in dataclasses.asdict(message).items() if value}
+
+
+def _message_of(facts: object, index: int) -> Message:
+    if not isinstance(facts, dict):
+        raise ValueError(f"messages[{index}] is no object")
+    if unknown := facts.keys() - _MESSAGE_FIELDS.keys():
+        raise ValueError(f"messages[{index}] has {', '.join(map(repr, sorted(unknown)))}, which is not known")
+    given: dict[str, Any] = {"content": "", **facts}
+    for name in ("role", "content", "name", "reasoning", "tool_call_id"):
+        if name in given and not isinstance(given[name], str):
+            raise ValueError(f"messages[{index}].{name} is no text")
+    if not given.get("role"):
+        raise ValueError(f"messages[{index}] has no role")
+    token_ids = given.get("token_ids", ())
+    if not isinstance(token_ids, Sequence) or not all(type(i) is int for i in token_ids):
+        raise ValueError(f"messages[{index}].token_ids is no list of numbers")
+    calls = given.get("tool_calls", ())
+    if not isinstance(calls, Sequence) or not all(_is_call(call) for call in calls):
+        raise ValueError(f"messages[{index}].tool_calls is no list of id, name and arguments_json")
+    given |= {"token_ids": tuple(token_ids), "tool_calls": tuple(ToolCall(**call) for call in calls)}
+    return Message(**given)
+
+
+def _is_call(facts: object) -> bool:
+    return (
+        isinstance(facts, Mapping)
+        and facts.keys() == _CALL_FIELDS
+        and all(isinstance(value, str) for value in facts.values())
+    )

@@ -1,0 +1,1 @@
+"""`icehouse chat`: a conversation with a served model."""

@@ -1,0 +1,132 @@
+"""Screen of a chat: an answer as it comes, what it cost, and notes beside it.
+
+Answers go to standard output, all else to standard error; on a terminal reasoning is shown, dimmed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+
+from icehouse_server.cli.client.chat.turns import HELP, QUOTES
+from icehouse_server.cli.client.cost import cost_text, reply_facts
+from icehouse_server.cli.terminal.console import err, out, print_json
+
+if TYPE_CHECKING:
+    from icehouse_client import Reply, StreamEvent
+
+_KEPT = "\n\t"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Style:
+    """How much is shown, and for whom."""
+
+    is_terminal: bool
+    is_json: bool = False
+    is_quiet: bool = False
+
+
+class Screen:
+    """Shows a conversation."""
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+
+    def greet(self, model: str, context_tokens: int) -> None:
+        """Say with whom one talks."""
+        if self._style.is_terminal and not self._style.is_quiet:
+            err.print(
+                f"[dim]{escape(model)}, {context_tokens:,} tokens of context · /help lists commands, "
+                f"{QUOTES} begins and ends several lines, Ctrl-D ends[/]"
+            )
+
+    def help(self) -> None:
+        """List the commands."""
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for said, does in HELP.values():
+            table.add_row(said, does)
+        table.add_row(QUOTES, "begins and ends a turn of several lines")
+        err.print(table)
+
+    def note(self, text: str) -> None:
+        """Say what was done, to people."""
+        if self._style.is_terminal:
+            err.print(text, style="dim", markup=False)
+
+    @contextlib.contextmanager
+    def answer(self) -> Iterator[AnswerView]:
+        """Show what comes until the block ends."""
+        view = AnswerView(self._style)
+        try:
+            yield view
+        finally:
+            view.close()
+
+    def finish(self, reply: Reply) -> None:
+        """Show what an answer cost; with `--json` the whole of it."""
+        if self._style.is_json:
+            print_json(reply_facts(reply), indent=None)
+        elif not self._style.is_quiet:
+            err.print(cost_text(reply.usage, reply.finish_reason), style="dim", markup=False)
+
+
+class AnswerView:
+    """One answer on its way."""
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+        self._has_written = False
+        self._is_reasoning = False
+        self._status: Status | None = None
+        if style.is_terminal:
+            self._status = err.status("reading the prompt")
+            self._status.start()
+
+    def take(self, event: StreamEvent) -> None:
+        """Show what an event brings."""
+        if event.HasField("prefill_progress") and self._status is not None:
+            done = event.prefill_progress
+            words = f"reading the prompt: {done.processed_tokens:,} of {done.prompt_tokens:,} tokens"
+            self._status.update(words)
+        elif event.HasField("delta"):
+            if event.delta.reasoning and self._style.is_terminal:
+                self._write(event.delta.reasoning, is_reasoning=True)
+            if event.delta.text and not self._style.is_json:
+                self._write(event.delta.text, is_reasoning=False)
+
+    def close(self) -> None:
+        """End the answer's last line."""
+        self._end_status()
+        if self._has_written:
+            print(flush=True)
+
+    def _write(self, text: str, *, is_reasoning: bool) -> None:
+        self._end_status()
+        if self._is_reasoning and not is_reasoning:
+            print(flush=True)
+        self._is_reasoning = is_reasoning
+        self._has_written = True
+        if is_reasoning:
+            out.print(harmless(text), style="dim", end="", markup=False)
+        else:
+            print(harmless(text) if self._style.is_terminal else text, end="", flush=True)
+
+    def _end_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def harmless(text: str) -> str:
+    """Return a model's text without anything that a terminal obeys, but for new lines and tabs."""
+    return "".join(
+        char if char.isprintable() or char in _KEPT else "\N{REPLACEMENT CHARACTER}" for char in text
+    )

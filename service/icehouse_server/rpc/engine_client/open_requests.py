@@ -1,0 +1,96 @@
+"""Open requests: what the engine was asked and has not ended, to be listed and to be ended. Event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator
+
+from icehouse_server.domain.events import Delta, Event, Started
+from icehouse_server.errors import NotFound, Reason
+from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.engine_client.submission import Submission
+
+
+class RequestPhase(enum.IntEnum):
+    """How far a request is, in this order."""
+
+    WAITING = 1
+    PREFILLING = 2
+    DECODING = 3
+
+
+class OpenRequest:
+    """One call's requests, which the engine has taken together."""
+
+    def __init__(self, number: int, method: str, submission: Submission) -> None:
+        requests = submission.requests
+        self.number = number
+        """Higher for one that came later."""
+        self.method = method
+        self.first = requests[0]
+        """The one that has the call's name."""
+        self.submission = submission
+        self.part_count = len(requests)
+        prompts = {id(request.prompt_token_ids): len(request.prompt_token_ids) for request in requests}
+        self._is_one_prompt = len(prompts) == 1
+        self.prompt_token_count = sum(prompts.values())
+        """Of several outputs of one prompt it counts once."""
+        self.phase = RequestPhase.WAITING
+        self.cached_token_count = 0
+        self.output_token_count = 0
+        self.is_cancelled = False
+        """Whether somebody else than its caller ended it."""
+
+    def note(self, event: Event) -> None:
+        """Follow the request."""
+        if isinstance(event, Started):
+            self.phase = max(self.phase, RequestPhase.PREFILLING)
+            cached = event.cache.cached_token_count
+            before = self.cached_token_count
+            self.cached_token_count = max(before, cached) if self._is_one_prompt else before + cached
+        elif isinstance(event, Delta):
+            self.phase = RequestPhase.DECODING
+            self.output_token_count += len(event.token_ids)
+
+
+class OpenRequests:
+    """All of them, the oldest first."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._open: dict[int, OpenRequest] = {}
+        """By number: a name is free again when the engine has ended it, a little before its call closes."""
+
+    @contextlib.contextmanager
+    def opened(self, method: str, submission: Submission) -> Iterator[OpenRequest]:
+        """Know a call's requests until the block ends."""
+        self._number += 1
+        request = self._open[self._number] = OpenRequest(self._number, method, submission)
+        try:
+            yield request
+        finally:
+            del self._open[request.number]
+
+    def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
+        """Return those that a caller may know of, and end; none whose reader takes what an end has left."""
+        return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.submission.is_running)
+
+    def cancel(self, request_id: str, caller: Caller) -> OpenRequest:
+        """End a request; raises NotFound for what is not there and, without a difference, for another's."""
+        named = [r for r in self.visible_to(caller) if r.first.request_id == request_id]
+        if not named:
+            raise NotFound(
+                Reason.REQUEST_NOT_FOUND,
+                f"no request {request_id!r} of yours waits or runs here; ListRequests shows those that do",
+                field="request_id",
+                metadata={"request_id": request_id},
+            )
+        request = named[-1]
+        request.is_cancelled = True
+        request.submission.cancel()
+        return request
+
+
+def _is_visible(request: OpenRequest, caller: Caller) -> bool:
+    return caller.role is Role.OPERATOR or request.first.tenant == caller.tenant

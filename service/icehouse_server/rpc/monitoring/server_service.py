@@ -1,0 +1,171 @@
+"""ServerService: GetServer, ListRequests, CancelRequest."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator
+
+from icehouse.v1 import server_service_pb2 as messages
+from icehouse.v1 import server_service_pb2_grpc
+
+from icehouse_server.clock import Clock
+from icehouse_server.config import Config
+from icehouse_server.domain.model import EngineState
+from icehouse_server.rpc.calls.calls import Calls, Context
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests, RequestPhase
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.messages.proto_map import duration_proto
+from icehouse_server.rpc.messages.validation import (
+    TOP_LOGPROB_COUNT_LIMIT,
+    page_size_of,
+    refuse_value,
+    request_id_of,
+)
+
+_STATES = {
+    EngineState.LOADING: messages.SERVER_STATE_LOADING,
+    EngineState.READY: messages.SERVER_STATE_READY,
+    EngineState.DRAINING: messages.SERVER_STATE_DRAINING,
+    EngineState.STOPPED: messages.SERVER_STATE_FAILED,
+    EngineState.FAILED: messages.SERVER_STATE_FAILED,
+}
+_PHASES = {
+    RequestPhase.WAITING: messages.REQUEST_PHASE_WAITING,
+    RequestPhase.PREFILLING: messages.REQUEST_PHASE_PREFILLING,
+    RequestPhase.DECODING: messages.REQUEST_PHASE_DECODING,
+}
+
+
+class ServerService(server_service_pb2_grpc.ServerServiceServicer):
+    """Shows the server and what it works on. Owned by the event loop."""
+
+    def __init__(
+        self, facts: ServerFacts, *, calls: Calls, router: Router, requests: OpenRequests, clock: Clock
+    ) -> None:
+        self._calls = calls
+        self._router = router
+        self._requests = requests
+        self._clock = clock
+        self._start_time = clock.monotonic()
+        self._facts = facts
+
+    async def GetServer(
+        self, request: messages.GetServerRequest, context: Context
+    ) -> messages.GetServerResponse:
+        """Answer with what the server is."""
+        async with self._calls.call("GetServer", context):
+            server = messages.Server(
+                version=self._facts.version,
+                state=_STATES[self._router.state],
+                uptime=duration_proto(self._clock.monotonic() - self._start_time),
+                features=self._facts.features,
+                limits=self._facts.limits,
+            )
+            return messages.GetServerResponse(server=server)
+
+    async def ListRequests(
+        self, request: messages.ListRequestsRequest, context: Context
+    ) -> messages.ListRequestsResponse:
+        """Answer with a page of what waits and runs."""
+        async with self._calls.call("ListRequests", context) as call:
+            page_size = page_size_of(request.page_size)
+            after = _number_of(request.page_token)
+            listed = [r for r in self._requests.visible_to(call.caller) if r.number > after]
+            page = listed[:page_size]
+            return messages.ListRequestsResponse(
+                requests=[self._info_of(each) for each in page],
+                next_page_token=str(page[-1].number) if len(listed) > page_size else "",
+            )
+
+    async def CancelRequest(
+        self, request: messages.CancelRequestRequest, context: Context
+    ) -> messages.CancelRequestResponse:
+        """End a request."""
+        async with self._calls.call("CancelRequest", context) as call:
+            if not request.request_id:
+                refuse_value("request_id", "", "the id of a request that waits or runs")
+            request_id = request_id_of(request.request_id, generated="")
+            ended = self._requests.cancel(request_id, call.caller)
+            return messages.CancelRequestResponse(request=self._info_of(ended))
+
+    def _info_of(self, request: OpenRequest) -> messages.RequestInfo:
+        first = request.first
+        return messages.RequestInfo(
+            request_id=first.request_id,
+            method=request.method,
+            tenant=first.tenant,
+            session_id=first.session_id,
+            adapter=first.adapter,
+            phase=_PHASES[request.phase],
+            age=duration_proto(self._clock.monotonic() - first.arrival_time),
+            part_count=request.part_count,
+            prompt_tokens=request.prompt_token_count,
+            cached_tokens=request.cached_token_count,
+            output_tokens=request.output_token_count,
+            max_output_tokens=first.max_output_tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What does not change while the server lives."""
+
+    version: str
+    features: tuple[messages.ServerFeature.ValueType, ...]
+    limits: messages.ServerLimits
+
+
+def facts_of(config: Config) -> ServerFacts:
+    """Return what the configuration says of a server."""
+    server = config.server
+    return ServerFacts(
+        version=server_version(),
+        features=tuple(_features_of(config)),
+        limits=messages.ServerLimits(
+            max_message_bytes=server.max_message_bytes,
+            max_output_tokens=server.max_output_tokens_limit,
+            default_max_output_tokens=server.default_max_output_tokens,
+            max_completions=server.max_completions,
+            max_stop_strings=server.max_stop_count,
+            max_stop_bytes=server.max_stop_bytes,
+            max_top_logprobs=TOP_LOGPROB_COUNT_LIMIT,
+            max_response_format_bytes=server.max_grammar_bytes,
+            max_embedding_inputs=server.max_embedding_inputs,
+            max_rerank_documents=server.max_rerank_documents,
+            max_concurrent_calls=server.max_concurrent_calls,
+        ),
+    )
+
+
+def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
+    has_ssd = config.cache.enabled and config.cache.ssd_enabled
+    if config.cache.enabled:
+        yield messages.SERVER_FEATURE_PREFIX_CACHE
+    if has_ssd:
+        yield messages.SERVER_FEATURE_SSD_CACHE
+    if has_ssd and config.cache.is_encrypted:
+        yield messages.SERVER_FEATURE_CACHE_ENCRYPTION
+    if config.security.authenticates:
+        yield messages.SERVER_FEATURE_CREDENTIALS
+    if config.model.draft_model is not None:
+        yield messages.SERVER_FEATURE_DRAFT_MODEL
+    if config.fleet.worker_enabled:
+        yield messages.SERVER_FEATURE_WORKER
+
+
+def server_version() -> str:
+    """Return the release that runs; "source" in a checkout that was never installed."""
+    try:
+        return importlib.metadata.version("icehouse")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
+
+
+def _number_of(page_token: str) -> int:
+    """Return the number of the last request of the page before; 0 for the first page."""
+    if not page_token:
+        return 0
+    if not (page_token.isascii() and page_token.isdecimal() and len(page_token) < 20):
+        refuse_value("page_token", page_token, "the `next_page_token` of the page before, or absent")
+    return int(page_token)

@@ -1,0 +1,22 @@
+"""What every test leaves as it found it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+_LOGGERS = ("", "icehouse", "icehouse_server")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Take back what a command that ran in this process made of logging: it writes to a stream of its own
+    that is closed when it ends, and every later test would find the complaints in its output."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
+    yield
+    for logger, handlers, level in before:
+        logger.handlers = handlers
+        logger.setLevel(level)

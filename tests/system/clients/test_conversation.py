@@ -1,0 +1,85 @@
+"""Conversation of the Python client: what each turn sends, what is kept in a file, files that are none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from icehouse_client import AsyncClient, Conversation, Message, StreamEvent, ToolCall
+from icehouse_server.domain.events import Delta
+
+from tests.fixtures.rpc.fake_engine import finished, started
+from tests.unit.rpc.conftest import RunningServer
+
+CALL = ToolCall("c1", "weather", '{"city": "Oslo"}')
+
+
+async def test_an_answer_comes_back_with_its_tokens(served: RunningServer) -> None:
+    served.engine.script = lambda request: [started(request), Delta("so", (7, 8)), finished(request)]
+    talk = Conversation(system="Be brief.")
+    async with AsyncClient(served.server.address) as client:
+        talk.say("Hi")
+        talk.add(await client.chat(talk, session_id=talk.session_id))
+        talk.say("On")
+        async with client.stream(talk, session_id=talk.session_id) as stream:
+            events: list[StreamEvent] = [event async for event in stream.events()]
+        talk.add(stream.reply)
+    assert [event.WhichOneof("event") for event in events] == ["started", "delta", "finished"]
+    [_, second] = served.tokenizer.conversations
+    assert [(m.role, m.content, m.token_ids) for m in second.messages] == [
+        ("system", "Be brief.", ()),
+        ("user", "Hi", ()),
+        ("assistant", "so", (7, 8)),
+        ("user", "On", ()),
+    ]
+    assert [m.role for m in talk] == ["system", "user", "assistant", "user", "assistant"]
+    assert {request.session_id for request in served.engine.submitted} == {talk.session_id}
+
+
+def test_it_is_what_it_was_when_read_again() -> None:
+    talk = Conversation(system="Be brief.")
+    talk.say("Rain? 🌧")
+    talk.append(Message("assistant", "", reasoning="hm", tool_calls=(CALL,), token_ids=(1, 2)))
+    talk.answer(CALL, "dry")
+    again = Conversation.from_json(talk.to_json())
+    assert again == talk and again.session_id == talk.session_id
+    assert "🌧" in talk.to_json()
+
+
+def test_turns_are_taken_back_and_the_system_prompt_is_exchanged() -> None:
+    talk = Conversation()
+    talk.undo()
+    talk.say("one")
+    talk.append(Message("assistant", "two"))
+    talk.system = "Be kind."
+    talk.say("three")
+    talk.undo()
+    assert [m.content for m in talk] == ["Be kind.", "one", "two"]
+    talk.system = ""
+    assert talk.system == "" and [m.role for m in talk] == ["user", "assistant"]
+
+
+def test_a_plain_list_is_read_too() -> None:
+    assert Conversation.from_json('[{"role": "user", "content": "Hi"}]') == [Message("user", "Hi")]
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({"messages": []}, "it is of kind None, version None"),
+        ({"kind": "icehouse-conversation", "version": 2, "messages": []}, "version 2"),
+        ({"kind": "icehouse-conversation", "version": 1}, "no list of messages"),
+        ("Hi", "no list of messages"),
+        (["Hi"], r"messages\[0\] is no object"),
+        ([{"role": "user", "contents": "Hi"}], r"messages\[0\] has 'contents', which is not known"),
+        ([{"role": "user", "content": 7}], r"messages\[0\].content is no text"),
+        ([{"content": "Hi"}], r"messages\[0\] has no role"),
+        ([{"role": "assistant", "token_ids": [1, "2"]}], r"messages\[0\].token_ids"),
+        ([{"role": "assistant", "token_ids": 7}], r"messages\[0\].token_ids"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], r"messages\[0\].tool_calls"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_place(facts: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Conversation.from_json(json.dumps(facts))

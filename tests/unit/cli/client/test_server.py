@@ -1,0 +1,78 @@
+"""`icehouse models`, `info`, `stats`, `requests`, `cancel`: a server's facts for people and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import pytest
+from icehouse.v1 import inference_service_pb2 as inference
+
+from tests.fixtures.rpc.fake_engine import hanging
+from tests.unit.cli.client.test_generate import invoke
+from tests.unit.rpc.conftest import RunningServer, running, served
+
+__all__ = ["served"]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+async def test_models_tells_what_is_served(served: RunningServer) -> None:
+    told = await invoke("models", "--address", served.server.address)
+    facts = json.loads((await invoke("models", "--json", "--address", served.server.address)).stdout)
+    assert told.exit_code == 0, told.output
+    for words in ("tiny", "llama, float32, quantization none", "64 tokens", "128 bytes a token", "abababab"):
+        assert words in told.stdout, words
+    assert [model["id"] for model in facts["models"]] == ["tiny"]
+
+
+async def test_info_tells_version_features_and_limits(served: RunningServer) -> None:
+    told = await invoke("info", "--address", served.server.address)
+    facts = json.loads((await invoke("info", "--json", "--address", served.server.address)).stdout)
+    for words in ("ready", "prefix cache, ssd cache", "max_completions", "32,768"):
+        assert words in told.stdout, told.output
+    assert facts["limits"]["max_completions"] == 16
+
+
+async def test_stats_are_those_of_top(served: RunningServer) -> None:
+    told = await invoke("stats", "--address", served.server.address)
+    facts = json.loads((await invoke("stats", "--json", "--address", served.server.address)).stdout)
+    line = await invoke("top", "--once", "--json", "--address", served.server.address)
+    assert "decoding" in told.stdout and "slowest" in told.stdout
+    assert facts["engine"]["step_total"] == "7"
+    assert json.loads(line.stdout)["engine"]["step_total"] == "7"
+
+
+async def test_requests_are_listed_and_ended(served: RunningServer) -> None:
+    served.engine.script = hanging
+    address = ("--address", served.server.address)
+    nothing = await invoke("requests", *address)
+    call = served.inference.Stream(inference.GenerateRequest(text="ab", request_id="r1", max_output_tokens=9))
+    while (await call.read()).WhichOneof("event") != "delta":
+        pass
+    listed, facts = await invoke("requests", *address), await invoke("requests", "--json", *address)
+    ended, again = await invoke("cancel", "r1", *address), await invoke("cancel", "r1", *address)
+    assert (nothing.exit_code, nothing.stdout) == (0, "") and "nothing waits or runs" in nothing.stderr
+    assert listed.stdout.splitlines()[1].split()[:3] == ["r1", "Stream", "decoding"]
+    assert "1 of 9" in listed.stdout
+    assert json.loads(facts.stdout)["requests"][0]["request_id"] == "r1"
+    assert (ended.exit_code, ended.stdout) == (0, "ended r1\n")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call.read()
+    await asyncio.sleep(0)
+    assert again.exit_code == 1 and "no request 'r1' of yours" in again.stderr
+
+
+async def test_a_server_that_loads_is_told_from_one_that_is_not_there() -> None:
+    async with running(ready=False) as loading:
+        models = await invoke("models", "--address", loading.server.address)
+        info = await invoke("info", "--address", loading.server.address)
+    nobody = await invoke("models", "--address", "127.0.0.1:1")
+    assert models.exit_code == 1 and "UNAVAILABLE: the model is loading" in models.stderr
+    assert info.exit_code == 0 and "loading" in info.stdout
+    assert nobody.exit_code == 1 and "no server answers at 127.0.0.1:1" in nobody.stderr

@@ -1,0 +1,87 @@
+"""Open requests: two of one name that overlap, and what is known of one while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+from icehouse_server.domain.events import CacheReport, Delta, Started
+from icehouse_server.domain.ids import RequestId, Tenant
+from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.errors import NotFound
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.engine_client.open_requests import OpenRequests, RequestPhase
+
+from tests.fixtures.rpc.submissions import Submissions, submissions
+
+RED, BLUE = Caller(Tenant("red"), Role.TENANT), Caller(Tenant("blue"), Role.TENANT)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Submissions]:
+    with submissions() as made:
+        yield made
+
+
+def request(name: str = "r", *, tenant: str = "red", prompt: tuple[int, ...] = (1, 2)) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=RequestId(name),
+        prompt_token_ids=prompt,
+        max_output_tokens=4,
+        sampling=SamplingParams(),
+        stop=(),
+        arrival_time=0.0,
+        tenant=Tenant(tenant),
+    )
+
+
+@pytest.mark.parametrize(("tenant", "caller"), [("red", RED), ("blue", BLUE)])
+async def test_a_name_that_is_taken_again_is_the_later_ones(
+    engine: Submissions, tenant: str, caller: Caller
+) -> None:
+    known = OpenRequests()
+    with known.opened("Generate", engine.begin(request())):
+        # The engine has ended the first; its call closes when the second is there.
+        await engine.end(request())
+        with known.opened("Stream", engine.begin(request(tenant=tenant))) as later:
+            assert known.visible_to(UNPROVED) == (later,)
+            assert known.cancel("r", caller) is later
+            assert engine.cancelled() == ["r"]
+    assert known.visible_to(UNPROVED) == ()
+
+
+async def test_what_has_ended_is_not_there_whoever_has_its_name_now(engine: Submissions) -> None:
+    known = OpenRequests()
+    with known.opened("Generate", engine.begin(request())) as first:
+        await engine.end(request())
+        with known.opened("Stream", engine.begin(request(tenant="blue"))) as later:
+            assert known.visible_to(RED) == ()
+            with pytest.raises(NotFound):
+                known.cancel("r", RED)
+            assert engine.cancelled() == [] and not (first.is_cancelled or later.is_cancelled)
+
+
+async def test_another_tenants_request_is_as_if_it_were_not_there(engine: Submissions) -> None:
+    known = OpenRequests()
+    with known.opened("Generate", engine.begin(request(tenant="blue"))):
+        assert known.visible_to(RED) == () and len(known.visible_to(UNPROVED)) == 1
+        with pytest.raises(NotFound) as caught:
+            known.cancel("r", RED)
+    with pytest.raises(NotFound) as gone:
+        known.cancel("r", RED)
+    assert caught.value.message == gone.value.message and engine.cancelled() == []
+
+
+async def test_it_is_as_far_as_its_furthest_part(engine: Submissions) -> None:
+    one = request()
+    both = engine.begin(one, dataclasses.replace(one, request_id=RequestId("r/1")))
+    with OpenRequests().opened("Generate", both) as opened:
+        assert (opened.phase, opened.prompt_token_count) == (RequestPhase.WAITING, 2)
+        opened.note(Started(prompt_token_count=2, cache=CacheReport(ram_token_count=1), queue_s=0.0))
+        assert (opened.phase, opened.cached_token_count) == (RequestPhase.PREFILLING, 1)
+        opened.note(Delta("a", (5, 6)))
+        opened.note(Started(prompt_token_count=2, cache=CacheReport(ram_token_count=1), queue_s=0.0))
+        assert (opened.phase, opened.output_token_count) == (RequestPhase.DECODING, 2)
+        assert opened.cached_token_count == 1, "the prompt is one, for all outputs"
