@@ -214,6 +214,7 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
         image_count=config.server.max_images,
         size_bytes=config.server.max_image_bytes,
         pixel_count=config.server.max_image_pixels,
+        prepared_bytes=config.server.image_memory_bytes // 2,
     )
     model = read_config(source.path)
     processor = open_processor(source.path, str(model["model_type"]))

@@ -108,6 +108,13 @@ class ServerConfig:
         minimum=1,
         maximum=89_000_000,
     )
+    image_memory_bytes: int = setting(
+        1024 * MIB,
+        Kind.BYTES,
+        "Memory of the prepared images of all requests that wait or run; more are refused with "
+        "RESOURCE_EXHAUSTED. One tenant, or connection without credentials, gets at most half.",
+        minimum=MIB,
+    )
     max_embedding_inputs: int = setting(64, Kind.COUNT, "Most inputs of one Embed request.", minimum=1)
     max_rerank_documents: int = setting(128, Kind.COUNT, "Most documents of one Rerank request.", minimum=1)
     grammar_timeout_s: float = setting(

@@ -34,6 +34,8 @@ class ImageLimits:
     """Encoded, of one image."""
     pixel_count: int
     """Width times height, of one image."""
+    prepared_bytes: int
+    """Of all images of a request, as the model takes them."""
 
 
 def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:

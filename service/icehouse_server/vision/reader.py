@@ -44,9 +44,26 @@ class ImageReader:
                 field=sources[limit].field,
                 metadata={"image_count": len(sources), "image_count_limit": limit},
             )
-        prepared = tuple(self._prepared(source) for source in sources)
+        prepared: list[PreparedImage] = []
+        size_bytes = 0
+        for source in sources:
+            prepared.append(self._prepared(source))
+            size_bytes += prepared[-1].image.size_bytes
+            self._check_size(source, size_bytes)
         texts = ImageTexts(self._processor.mark, tuple(each.text for each in prepared))
-        return ReadImages(texts, prepared, self._image_token_id)
+        return ReadImages(texts, tuple(prepared), self._image_token_id)
+
+    def _check_size(self, source: ImageSource, size_bytes: int) -> None:
+        """Refuse images that take more memory than a request is ever given; the next is not even decoded."""
+        limit = self._limits.prepared_bytes
+        if size_bytes > limit:
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the images up to {source.field} take {size_bytes} bytes as the model takes them, and those "
+                f"of one request may take {limit}; send fewer or smaller ones",
+                field=source.field,
+                metadata={"size_bytes": size_bytes, "limit_bytes": limit},
+            )
 
     def _prepared(self, source: ImageSource) -> PreparedImage:
         image = decode_image(source, self._limits)

@@ -14,7 +14,7 @@ import pytest
 from icehouse_server.config import Config, ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 
@@ -81,6 +81,7 @@ async def running(
     *,
     ready: bool = True,
     info: ModelInfo = MODEL_INFO,
+    images: ImagePort | None = None,
     connection: ConnectionConfig | None = None,
     security: SecurityConfig | None = None,
     tenants: TenantConfig | None = None,
@@ -123,7 +124,7 @@ async def running(
                 server, engine, router, clock, tokenizer, grammars or FakeGrammars(), channel
             )
             if ready:
-                router.model_loaded(ServedModel(info, tokenizer))
+                router.model_loaded(ServedModel(info, tokenizer, images))
                 router.state_changed(EngineState.READY, None)
                 await served.settle()
             yield served

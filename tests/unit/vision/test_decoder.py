@@ -14,7 +14,7 @@ Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not insta
 
 from icehouse_server.vision.decoder import ImageLimits, decode_image  # noqa: E402
 
-LIMITS = ImageLimits(image_count=4, size_bytes=100_000, pixel_count=10_000)
+LIMITS = ImageLimits(image_count=4, size_bytes=100_000, pixel_count=10_000, prepared_bytes=1 << 20)
 FIELD = "chat.messages[0].parts[1].image"
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from icehouse_server.domain.chat import ImageSource
 from icehouse_server.errors import InvalidRequest, ModelError, Reason
 
 Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
+from icehouse_server.vision.decoder import ImageLimits  # noqa: E402
 from icehouse_server.vision.processor import ImageProcessor, open_processor, spans_of  # noqa: E402
+from icehouse_server.vision.reader import ImageReader  # noqa: E402
 
 from tests.fixtures.models.vision import TILE, TILE_TOKEN_COUNT, tiny_vision_dir  # noqa: E402
 
@@ -27,6 +32,12 @@ def tiles(folder: Path) -> ImageProcessor:
 
 def noise(width: int, height: int, seed: int = 0):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def png(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    noise(width, height).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -53,6 +64,20 @@ def test_a_digest_is_of_the_pixels_and_of_what_makes_them(folder: Path, tmp_path
     config.write_text(config.read_text().replace('"do_convert_rgb": true', '"resample": 2'))
     digests.add(tiles(again).prepare(image).image.digest)
     assert len(digests) == 3
+
+
+def test_images_that_no_request_is_given_memory_for_end_the_preparing(folder: Path) -> None:
+    source = ImageSource(png(60, 40), "image/png", "parts[0]")
+    size = tiles(folder).prepare(noise(60, 40)).image.size_bytes
+    later = [dataclasses.replace(source, field=f"parts[{n}]") for n in (1, 2)]
+    broken = dataclasses.replace(source, data=b"", field="parts[3]")
+    limits = ImageLimits(image_count=4, size_bytes=10_000, pixel_count=10_000, prepared_bytes=2 * size)
+    reader = ImageReader(tiles(folder), limits, image_token_id=7)
+    assert len(reader.read([source, later[0]]).texts.texts) == 2
+    with pytest.raises(InvalidRequest) as caught:
+        reader.read([source, *later, broken])
+    assert (caught.value.reason, caught.value.field) == (Reason.IMAGE_INVALID, "parts[2]")
+    assert caught.value.metadata == {"size_bytes": str(3 * size), "limit_bytes": str(2 * size)}
 
 
 def test_marks_in_a_text_are_no_images(folder: Path) -> None:

@@ -58,6 +58,8 @@ class Call:
     operation: Operation | None = None
     session_id: str = ""
     """The conversation it is a turn of: of its metadata, until the request names one."""
+    holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """What it holds until it ends, however it ends."""
 
     def note(self, event: Event) -> None:
         """Take what an event tells of the request's cost."""
@@ -169,6 +171,7 @@ class Calls:
             session_id=call.session_id,
         )
         # Before the status leaves: a stop does not wait for readers who do not take theirs.
+        call.holds.close()
         self._running_count -= 1
         if not self._running_count:
             self._idle.set()

@@ -20,7 +20,7 @@ RETRY_S = 1.0
 
 
 class Share:
-    """Places that are taken or refused, never waited for.
+    """Places, or bytes, that are taken or refused, never waited for.
 
     With `most` no caller gets more than that, however much is free.
     """
@@ -35,18 +35,20 @@ class Share:
         self._total = 0
 
     @contextlib.contextmanager
-    def place(self, origin: str) -> Iterator[None]:
-        """Hold a place until the block ends; raises Overloaded when the caller may have no more now."""
-        held, free = self._held[origin], self.limit - self._total
-        if free <= 0 or held >= min(self._factor * free, self._most):
+    def place(self, origin: str, amount: int = 1) -> Iterator[None]:
+        """Hold a place, or so many, until the block ends; raises Overloaded when the caller may have no more
+        now."""
+        held, more = self._held[origin], amount - 1
+        free = self.limit - self._total - more
+        if free <= 0 or held + more >= min(self._factor * free, self._most):
             raise self._full(held=held)
-        self._held[origin] += 1
-        self._total += 1
+        self._held[origin] += amount
+        self._total += amount
         try:
             yield
         finally:
-            self._total -= 1
-            self._held[origin] -= 1
+            self._total -= amount
+            self._held[origin] -= amount
             if not self._held[origin]:
                 del self._held[origin]
 

@@ -34,6 +34,20 @@ def test_one_caller_gets_its_part_and_others_find_theirs() -> None:
         assert fill(share, "d", held) == 768
 
 
+def test_of_an_amount_one_caller_gets_half_at_most_and_gives_all_back() -> None:
+    share = Share(limit=1000, factor=1.0, what="bytes")
+    for _ in range(2):
+        with contextlib.ExitStack() as held:
+            held.enter_context(share.place("a", 300))
+            for amount in (201, 701, 2000):
+                with pytest.raises(Overloaded), share.place("a", amount):
+                    pass
+            held.enter_context(share.place("a", 200))
+            held.enter_context(share.place("b", 250))
+            with pytest.raises(Overloaded), share.place("c", 251):
+                pass
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_however_few_there_are_the_first_caller_gets_one(limit: int) -> None:
     with contextlib.ExitStack() as held:
