@@ -205,6 +205,13 @@ class EngineConfig:
         "Memory that model, KV and cache may take together; 0 takes most of the device's.",
         minimum=0,
     )
+    image_feature_bytes: int = setting(
+        256 * MIB,
+        Kind.BYTES,
+        "Vectors kept of images that were encoded, so that one that comes again in another context is not "
+        "encoded again; the latest one's are kept whatever their size.",
+        minimum=0,
+    )
     preload_enabled: bool = setting(
         True,
         Kind.SWITCH,

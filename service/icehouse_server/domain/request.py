@@ -108,6 +108,10 @@ class GenerationRequest:
                 parts.append(ImagePart(first - start, place, last - first, span.image, ids))
         return tuple(parts)
 
+    def whole_image(self, span: ImageSpan) -> ImagePart:
+        """Return all of one of its images."""
+        return self.image_parts(span.start_token_index, span.end_token_index)[0]
+
     def rope_positions(self) -> RopePositions | None:
         """Return the positions of its tokens, None where they are those in the sequence."""
         return RopePositions.of(len(self.prompt_token_ids), self.images)
@@ -260,8 +264,17 @@ class ImageInput:
     """Frames, rows and columns of these tokens, for models whose positions tell them (`RopePositions`)."""
 
     @property
+    def pixels(self) -> HostTensor:
+        """The largest tensor, which is what the tower sees."""
+        return max(self.tensors, key=lambda tensor: tensor.data.nbytes)
+
+    @property
     def size_bytes(self) -> int:
         return sum(tensor.data.nbytes for tensor in self.tensors)
+
+
+ImageKey = tuple[ImageDigest, tuple[int, ...]]
+"""An image and the tokens of its span: some of them are text, whose vectors are among those of the span."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,6 +301,11 @@ class ImagePart:
     count: int
     image: ImageInput
     span_token_ids: tuple[int, ...]
+
+    @property
+    def key(self) -> ImageKey:
+        """What the vectors of its span are known by."""
+        return self.image.digest, self.span_token_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

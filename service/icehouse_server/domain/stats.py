@@ -49,6 +49,13 @@ class EngineStats:
     """What KV may take beside the model; 0 without a limit."""
     drafted_token_total: int = 0
     accepted_draft_token_total: int = 0
+    encoded_image_total: int = 0
+    """Images that the vision tower made vectors of."""
+    reused_image_total: int = 0
+    """Images whose vectors were still there when a prompt needed them."""
+    image_encode_s: float = 0.0
+    image_feature_bytes: int = 0
+    image_feature_limit_bytes: int = 0
 
     @property
     def kv_usage_ratio(self) -> float:

@@ -21,6 +21,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox,
 from icehouse_server.engine.core.ports import Chunk, Decoder, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import commands_waiting, shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.images import ImageEncoding
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
@@ -102,6 +103,12 @@ class EngineLoop:
             prefix=prefix,
             park=self._park,
         )
+        self._images = ImageEncoding(
+            runner=runner,
+            scheduler=scheduling.scheduler,
+            preemption=self._preemption,
+            fail=self._requests.fail,
+        )
         self._drain_deadline: float | None = None
         self._dispatched: _Planned | None = None
         self._is_idle = True
@@ -128,9 +135,9 @@ class EngineLoop:
         self._take_in(self._wait_s())
         self._expire()
         has_begun = self._admit()
-        restore_s = self._restore()
-        has_run = self._run_pass(spent_s=restore_s or 0.0)
-        self._is_idle = not has_begun and restore_s is None and not has_run
+        prepare_s = self._prepare()
+        has_run = self._run_pass(spent_s=prepare_s or 0.0)
+        self._is_idle = not has_begun and prepare_s is None and not has_run
         if not has_run or not self._has_pass_to_run:
             self._output.publish()
 
@@ -282,11 +289,11 @@ class EngineLoop:
             self._runner.open(sequence.sequence_id)
             self._start_prefilling(sequence)
 
-    def _restore(self) -> float | None:
-        """Go on rebuilding caches, first of those whose blocks are still to be read, then of the oldest;
-        return how long it took, None when there was nothing to do."""
-        restoring = self._scheduler.restoring
-        if not restoring:
+    def _prepare(self) -> float | None:
+        """Go on rebuilding caches, first of those whose blocks are still to be read, then of the oldest, and
+        then with an image; return how long it took, None when there was nothing to do."""
+        restoring, may_encode = self._scheduler.restoring, self._images.make_room()
+        if not restoring and not may_encode:
             return None
         allowed_s = self._scheduler.restore_s(least_s=self._prefix.adopt_budget_s)
         began = self._clock.monotonic()
@@ -295,6 +302,9 @@ class EngineLoop:
             if spent_s >= allowed_s:
                 break
             self._continue_restore(sequence, budget_s=allowed_s - spent_s)
+            spent_s = self._clock.monotonic() - began
+        if may_encode and spent_s < allowed_s:
+            self._images.go_on(budget_s=allowed_s - spent_s)
             spent_s = self._clock.monotonic() - began
         self._scheduler.note_restore(spent_s, allowed_s=allowed_s)
         return spent_s
@@ -435,7 +445,7 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Return a copy of the engine's counters, completed with what is so now."""
-        memory = self._runner.memory()
+        memory, images = self._runner.memory(), self._runner.image_use()
         return dataclasses.replace(
             self.counters.stats,
             uptime_s=self._clock.monotonic() - self._start_time,
@@ -454,6 +464,11 @@ class EngineLoop:
             memory_limit_bytes=self._preemption.guard.limit_bytes,
             kv_used_bytes=self._preemption.guard.held_bytes(self._scheduler.running),
             kv_limit_bytes=self._preemption.guard.kv_limit_bytes,
+            encoded_image_total=images.encoded_total,
+            reused_image_total=images.reused_total,
+            image_encode_s=images.encode_s,
+            image_feature_bytes=images.size_bytes,
+            image_feature_limit_bytes=images.limit_bytes,
         )
 
 

@@ -50,6 +50,12 @@ def _drafts(s: Snapshot) -> Iterable[Value]:
         yield ("rejected",), s.engine.drafted_token_total - s.engine.accepted_draft_token_total
 
 
+def _images(s: Snapshot) -> Iterable[Value]:
+    if s.engine is not None:
+        yield ("encoded",), s.engine.encoded_image_total
+        yield ("reused",), s.engine.reused_image_total
+
+
 def _state(s: Snapshot) -> Iterable[Value]:
     for state in EngineState:
         yield (state.name.lower(),), float(s.state is state)
@@ -145,6 +151,31 @@ ENGINE_METRICS: tuple[Observed, ...] = (
         "Draft tokens of speculation, by what became of them.",
         _drafts,
         "icehouse.outcome",
+    ),
+    counter(
+        "icehouse.engine.images",
+        "{image}",
+        "Images that prompts needed vectors of, by where those came from.",
+        _images,
+        "icehouse.kind",
+    ),
+    counter(
+        "icehouse.engine.image.encode.time",
+        "s",
+        "Time that the inference thread spent in the vision tower.",
+        _engine(lambda e: e.image_encode_s),
+    ),
+    gauge(
+        "icehouse.engine.image.features",
+        "By",
+        "Vectors that are kept for images that may come again.",
+        _engine(lambda e: e.image_feature_bytes),
+    ),
+    gauge(
+        "icehouse.engine.image.features.limit",
+        "By",
+        "Most that is kept of them.",
+        _engine(lambda e: e.image_feature_limit_bytes),
     ),
     counter("icehouse.engine.tokens", "{token}", "Tokens by where they came from.", _tokens, "icehouse.kind"),
     counter("icehouse.engine.steps", "{step}", "Steps of the loop.", _engine(lambda e: e.step_total)),

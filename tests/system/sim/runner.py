@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import ImagePart
 from icehouse_server.engine.core.memory_model import MemoryModel
-from icehouse_server.engine.core.ports import Chunk, Drawn, MemoryUse, PassResult
+from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
 
@@ -143,6 +144,15 @@ class SimRunner:
         for place in (self.open_caches, self.restoring, self.decoding):
             for sequence_id in sequence_ids:
                 place.pop(sequence_id, None)
+
+    def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
+        raise AssertionError("no story has images")
+
+    def image_use(self) -> ImageUse:
+        return ImageUse()
+
+    def encode_bytes(self, image: ImagePart) -> int:
+        raise AssertionError("no story has images")
 
     def memory_model(self) -> MemoryModel:
         return memory_model()

@@ -88,8 +88,18 @@ type EngineStats struct {
 	DraftedTokenTotal int64 `protobuf:"varint,29,opt,name=drafted_token_total,json=draftedTokenTotal,proto3" json:"drafted_token_total,omitempty"`
 	// Of these, tokens that came true.
 	AcceptedDraftTokenTotal int64 `protobuf:"varint,30,opt,name=accepted_draft_token_total,json=acceptedDraftTokenTotal,proto3" json:"accepted_draft_token_total,omitempty"`
-	unknownFields           protoimpl.UnknownFields
-	sizeCache               protoimpl.SizeCache
+	// Images that the vision tower made vectors of.
+	EncodedImageTotal int64 `protobuf:"varint,31,opt,name=encoded_image_total,json=encodedImageTotal,proto3" json:"encoded_image_total,omitempty"`
+	// Images whose vectors were still there when a prompt needed them.
+	ReusedImageTotal int64 `protobuf:"varint,32,opt,name=reused_image_total,json=reusedImageTotal,proto3" json:"reused_image_total,omitempty"`
+	// Time that the inference thread spent in the vision tower.
+	ImageEncode *durationpb.Duration `protobuf:"bytes,33,opt,name=image_encode,json=imageEncode,proto3" json:"image_encode,omitempty"`
+	// Bytes of vectors that are kept for images that may come again.
+	ImageFeatureBytes int64 `protobuf:"varint,34,opt,name=image_feature_bytes,json=imageFeatureBytes,proto3" json:"image_feature_bytes,omitempty"`
+	// Most of them (`engine.image_feature_bytes`).
+	ImageFeatureLimitBytes int64 `protobuf:"varint,35,opt,name=image_feature_limit_bytes,json=imageFeatureLimitBytes,proto3" json:"image_feature_limit_bytes,omitempty"`
+	unknownFields          protoimpl.UnknownFields
+	sizeCache              protoimpl.SizeCache
 }
 
 func (x *EngineStats) Reset() {
@@ -332,12 +342,46 @@ func (x *EngineStats) GetAcceptedDraftTokenTotal() int64 {
 	return 0
 }
 
+func (x *EngineStats) GetEncodedImageTotal() int64 {
+	if x != nil {
+		return x.EncodedImageTotal
+	}
+	return 0
+}
+
+func (x *EngineStats) GetReusedImageTotal() int64 {
+	if x != nil {
+		return x.ReusedImageTotal
+	}
+	return 0
+}
+
+func (x *EngineStats) GetImageEncode() *durationpb.Duration {
+	if x != nil {
+		return x.ImageEncode
+	}
+	return nil
+}
+
+func (x *EngineStats) GetImageFeatureBytes() int64 {
+	if x != nil {
+		return x.ImageFeatureBytes
+	}
+	return 0
+}
+
+func (x *EngineStats) GetImageFeatureLimitBytes() int64 {
+	if x != nil {
+		return x.ImageFeatureLimitBytes
+	}
+	return 0
+}
+
 var File_icehouse_v1_engine_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\n" +
-	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb5\n" +
-	"\n" +
+	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xbc\f\n" +
 	"\vEngineStats\x121\n" +
 	"\x06uptime\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x06uptime\x12#\n" +
 	"\rmailbox_count\x18\x02 \x01(\x03R\fmailboxCount\x12#\n" +
@@ -370,7 +414,12 @@ const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\rkv_used_bytes\x18\x1b \x01(\x03R\vkvUsedBytes\x12$\n" +
 	"\x0ekv_limit_bytes\x18\x1c \x01(\x03R\fkvLimitBytes\x12.\n" +
 	"\x13drafted_token_total\x18\x1d \x01(\x03R\x11draftedTokenTotal\x12;\n" +
-	"\x1aaccepted_draft_token_total\x18\x1e \x01(\x03R\x17acceptedDraftTokenTotalb\x06proto3"
+	"\x1aaccepted_draft_token_total\x18\x1e \x01(\x03R\x17acceptedDraftTokenTotal\x12.\n" +
+	"\x13encoded_image_total\x18\x1f \x01(\x03R\x11encodedImageTotal\x12,\n" +
+	"\x12reused_image_total\x18  \x01(\x03R\x10reusedImageTotal\x12<\n" +
+	"\fimage_encode\x18! \x01(\v2\x19.google.protobuf.DurationR\vimageEncode\x12.\n" +
+	"\x13image_feature_bytes\x18\" \x01(\x03R\x11imageFeatureBytes\x129\n" +
+	"\x19image_feature_limit_bytes\x18# \x01(\x03R\x16imageFeatureLimitBytesb\x06proto3"
 
 var (
 	file_icehouse_v1_engine_stats_proto_rawDescOnce sync.Once
@@ -393,11 +442,12 @@ var file_icehouse_v1_engine_stats_proto_depIdxs = []int32{
 	1, // 0: icehouse.v1.EngineStats.uptime:type_name -> google.protobuf.Duration
 	1, // 1: icehouse.v1.EngineStats.decode_step_p50:type_name -> google.protobuf.Duration
 	1, // 2: icehouse.v1.EngineStats.decode_step_p99:type_name -> google.protobuf.Duration
-	3, // [3:3] is the sub-list for method output_type
-	3, // [3:3] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	1, // 3: icehouse.v1.EngineStats.image_encode:type_name -> google.protobuf.Duration
+	4, // [4:4] is the sub-list for method output_type
+	4, // [4:4] is the sub-list for method input_type
+	4, // [4:4] is the sub-list for extension type_name
+	4, // [4:4] is the sub-list for extension extendee
+	0, // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_engine_stats_proto_init() }

@@ -53,6 +53,11 @@ class EngineStats(_message.Message):
     KV_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKEN_TOTAL_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKEN_TOTAL_FIELD_NUMBER: _builtins.int
+    ENCODED_IMAGE_TOTAL_FIELD_NUMBER: _builtins.int
+    REUSED_IMAGE_TOTAL_FIELD_NUMBER: _builtins.int
+    IMAGE_ENCODE_FIELD_NUMBER: _builtins.int
+    IMAGE_FEATURE_BYTES_FIELD_NUMBER: _builtins.int
+    IMAGE_FEATURE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     mailbox_count: _builtins.int
     """Messages waiting for the inference thread."""
     mailbox_limit: _builtins.int
@@ -109,6 +114,14 @@ class EngineStats(_message.Message):
     """Draft tokens that speculation proposed."""
     accepted_draft_token_total: _builtins.int
     """Of these, tokens that came true."""
+    encoded_image_total: _builtins.int
+    """Images that the vision tower made vectors of."""
+    reused_image_total: _builtins.int
+    """Images whose vectors were still there when a prompt needed them."""
+    image_feature_bytes: _builtins.int
+    """Bytes of vectors that are kept for images that may come again."""
+    image_feature_limit_bytes: _builtins.int
+    """Most of them (`engine.image_feature_bytes`)."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
         """Since the engine started."""
@@ -120,6 +133,10 @@ class EngineStats(_message.Message):
     @_builtins.property
     def decode_step_p99(self) -> _duration_pb2.Duration:
         """99th percentile of the same."""
+
+    @_builtins.property
+    def image_encode(self) -> _duration_pb2.Duration:
+        """Time that the inference thread spent in the vision tower."""
 
     def __init__(
         self,
@@ -154,10 +171,15 @@ class EngineStats(_message.Message):
         kv_limit_bytes: _builtins.int = ...,
         drafted_token_total: _builtins.int = ...,
         accepted_draft_token_total: _builtins.int = ...,
+        encoded_image_total: _builtins.int = ...,
+        reused_image_total: _builtins.int = ...,
+        image_encode: _duration_pb2.Duration | None = ...,
+        image_feature_bytes: _builtins.int = ...,
+        image_feature_limit_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "uptime", b"uptime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "image_encode", b"image_encode", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_total", b"accepted_draft_token_total", "accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "drafted_token_total", b"drafted_token_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_total", b"accepted_draft_token_total", "accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "drafted_token_total", b"drafted_token_total", "encoded_image_total", b"encoded_image_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "image_encode", b"image_encode", "image_feature_bytes", b"image_feature_bytes", "image_feature_limit_bytes", b"image_feature_limit_bytes", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "reused_image_total", b"reused_image_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

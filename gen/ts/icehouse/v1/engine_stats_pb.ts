@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/engine_stats.proto.
  */
 export const file_icehouse_v1_engine_stats: GenFile = /*@__PURE__*/
-  fileDesc("Ch5pY2Vob3VzZS92MS9lbmdpbmVfc3RhdHMucHJvdG8SC2ljZWhvdXNlLnYxItgGCgtFbmdpbmVTdGF0cxIpCgZ1cHRpbWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbWFpbGJveF9jb3VudBgCIAEoAxIVCg1tYWlsYm94X2xpbWl0GAMgASgDEhUKDXdhaXRpbmdfY291bnQYBCABKAMSFQoNd2FpdGluZ19saW1pdBgFIAEoAxIVCg1sb2FkaW5nX2NvdW50GAYgASgDEhgKEHByZWZpbGxpbmdfY291bnQYByABKAMSFgoOZGVjb2RpbmdfY291bnQYCCABKAMSFgoOZGVjb2RpbmdfbGltaXQYCSABKAMSEgoKc3RlcF90b3RhbBgKIAEoAxIyCg9kZWNvZGVfc3RlcF9wNTAYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMgoPZGVjb2RlX3N0ZXBfcDk5GAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiEKGXByZWZpbGxfdG9rZW5zX3Blcl9zZWNvbmQYDSABKAESFgoOYWNjZXB0ZWRfdG90YWwYDiABKAMSFgoOcmVqZWN0ZWRfdG90YWwYDyABKAMSFgoOZmluaXNoZWRfdG90YWwYECABKAMSFwoPY2FuY2VsbGVkX3RvdGFsGBEgASgDEhQKDGZhaWxlZF90b3RhbBgSIAEoAxIaChJwcm9tcHRfdG9rZW5fdG90YWwYEyABKAMSGgoSY2FjaGVkX3Rva2VuX3RvdGFsGBQgASgDEh0KFXByZWZpbGxlZF90b2tlbl90b3RhbBgVIAEoAxIaChJvdXRwdXRfdG9rZW5fdG90YWwYFiABKAMSGwoTYWN0aXZlX21lbW9yeV9ieXRlcxgXIAEoAxIZChFwZWFrX21lbW9yeV9ieXRlcxgYIAEoAxIaChJtZW1vcnlfbGltaXRfYnl0ZXMYGSABKAMSFAoMcGFya2VkX3RvdGFsGBogASgDEhUKDWt2X3VzZWRfYnl0ZXMYGyABKAMSFgoOa3ZfbGltaXRfYnl0ZXMYHCABKAMSGwoTZHJhZnRlZF90b2tlbl90b3RhbBgdIAEoAxIiChphY2NlcHRlZF9kcmFmdF90b2tlbl90b3RhbBgeIAEoA2IGcHJvdG8z", [file_google_protobuf_duration]);
+  fileDesc("Ch5pY2Vob3VzZS92MS9lbmdpbmVfc3RhdHMucHJvdG8SC2ljZWhvdXNlLnYxIoIICgtFbmdpbmVTdGF0cxIpCgZ1cHRpbWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbWFpbGJveF9jb3VudBgCIAEoAxIVCg1tYWlsYm94X2xpbWl0GAMgASgDEhUKDXdhaXRpbmdfY291bnQYBCABKAMSFQoNd2FpdGluZ19saW1pdBgFIAEoAxIVCg1sb2FkaW5nX2NvdW50GAYgASgDEhgKEHByZWZpbGxpbmdfY291bnQYByABKAMSFgoOZGVjb2RpbmdfY291bnQYCCABKAMSFgoOZGVjb2RpbmdfbGltaXQYCSABKAMSEgoKc3RlcF90b3RhbBgKIAEoAxIyCg9kZWNvZGVfc3RlcF9wNTAYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMgoPZGVjb2RlX3N0ZXBfcDk5GAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiEKGXByZWZpbGxfdG9rZW5zX3Blcl9zZWNvbmQYDSABKAESFgoOYWNjZXB0ZWRfdG90YWwYDiABKAMSFgoOcmVqZWN0ZWRfdG90YWwYDyABKAMSFgoOZmluaXNoZWRfdG90YWwYECABKAMSFwoPY2FuY2VsbGVkX3RvdGFsGBEgASgDEhQKDGZhaWxlZF90b3RhbBgSIAEoAxIaChJwcm9tcHRfdG9rZW5fdG90YWwYEyABKAMSGgoSY2FjaGVkX3Rva2VuX3RvdGFsGBQgASgDEh0KFXByZWZpbGxlZF90b2tlbl90b3RhbBgVIAEoAxIaChJvdXRwdXRfdG9rZW5fdG90YWwYFiABKAMSGwoTYWN0aXZlX21lbW9yeV9ieXRlcxgXIAEoAxIZChFwZWFrX21lbW9yeV9ieXRlcxgYIAEoAxIaChJtZW1vcnlfbGltaXRfYnl0ZXMYGSABKAMSFAoMcGFya2VkX3RvdGFsGBogASgDEhUKDWt2X3VzZWRfYnl0ZXMYGyABKAMSFgoOa3ZfbGltaXRfYnl0ZXMYHCABKAMSGwoTZHJhZnRlZF90b2tlbl90b3RhbBgdIAEoAxIiChphY2NlcHRlZF9kcmFmdF90b2tlbl90b3RhbBgeIAEoAxIbChNlbmNvZGVkX2ltYWdlX3RvdGFsGB8gASgDEhoKEnJldXNlZF9pbWFnZV90b3RhbBggIAEoAxIvCgxpbWFnZV9lbmNvZGUYISABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGwoTaW1hZ2VfZmVhdHVyZV9ieXRlcxgiIAEoAxIhChlpbWFnZV9mZWF0dXJlX2xpbWl0X2J5dGVzGCMgASgDYgZwcm90bzM", [file_google_protobuf_duration]);
 
 /**
  * The engine's counters. `*_count` are now, `*_total` since start.
@@ -232,6 +232,41 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
    * @generated from field: int64 accepted_draft_token_total = 30;
    */
   acceptedDraftTokenTotal: bigint;
+
+  /**
+   * Images that the vision tower made vectors of.
+   *
+   * @generated from field: int64 encoded_image_total = 31;
+   */
+  encodedImageTotal: bigint;
+
+  /**
+   * Images whose vectors were still there when a prompt needed them.
+   *
+   * @generated from field: int64 reused_image_total = 32;
+   */
+  reusedImageTotal: bigint;
+
+  /**
+   * Time that the inference thread spent in the vision tower.
+   *
+   * @generated from field: google.protobuf.Duration image_encode = 33;
+   */
+  imageEncode?: Duration | undefined;
+
+  /**
+   * Bytes of vectors that are kept for images that may come again.
+   *
+   * @generated from field: int64 image_feature_bytes = 34;
+   */
+  imageFeatureBytes: bigint;
+
+  /**
+   * Most of them (`engine.image_feature_bytes`).
+   *
+   * @generated from field: int64 image_feature_limit_bytes = 35;
+   */
+  imageFeatureLimitBytes: bigint;
 };
 
 /**

@@ -6,9 +6,11 @@ Pure arithmetic over the model's facts; the runner measures, this predicts. Size
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from icehouse_server.domain.request import ImageInput
 from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvGrowth, KvLength
 from icehouse_server.engine.core.length_class import length_class
 
@@ -91,6 +93,39 @@ def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TowerShape:
+    """What the temporary arrays of a vision tower are made of, which runs layer by layer. Counts."""
+
+    hidden_size: int
+    feed_forward_size: int
+    head_count: int
+    patch_size: int
+    """Pixels of a patch's side."""
+    vector_size: int
+    """Values that it gives for each token."""
+    compute_bytes: int
+    keeps_scores: bool
+
+    def encode_bytes(self, image: ImageInput) -> int:
+        """Return the peak of temporary arrays while an image is encoded, its tensors and vectors included."""
+        tile_count, patch_count = self._patches(image.pixels.shape)
+        values = tile_count * patch_count * _LIVE_HIDDEN_COPIES * self.hidden_size
+        values += tile_count * patch_count * _LIVE_FEED_FORWARD_COPIES * self.feed_forward_size
+        if self.keeps_scores:
+            values += _SCORE_COPIES * self.head_count * tile_count * patch_count**2
+        values += image.feature_count * self.vector_size
+        return values * self.compute_bytes + image.size_bytes
+
+    def _patches(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many runs of patches an image is, and the patches of one that attend to each other: of
+        pixels in tiles, [..., channels, height, width], or of one run of patches, [patches, values]."""
+        if len(shape) == 2:
+            return 1, shape[0]
+        height, width = shape[-2:]
+        return math.prod(shape[:-3]), (height // self.patch_size) * (width // self.patch_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DraftFootprint:
     """What a draft model takes: once, and for each token of a sequence that uses it."""
 
@@ -112,6 +147,12 @@ class MemoryModel:
     class_token_limit: int = 0
     """Decoding rows of up to so many tokens may lie in buffers that are as long as `length_class` says."""
     draft: DraftFootprint = DraftFootprint()
+    tower: TowerShape | None = None
+    """What makes vectors of images, where the model sees any."""
+
+    def image_bytes(self, image: ImageInput) -> int:
+        """Return what the largest step of an image's encoding takes, its vectors included."""
+        return 0 if self.tower is None else self.tower.encode_bytes(image)
 
     def kv_bytes(self, token_count: int, length: KvLength = UNKNOWN_LENGTH) -> int:
         """Return what one sequence holds that has so many tokens now."""

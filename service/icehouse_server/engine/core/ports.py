@@ -96,6 +96,16 @@ class MemoryUse(NamedTuple):
     limit_bytes: int
 
 
+class ImageUse(NamedTuple):
+    """What a vision tower did since the start, and the vectors that are kept; all 0 without one."""
+
+    encoded_total: int = 0
+    reused_total: int = 0
+    encode_s: float = 0.0
+    size_bytes: int = 0
+    limit_bytes: int = 0
+
+
 class Runner(Protocol):
     """The model and its sequences. Every call is made on the inference thread."""
 
@@ -114,6 +124,19 @@ class Runner(Protocol):
         and returned. With nothing to feed, what is in flight is returned. `before_wait` is called once the
         pass is built, just before the device is waited for: what wakes other threads costs nothing there.
         """
+        ...
+
+    def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
+        """Go on making the vectors of a whole image for an open sequence, for about so long, a layer at
+        least; True once they are there. They stay with the sequence until it decodes."""
+        ...
+
+    def encode_bytes(self, image: ImagePart) -> int:
+        """Return what is needed more to make an image's vectors; 0 once that has begun."""
+        ...
+
+    def image_use(self) -> ImageUse:
+        """Read the vision tower's counters."""
         ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:

@@ -16,6 +16,7 @@ from icehouse_server.domain.request import (
     NO_DRAFTS,
     DraftCounts,
     GenerationRequest,
+    ImageSpan,
     Pooling,
     RopePositions,
     TokenLogprobs,
@@ -75,6 +76,8 @@ class Sequence:
     """Input tokens whose KV exists and may be kept, reused ones included."""
     loading_room_token_count: int = 0
     """Tokens for which the arrays have room that its blocks on SSD are read into; 0 but for that time."""
+    encoded_token_count: int = 0
+    """Input tokens up to which the runner has the vectors of its images."""
     capture_points: list[int] = dataclasses.field(default_factory=list)
     """Input positions where its prefill stops to leave a tail: there, those that wait for it part from it."""
     overtaken_token_count: int = 0
@@ -151,6 +154,13 @@ class Sequence:
         return self.processed_token_count >= self.prefill_target
 
     @property
+    def next_image(self) -> ImageSpan | None:
+        """The first image of which tokens are still to run and no vectors are there: its prefill stops before
+        it."""
+        reached = max(self.processed_token_count, self.encoded_token_count)
+        return next((span for span in self.request.images if span.end_token_index > reached), None)
+
+    @property
     def limit_reason(self) -> FinishReason:
         """Why an output that reached `output_token_limit` ends there."""
         asked_for_more = self.output_token_limit < self.request.max_output_tokens
@@ -218,7 +228,7 @@ class Sequence:
         """Make everything so far the input of a later start. Its blocks were kept, its caches go."""
         self.input_token_ids = (*self.request.prompt_token_ids, *self.output_token_ids)
         self.input_keys = self.request.keys(self.input_token_ids)
-        self.processed_token_count = 0
+        self.processed_token_count = self.encoded_token_count = 0
         self.capture_points.clear()
         self.chain.clear()
         self.shared_chain.clear()

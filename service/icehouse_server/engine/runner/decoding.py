@@ -11,7 +11,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
-from icehouse_server.domain.request import DraftCounts, Drafting, SpeculationLimit, TokenLogprobs, Vector
+from icehouse_server.domain.request import (
+    DraftCounts,
+    Drafting,
+    ImageKey,
+    SpeculationLimit,
+    TokenLogprobs,
+    Vector,
+)
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Drawn
 from icehouse_server.engine.core.refusals import logits_not_finite
@@ -32,6 +39,8 @@ class OpenSequence:
     adapter: AdapterName = NO_ADAPTER
     features: tuple[Features, ...] = ()
     """What stands in the place of tokens of its chunk in the pass that is being built."""
+    vectors: dict[ImageKey, mx.array] = dataclasses.field(default_factory=dict)
+    """Of images that its prompt reaches."""
     drafted: DraftedRow | None = None
     """Draft caches that read its prompt along."""
     sampling: SamplingRow | None = None

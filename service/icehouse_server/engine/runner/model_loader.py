@@ -17,7 +17,13 @@ from mlx.utils import tree_flatten, tree_map
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.kv_growth import KvGrowth
-from icehouse_server.engine.core.memory_model import ModelShape, find_int, head_size_of, keeps_scores
+from icehouse_server.engine.core.memory_model import (
+    ModelShape,
+    TowerShape,
+    find_int,
+    head_size_of,
+    keeps_scores,
+)
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.vision import mlx_vlm
@@ -237,6 +243,11 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
         device=_device_kind(), head_size=head_size_of(loaded.config), compute_bytes=compute_bytes
     )
     return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=is_kept)
+
+
+def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
+    """Return what the temporary arrays of this model's vision tower are made of, if it has one."""
+    return None if loaded.tower is None else loaded.tower.shape(device=_device_kind())
 
 
 def device_memory_bytes() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,12 +13,12 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import Drafting, Pooling
+from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
-from icehouse_server.engine.core.ports import Chunk, MemoryUse, PassResult
+from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
@@ -97,6 +97,7 @@ class ModelRunner:
         self._settings = settings
         self._fingerprint_hex = fingerprint_hex
         self._draft_source = draft_source
+        self._clock = clock
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
         self._model: Any = None
@@ -123,7 +124,8 @@ class ModelRunner:
         loaded = model_loader.load(self._source)
         self._model = loaded.model
         if loaded.tower is not None:
-            self._images = ImageFeatures(loaded.tower, limit_bytes=self._settings.image_feature_limit_bytes)
+            limit_bytes = self._settings.image_feature_limit_bytes
+            self._images = ImageFeatures(loaded.tower, limit_bytes=limit_bytes, clock=self._clock)
         adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
@@ -146,6 +148,7 @@ class ModelRunner:
             growth=self._growth,
             class_token_limit=self._pipeline.slab_token_limit,
             draft=self._load_draft(info),
+            tower=model_loader.tower_shape_of(loaded),
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(
@@ -171,6 +174,20 @@ class ModelRunner:
     def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         self._thread.check()
         return self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks], before_wait)
+
+    def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
+        self._thread.check()
+        vectors = self._seen_by_tower.encode(image, budget_s=budget_s)
+        if vectors is not None:
+            self._sequences[sequence_id].vectors[image.key] = vectors
+        return vectors is not None
+
+    def encode_bytes(self, image: ImagePart) -> int:
+        has_begun = self._seen_by_tower.has_begun(image)
+        return 0 if has_begun else self.memory_model().image_bytes(image.image)
+
+    def image_use(self) -> ImageUse:
+        return ImageUse() if self._images is None else self._images.use()
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._thread.check()
@@ -225,8 +242,9 @@ class ModelRunner:
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
         if draft_model is not None and wants_draft:
             sequence.read_along(draft_model, chunk.token_ids)
-        sequence.features = self._features_of(chunk)
+        sequence.features = _features_of(chunk, sequence.vectors)
         if chunk.row is not None:
+            sequence.vectors.clear()
             sequence.start_decoding(
                 SamplingRow(chunk.row, end_token_ids=self._end_token_ids),
                 chunk.row,
@@ -235,18 +253,10 @@ class ModelRunner:
             )
         return sequence
 
-    def _features_of(self, chunk: Chunk) -> tuple[Features, ...]:
-        """Return what the tower makes of the chunk's images, for the chunk's tokens of them."""
-        if not chunk.images:
-            return ()
+    @property
+    def _seen_by_tower(self) -> ImageFeatures:
         assert self._images is not None, "this model sees no images, and the edge refuses them"
-        return tuple(
-            Features(
-                part.start,
-                self._images.of(part.image, part.span_token_ids)[part.place : part.place + part.count],
-            )
-            for part in chunk.images
-        )
+        return self._images
 
     def _warm_up(self, adapter: AdapterName) -> tuple[int, int]:
         """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them.
@@ -314,3 +324,10 @@ class ModelRunner:
         else:
             _log.warning("forward_pass_not_shared", extra=told)
         return facts
+
+
+def _features_of(chunk: Chunk, vectors: Mapping[ImageKey, mx.array]) -> tuple[Features, ...]:
+    """Return what stands in the place of the chunk's tokens of images."""
+    return tuple(
+        Features(part.start, vectors[part.key][part.place : part.place + part.count]) for part in chunk.images
+    )

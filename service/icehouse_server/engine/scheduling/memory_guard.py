@@ -42,12 +42,14 @@ class MemoryGuard:
             needed += self._draft_bytes(request, token_count)
             if request.logprobs is not None and request.logprobs.of_prompt:
                 needed += self._model.logits_bytes(self._measured_chunk_token_count)
+            needed = max(needed, self._image_start_bytes(request))
         if not self.limit_bytes or needed <= self.limit_bytes:
             return None
         return CannotFit(
             Reason.MEMORY_NEVER_FITS,
             f"{token_count} tokens with the model need about {needed} bytes, and this server may use "
-            f"{self.limit_bytes}; send a shorter prompt, ask for fewer tokens, or raise memory_limit_bytes",
+            f"{self.limit_bytes}; send a shorter prompt or smaller images, ask for fewer tokens, or raise "
+            "memory_limit_bytes",
             metadata={
                 "estimated_bytes": needed,
                 "limit_bytes": self.limit_bytes,
@@ -152,7 +154,22 @@ class MemoryGuard:
         chunk = min(self._chunk_token_count, token_count)
         if sequence.measures_prompt and self._measured_chunk_token_count:
             chunk = min(chunk, self._measured_chunk_token_count)
-        return self._transient_bytes(chunk, token_count, is_measured=sequence.measures_prompt)
+        transient = self._transient_bytes(chunk, token_count, is_measured=sequence.measures_prompt)
+        return max(transient, self._image_bytes(sequence.request, behind=sequence.processed_token_count))
+
+    def _image_start_bytes(self, request: GenerationRequest) -> int:
+        """Return the most that is needed at once while one of a request's images is encoded: none before it
+        has a pass of its own behind it."""
+        needed = (
+            self._model.image_bytes(span.image) + self._model.kv_bytes(span.start_token_index)
+            for span in request.images
+        )
+        return max(needed, default=0) + self._weight_bytes
+
+    def _image_bytes(self, request: GenerationRequest, *, behind: int) -> int:
+        """Return what encoding the largest of a request's images takes that lie behind so many tokens."""
+        images = (span.image for span in request.images if span.end_token_index > behind)
+        return max(map(self._model.image_bytes, images), default=0)
 
     def _transient_bytes(self, chunk_token_count: int, context_token_count: int, *, is_measured: bool) -> int:
         transient = self._model.chunk_bytes(

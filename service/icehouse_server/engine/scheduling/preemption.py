@@ -113,6 +113,23 @@ class Preemption:
                 fitting = []
         return fitting, None
 
+    def make_image_fit(self, sequence: Sequence, size_bytes: int) -> tuple[bool, Overrun | None]:
+        """Make room for what encoding an image of this sequence needs; return whether there is, and the
+        sequence if it must go because even alone it does not fit."""
+        while size_bytes and self._excess_after_yield(size_bytes):
+            if self._holding == [sequence]:
+                if self._scheduler.loading_count:
+                    return False, None  # they hold memory, and can give it back in a step to come
+                active_bytes = self._runner.memory().active_bytes
+                error = self.guard.short(needed_bytes=size_bytes, active_bytes=active_bytes)
+                return False, Overrun(sequence, error)
+            victim = self._victim()
+            assert victim is not None, "who waits for an image holds caches"
+            self._park(victim)
+            if victim is sequence:
+                return False, None
+        return True, None
+
     def _needed_bytes(self, chunks: list[PrefillChunk]) -> int:
         return self.guard.pass_bytes(chunks, decoding=self._scheduler.decoding)
 

@@ -124,6 +124,18 @@ class Scheduler:
         return sorted(self._restoring.values(), key=lambda sequence: sequence.sequence_id)
 
     @property
+    def awaiting_image(self) -> Sequence | None:
+        """The first comer of those whose next chunk would reach an image that has no vectors yet."""
+        reach = self.limits.prefill_chunk_token_count
+        waiting = (
+            sequence
+            for sequence in self._prefilling.values()
+            if (image := sequence.next_image) is not None
+            and image.start_token_index < sequence.processed_token_count + reach
+        )
+        return min(waiting, key=lambda sequence: sequence.sequence_id, default=None)
+
+    @property
     def _taken_slot_count(self) -> int:
         places = (self._following, self._loading, self._restoring, self._prefilling, self._decoding)
         return sum(len(place) for place in places)
@@ -259,13 +271,14 @@ class Scheduler:
             self._budget.note_pass(size, elapsed_s)
 
     def restore_s(self, *, least_s: float) -> float:
-        """Return how long this step may take loaded blocks into use; 0 while earlier ones took too long."""
+        """Return how long this step may take loaded blocks into use and encode images; 0 while earlier ones
+        took too long."""
         return self._budget.restore_s(
             self._rows, crowd=self._crowd, prompts_wait=bool(self._prefilling), least_s=least_s
         )
 
     def note_restore(self, elapsed_s: float, *, allowed_s: float) -> None:
-        """Account for the restores of a step."""
+        """Account for the restores and images of a step."""
         self._budget.note_restore(elapsed_s, allowed_s=allowed_s)
 
     @property
@@ -295,6 +308,9 @@ class Scheduler:
         """Return how far a chunk from `start` may go at most."""
         limits = self.limits
         end = sequence.input_end
+        image = sequence.next_image
+        if image is not None:
+            end = min(end, max(start, image.start_token_index))
         if limits.cuts_before_last_token and start < sequence.prefill_target:
             end = min(end, sequence.prefill_target)
         chunk = limits.prefill_chunk_token_count

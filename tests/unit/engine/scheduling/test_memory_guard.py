@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
+from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.events import Failed, Finished
 from icehouse_server.domain.ids import RequestId, SequenceId
-from icehouse_server.domain.request import Drafting, LogprobsWanted, Speculation
+from icehouse_server.domain.request import (
+    Drafting,
+    ImageInput,
+    ImageSpan,
+    LogprobsWanted,
+    Speculation,
+    image_digest,
+)
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.mailbox import Cancel
 from icehouse_server.engine.core.memory_model import (
     DraftFootprint,
     MemoryModel,
     ModelShape,
+    TowerShape,
     head_size_of,
     keeps_scores,
 )
@@ -60,6 +70,54 @@ def test_a_longer_context_or_chunk_needs_more() -> None:
     short = model.chunk_bytes(chunk_token_count=16, context_token_count=100)
     assert model.chunk_bytes(chunk_token_count=16, context_token_count=1000) > short
     assert model.chunk_bytes(chunk_token_count=32, context_token_count=100) == 2 * short
+
+
+def picture(shape: tuple[int, ...]) -> ImageInput:
+    pixels = HostTensor("pixel_values", "F32", shape, memoryview(bytes(4 * math.prod(shape))))
+    return ImageInput(image_digest(b"", (pixels,)), (pixels,), feature_count=4)
+
+
+def test_an_image_takes_more_with_its_patches_and_scores_with_their_square() -> None:
+    tower = TowerShape(
+        hidden_size=8,
+        feed_forward_size=16,
+        head_count=2,
+        patch_size=4,
+        vector_size=32,
+        compute_bytes=4,
+        keeps_scores=False,
+    )
+    tile, tiles, run = picture((1, 1, 3, 16, 16)), picture((1, 5, 3, 16, 16)), picture((16, 48))
+    rest = 4 * 4 * 32
+    one = tower.encode_bytes(tile) - rest - tile.size_bytes
+    assert tower.encode_bytes(tiles) - rest - tiles.size_bytes == 5 * one
+    assert tower.encode_bytes(run) == tower.encode_bytes(tile), "patches are patches"
+    scored = dataclasses.replace(tower, keeps_scores=True)
+    scores = scored.encode_bytes(tile) - tower.encode_bytes(tile)
+    assert scores == 2 * 2 * 16**2 * 4
+    assert scored.encode_bytes(tiles) - tower.encode_bytes(tiles) == 5 * scores, "tiles see but themselves"
+
+
+def test_an_image_that_never_fits_is_refused_before_it_waits_and_counts_before_it_starts() -> None:
+    image = picture((16, 48))
+    tower = TowerShape(8, 16, 2, 4, 32, 4, keeps_scores=False)
+    needed = tower.encode_bytes(image)
+    model = dataclasses.replace(memory_model(), tower=tower)
+    asked = dataclasses.replace(request("r", [1] * 8), images=(ImageSpan(2, 6, image),))
+    for limit_bytes, fits in ((needed + 20 + 100, True), (needed + 20 + 99, False)):
+        guard = MemoryGuard(model, limit_bytes=limit_bytes, weight_bytes=100, chunk_token_count=4)
+        assert guard.never_fits(8) is None
+        assert (guard.never_fits(8, asked) is None) is fits
+    sequence = Sequence(
+        SequenceId(1),
+        asked,
+        TextStream(decode=decode_ascii, prompt_token_ids=(), stops=()),
+        output_token_limit=1,
+    )
+    before = guard.start_bytes(sequence)
+    sequence.processed_token_count = 6
+    sequence.phase = Phase.PREFILLING
+    assert before >= needed > guard.start_bytes(sequence), "behind the image nothing is encoded"
 
 
 def test_without_a_limit_everything_fits() -> None:

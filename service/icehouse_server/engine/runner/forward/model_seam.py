@@ -99,7 +99,7 @@ class Trunk:
         self.places: mx.array | None = None
         self.hidden: mx.array | None = None
         """Of all tokens of the latest call."""
-        _become(found, "trunk", _trunk_call)
+        become(found, "trunk", _trunk_call)
         object.__setattr__(found, "_forward_trunk", self)
 
     def cut(self, output: Any) -> Any:
@@ -122,7 +122,7 @@ class Embedding:
             raise LookupError(f"{type(whole).__name__} has none of {', '.join(_EMBEDDINGS)}")
         self.features: Sequence[Features] = ()
         """By their tokens' places in the pass."""
-        _become(found[0], "embedding", _embedding_call)
+        become(found[0], "embedding", _embedding_call)
         object.__setattr__(found[0], "_forward_embedding", self)
 
     def put(self, output: mx.array) -> mx.array:
@@ -167,7 +167,7 @@ def _trunk_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
 def open_doors(model: Any, door: Door) -> None:
     """Let the modules that take a layer's cache split the rows; done once for a model, each door adding."""
     for module in _cache_takers(model, door):
-        _become(module, "split", _split_call)
+        become(module, "split", _split_call)
 
 
 def _cache_takers(model: Any, door: Door) -> Iterator[Any]:
@@ -197,7 +197,7 @@ def _cache_place_of(kind: Any) -> int | None:
     return next((names.index(name) for name in _CACHE_NAMES if name in names), None)
 
 
-def _become(module: Any, purpose: str, make_call: Callable[[Callable[..., Any], str], Any]) -> None:
+def become(module: Any, purpose: str, make_call: Callable[[Callable[..., Any], str], Any]) -> None:
     """Change an instance's class to a subclass of it whose `__call__` is another one."""
     kind: Any = type(module)
     if purpose in getattr(kind, "_forward_purposes", ()):

@@ -7,42 +7,82 @@ their bytes pass the limit; the latest stays however large it is, since its prom
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import dataclasses
 
 import mlx.core as mx
 
-from icehouse_server.domain.ids import ImageDigest
-from icehouse_server.domain.request import ImageInput
+from icehouse_server.clock import Clock
+from icehouse_server.domain.request import ImageKey, ImagePart
+from icehouse_server.engine.core.ports import ImageUse
 from icehouse_server.engine.kv_cache.regions import array_of
-from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
+from icehouse_server.engine.runner.vision.mlx_vlm import TowerRun, VisionTower
 
-_Key = tuple[ImageDigest, tuple[int, ...]]
-"""An image and the tokens of its span: some of them are text, whose vectors are among those of the span."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Encoding:
+    """The image that is on its way through the tower."""
+
+    key: ImageKey
+    run: TowerRun
 
 
 class ImageFeatures:
-    """Asks the tower once for each image, as long as it remembers."""
+    """Asks the tower once for each image, as long as it remembers; one image at a time."""
 
-    def __init__(self, tower: VisionTower, *, limit_bytes: int) -> None:
+    def __init__(self, tower: VisionTower, *, limit_bytes: int, clock: Clock) -> None:
         self._tower = tower
         self._limit_bytes = limit_bytes
-        self._kept: collections.OrderedDict[_Key, mx.array] = collections.OrderedDict()
-        self.size_bytes = 0
-        self.encoded_total = 0
-        """Images that went through the tower."""
+        self._clock = clock
+        self._kept: collections.OrderedDict[ImageKey, mx.array] = collections.OrderedDict()
+        self._encoding: _Encoding | None = None
+        self._size_bytes = self._encoded_total = self._reused_total = 0
+        self._encode_s = 0.0
 
-    def of(self, image: ImageInput, token_ids: Sequence[int]) -> mx.array:
-        """Return the vectors of an image's span, [tokens, width], computed; `token_ids` are the span's."""
-        key = image.digest, tuple(token_ids)
-        vectors = self._kept.pop(key, None)
-        if vectors is None:
-            tensors = {tensor.name: array_of(tensor) for tensor in image.tensors}
-            vectors = self._tower.encode(token_ids, tensors)
-            mx.eval(vectors)
-            self.encoded_total += 1
-            self.size_bytes += vectors.nbytes
-        assert vectors.shape[0] == len(token_ids), (vectors.shape, len(token_ids))
-        self._kept[key] = vectors
-        while self.size_bytes > self._limit_bytes and len(self._kept) > 1:
-            self.size_bytes -= self._kept.popitem(last=False)[1].nbytes
+    def use(self) -> ImageUse:
+        """Return what went through the tower, what did not have to, and what is kept."""
+        return ImageUse(
+            self._encoded_total, self._reused_total, self._encode_s, self._size_bytes, self._limit_bytes
+        )
+
+    def has_begun(self, image: ImagePart) -> bool:
+        """Whether a whole image's vectors are there, or on their way."""
+        return image.key in self._kept or (self._encoding is not None and self._encoding.key == image.key)
+
+    def encode(self, image: ImagePart, *, budget_s: float) -> mx.array | None:
+        """Go on with a whole image for about so long, by a layer of the tower at least; return the vectors of
+        its span, [tokens, width], once they are there. Another image that was begun is given up."""
+        vectors = self._kept.pop(image.key, None)
+        if vectors is not None:
+            self._reused_total += 1
+        else:
+            vectors = self._timed(image, budget_s)
+            if vectors is None:
+                return None
+            self._encoded_total += 1
+            self._size_bytes += vectors.nbytes
+        assert vectors.shape[0] == image.count, (vectors.shape, image.count)
+        self._kept[image.key] = vectors
+        while self._size_bytes > self._limit_bytes and len(self._kept) > 1:
+            self._size_bytes -= self._kept.popitem(last=False)[1].nbytes
         return vectors
+
+    def _timed(self, image: ImagePart, budget_s: float) -> mx.array | None:
+        began = self._clock.monotonic()
+        try:
+            return self._encoded(image, began + budget_s)
+        finally:
+            self._encode_s += self._clock.monotonic() - began
+
+    def _encoded(self, image: ImagePart, end_time: float) -> mx.array | None:
+        if self._encoding is None or self._encoding.key != image.key:
+            self._encoding = None  # its arrays go before those of another one come
+            tensors = {tensor.name: array_of(tensor) for tensor in image.image.tensors}
+            self._encoding = _Encoding(image.key, self._tower.begin(image.span_token_ids, tensors))
+        run = self._encoding.run
+        while run.layers:
+            mx.eval(run.layers.popleft())
+            if run.layers and self._clock.monotonic() >= end_time:
+                return None
+        self._encoding = None
+        mx.eval(run.vectors)
+        return run.vectors

@@ -7,13 +7,19 @@ of its tokens. `tests/unit/engine/runner/vision` fails when what is relied on he
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+
+from icehouse_server.engine.core.memory_model import TowerShape, keeps_scores
+from icehouse_server.engine.runner.forward.model_seam import become
 
 FAMILIES: Final = frozenset({"idefics3", "smolvlm", "qwen2_5_vl"})
 """`model_type` of the models whose images are served."""
@@ -23,6 +29,10 @@ _GRID_FAMILIES: Final = frozenset({"qwen2_5_vl"})
 
 _READ_BY_MLX_LM: Final = frozenset({"qwen2_5_vl"})
 """Those whose text mlx-lm reads too."""
+
+
+_TOWER_LAYER: Final = re.compile(r"(?!language_model\.).*\b(layers|blocks)\.\d+$")
+"""What mlx-vlm's vision towers call the layers that images go through one after another."""
 
 
 def sees(config: Mapping[str, Any]) -> bool:
@@ -104,11 +114,42 @@ def _positions(inputs: mx.array, cache: Any) -> mx.array:
     return mx.broadcast_to(mx.arange(offset, offset + inputs.shape[1]), (3, *inputs.shape))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TowerRun:
+    """An image in the tower, nothing of which is computed yet."""
+
+    layers: collections.deque[mx.array]
+    """What its layers give, the first one's first: each is computed from the one before it."""
+    vectors: mx.array
+    """[tokens, width], computed from the last layer."""
+
+
 class VisionTower:
     """The half that makes vectors of images, and puts them among those of the text that is between them."""
 
     def __init__(self, whole: Any) -> None:
         self._whole = whole
+        self._layers: collections.deque[mx.array] | None = None
+        """What layers give while a run is built."""
+        for name, module in whole.named_modules():
+            if _TOWER_LAYER.match(name):
+                become(module, "tower", _recording)
+                object.__setattr__(module, "_forward_tower", self)
+
+    def shape(self, *, device: str) -> TowerShape:
+        """Return what its temporary arrays are made of. `device` is "cpu", "metal" or "cuda"."""
+        found = vars(self._whole.config.vision_config)
+        hidden_size, head_count = found["hidden_size"], _first(found, "num_attention_heads", "num_heads")
+        return TowerShape(
+            hidden_size=hidden_size,
+            feed_forward_size=found["intermediate_size"],
+            head_count=head_count,
+            patch_size=found["patch_size"],
+            vector_size=self._whole.config.text_config.hidden_size,
+            # Pixels come as float32, and nothing behind them is narrower in every family.
+            compute_bytes=4,
+            keeps_scores=keeps_scores(device=device, head_size=hidden_size // head_count, compute_bytes=4),
+        )
 
     def parameters(self) -> dict[str, Any]:
         """Return the weights of the whole model but for the half that reads tokens."""
@@ -120,11 +161,33 @@ class VisionTower:
         """Replace weights, which are named as `parameters` names them."""
         self._whole.update(parameters)
 
-    def encode(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
-        """Return vectors for the tokens of one image's span, [tokens, width], not computed yet.
+    def begin(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> TowerRun:
+        """Build what gives vectors for the tokens of one image's span.
 
         `tensors` are the processor's, by the names of the model's own arguments.
         """
-        found = self._whole.get_input_embeddings(mx.array([list(token_ids)]), **tensors)
-        vectors: mx.array = found.inputs_embeds[0]
-        return vectors
+        layers: collections.deque[mx.array] = collections.deque()
+        self._layers = layers
+        try:
+            found = self._whole.get_input_embeddings(mx.array([list(token_ids)]), **tensors)
+        finally:
+            self._layers = None
+        return TowerRun(layers, found.inputs_embeds[0])
+
+    def note_layer(self, output: mx.array) -> None:
+        """Take what a layer gives, where a run is built."""
+        if self._layers is not None:
+            self._layers.append(output)
+
+
+def _recording(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        self._forward_tower.note_layer(output)
+        return output
+
+    return run
+
+
+def _first(found: Mapping[str, Any], *names: str) -> int:
+    return next(int(found[name]) for name in names if found.get(name))

@@ -399,6 +399,16 @@ def test_a_million_blocks_cost_a_lookup_what_a_thousand_do(count: int, hashed: l
     assert len(hashed) <= 3 * (1 + SIZE)
 
 
+def test_gateways_hear_of_no_block_with_an_image_since_they_go_by_token_ids() -> None:
+    shelf = Shelf()
+    shelf.log.begin()
+    cat = ImageDigest(bytes(32))
+    shelf.chain([*LONG[:SIZE], *image_keys(cat, [7] * SIZE)], ram=True)
+    shelf.chain([*LONG[:SIZE], *image_keys(cat, [7] * SIZE)], ssd=True)
+    told = {came.token_ids for came in shelf.log.take(limit=10) if isinstance(came, Came)}
+    assert told == {tuple(LONG[:SIZE])}
+
+
 def test_a_match_ends_inside_a_block_where_the_image_is_another() -> None:
     shelf = Shelf()
     cat, dog = (ImageDigest(bytes([number]) * 32) for number in (1, 2))

@@ -1,54 +1,100 @@
-"""Vectors of images: made once while they are remembered, the least recently used ones let go."""
+"""Vectors of images: made once while they are remembered, layer by layer, the least recently used let go."""
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import mlx.core as mx
 from icehouse_server.domain.blocks import HostTensor
-from icehouse_server.domain.request import ImageInput, image_digest
+from icehouse_server.domain.request import ImageInput, ImagePart, image_digest
 from icehouse_server.engine.runner.vision.features import ImageFeatures
+from icehouse_server.engine.runner.vision.mlx_vlm import TowerRun
+
+from tests.fixtures.engine import FakeClock
 
 IDS = (7, 7, 7)
 BYTES = len(IDS) * 4
+LAYER_COUNT = 3
+
+
+class Clock(FakeClock):
+    """A second passes each time that somebody looks."""
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
 
 
 class Tower:
     """Tells the pixel's number for each token."""
 
-    def encode(self, token_ids: Any, tensors: Any) -> mx.array:
-        return mx.full((len(token_ids), 1), float(tensors["pixel"].item()))
+    def begin(self, token_ids: Any, tensors: Any) -> TowerRun:
+        layers = collections.deque([mx.array(0.0)])
+        while len(layers) < LAYER_COUNT:
+            layers.append(layers[-1] + 1.0)
+        pixel = float(tensors["pixel"].item()) + layers[-1] - layers[-1]
+        return TowerRun(layers, mx.broadcast_to(pixel, (len(token_ids), 1)))
 
 
-def image(number: int) -> ImageInput:
+def image(number: int, ids: tuple[int, ...] = IDS) -> ImagePart:
     tensors = (HostTensor("pixel", "U8", (), memoryview(bytes([number]))),)
-    return ImageInput(image_digest(b"", tensors), tensors, feature_count=len(IDS))
+    whole = ImageInput(image_digest(b"", tensors), tensors, feature_count=len(ids))
+    return ImagePart(0, 0, len(ids), whole, ids)
 
 
 def features(limit_bytes: int) -> ImageFeatures:
     tower: Any = Tower()
-    return ImageFeatures(tower, limit_bytes=limit_bytes)
+    return ImageFeatures(tower, limit_bytes=limit_bytes, clock=Clock())
+
+
+def encoded(cache: ImageFeatures, part: ImagePart) -> Any:
+    vectors = cache.encode(part, budget_s=1000.0)
+    assert vectors is not None
+    return vectors.tolist()
 
 
 def test_an_image_goes_through_the_tower_once() -> None:
     cache = features(2 * BYTES)
     for number in (1, 2, 1, 2):
-        assert cache.of(image(number), IDS).tolist() == [[float(number)]] * len(IDS)
-    assert (cache.encoded_total, cache.size_bytes) == (2, 2 * BYTES)
+        assert encoded(cache, image(number)) == [[float(number)]] * len(IDS)
+    used = cache.use()
+    assert (used.encoded_total, used.reused_total, used.size_bytes) == (2, 2, 2 * BYTES)
+    assert used.encode_s > 0
 
 
 def test_the_least_recently_used_goes_and_the_latest_stays_however_large() -> None:
     cache = features(2 * BYTES)
     for number in (1, 2, 1, 3, 1, 2):
-        cache.of(image(number), IDS)
-    assert cache.encoded_total == 4, "2 went when 3 came, since 1 was used later"
+        encoded(cache, image(number))
+    assert cache.use().encoded_total == 4, "2 went when 3 came, since 1 was used later"
     small = features(1)
-    assert [small.of(image(1), IDS).shape for _ in range(2)] == [(3, 1)] * 2
-    assert (small.encoded_total, small.size_bytes) == (1, BYTES)
+    for _ in range(2):
+        encoded(small, image(1))
+    assert (small.use().encoded_total, small.use().size_bytes) == (1, BYTES)
 
 
 def test_the_same_image_with_other_text_in_its_span_is_another() -> None:
     cache = features(1 << 20)
-    cache.of(image(1), IDS)
-    cache.of(image(1), (7, 8, 7))
-    assert cache.encoded_total == 2
+    encoded(cache, image(1))
+    encoded(cache, image(1, (7, 8, 7)))
+    assert cache.use().encoded_total == 2
+
+
+def test_a_slice_is_a_layer_at_least_and_as_many_as_its_time_allows() -> None:
+    cache = features(1 << 20)
+    assert not cache.has_begun(image(1))
+    for _ in range(LAYER_COUNT - 1):
+        assert cache.encode(image(1), budget_s=0.0) is None
+        assert cache.has_begun(image(1))
+    assert cache.encode(image(1), budget_s=0.0) is not None
+    assert cache.encode(image(2), budget_s=2.0) is None
+    assert cache.encode(image(2), budget_s=0.0) is not None, "two layers ran in the time before"
+
+
+def test_an_image_that_was_begun_is_given_up_for_another() -> None:
+    cache = features(1 << 20)
+    cache.encode(image(1), budget_s=0.0)
+    cache.encode(image(2), budget_s=0.0)
+    assert [cache.has_begun(image(n)) for n in (1, 2)] == [False, True]
+    assert encoded(cache, image(1)) == [[1.0]] * len(IDS)

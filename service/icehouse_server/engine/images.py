@@ -1,0 +1,54 @@
+"""Image encoding: pictures go through the vision tower one at a time, in the time that a step has beside its
+rows, so that others decode meanwhile (inference thread).
+
+A prompt's prefill stops before an image until its vectors are there. The first comer's image goes first, to
+its end; that of a sequence that ends meanwhile is given up when another one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from icehouse_server.engine.core.ports import Runner
+from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.scheduling.preemption import Preemption
+from icehouse_server.engine.scheduling.scheduler import Scheduler
+from icehouse_server.errors import IcehouseError
+
+
+class ImageEncoding:
+    """Chooses the image, sees to its memory, and has the runner go on with it."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        preemption: Preemption,
+        fail: Callable[[Sequence, IcehouseError], None],
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._preemption = preemption
+        self._fail = fail
+
+    def make_room(self) -> bool:
+        """Whether an image is to be gone on with in this step; its memory is free then. A sequence that
+        cannot have it although nobody else holds any is ended."""
+        sequence = self._scheduler.awaiting_image
+        if sequence is None or sequence.next_image is None:
+            return False
+        size_bytes = self._runner.encode_bytes(sequence.request.whole_image(sequence.next_image))
+        fits, overrun = self._preemption.make_image_fit(sequence, size_bytes)
+        if overrun is not None:
+            self._fail(overrun.sequence, overrun.error)
+        return fits
+
+    def go_on(self, *, budget_s: float) -> None:
+        """Go on for about so long with the image for which there is room."""
+        sequence = self._scheduler.awaiting_image
+        if sequence is None or (span := sequence.next_image) is None:
+            return
+        part = sequence.request.whole_image(span)
+        if self._runner.encode(sequence.sequence_id, part, budget_s=budget_s):
+            sequence.encoded_token_count = span.end_token_index
