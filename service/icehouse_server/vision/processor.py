@@ -24,7 +24,7 @@ from icehouse_server.errors import InvalidRequest, ModelError, Reason
 
 _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 _CONFIGS: Final = ("preprocessor_config.json", "processor_config.json")
-_GRID_TYPES: Final = frozenset({"qwen2_5_vl"})
+_GRID_TYPES: Final = frozenset({"qwen2_5_vl", "qwen3_vl"})
 _DEFAULT_TILE_TOKENS: Final = 169
 """`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
 
@@ -98,7 +98,8 @@ class TileProcessor:
 
 
 class GridProcessor:
-    """Of Qwen2.5-VL: an image is a grid of patches, so many of which side by side become one token."""
+    """Of Qwen2.5-VL and Qwen3-VL: an image is a grid of patches, so many of which side by side become one
+    token."""
 
     mark = "<|image_pad|>"
 

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from icehouse_client import AsyncClient, Conversation, Message, StreamEvent, ToolCall
+from icehouse_client import AsyncClient, Conversation, Image, Message, StreamEvent, ToolCall
+from icehouse_client.chat import chat_proto
 from icehouse_server.domain.events import Delta
 
 from tests.fixtures.rpc.fake_engine import finished, started
@@ -45,6 +46,21 @@ def test_it_is_what_it_was_when_read_again() -> None:
     again = Conversation.from_json(talk.to_json())
     assert again == talk and again.session_id == talk.session_id
     assert "🌧" in talk.to_json()
+
+
+def test_images_stand_where_they_were_put_and_are_kept_in_the_file() -> None:
+    talk = Conversation()
+    images = [Image(b"\x89PNG", "image/png", position=4), Image(b"GIF8")]
+    talk.say("one two", images=images)
+    assert Conversation.from_json(talk.to_json()) == talk
+    [message] = chat_proto(talk).messages
+    shown = [part.text or (part.image.data, part.image.media_type) for part in message.parts]
+    assert shown == [(b"GIF8", ""), "one ", (b"\x89PNG", "image/png"), "two"]
+    assert not message.content, "one of the two is sent"
+    for wrong in ({"data": "?"}, {"data": 1}, {"media_type": "image/png"}, {"data": "", "size": 1}, "x"):
+        facts = [{"role": "user", "content": "x", "images": [wrong]}]
+        with pytest.raises(ValueError, match="images"):
+            Conversation.from_json(json.dumps(facts))
 
 
 def test_turns_are_taken_back_and_the_system_prompt_is_exchanged() -> None:

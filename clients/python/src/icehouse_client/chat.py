@@ -27,6 +27,17 @@ class ToolCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Image:
+    """A picture in a user's turn, as it is in its file: PNG, JPEG, WebP or GIF."""
+
+    data: bytes
+    media_type: str = ""
+    """What it must be, such as "image/png"; empty: whatever its bytes say."""
+    position: int = 0
+    """Characters of the turn's `content` before it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. `role` is "system", "user", "assistant", "tool", ...
 
@@ -40,6 +51,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     token_ids: tuple[int, ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +101,8 @@ def chat_proto(
             raise TypeError(f"a conversation holds Message, not {type(message).__name__}")
         chat.messages.add(
             role=message.role,
-            content=message.content,
+            content="" if message.images else message.content,
+            parts=_parts(message) if message.images else (),
             name=message.name,
             reasoning=message.reasoning,
             tool_calls=[
@@ -100,6 +113,21 @@ def chat_proto(
             token_ids=message.token_ids,
         )
     return chat
+
+
+def _parts(message: Message) -> list[prompt_pb2.ContentPart]:
+    """Return the content with its images where they belong."""
+    parts: list[prompt_pb2.ContentPart] = []
+    end = 0
+    for image in sorted(message.images, key=lambda image: image.position):
+        if text := message.content[end : image.position]:
+            parts.append(prompt_pb2.ContentPart(text=text))
+        end = max(end, image.position)
+        shown = prompt_pb2.ImagePart(data=image.data, media_type=image.media_type)
+        parts.append(prompt_pb2.ContentPart(image=shown))
+    if text := message.content[end:]:
+        parts.append(prompt_pb2.ContentPart(text=text))
+    return parts
 
 
 def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:

@@ -10,17 +10,19 @@ that takes a prompt takes:
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from icehouse_client.chat import Message, ToolCall, tool_result
+from icehouse_client.chat import Image, Message, ToolCall, tool_result
 from icehouse_client.results import Completion
 
 _KIND = "icehouse-conversation"
 _VERSION = 1
+_IMAGE_TYPES = {"data": str, "media_type": str, "position": int}
 _CALL_FIELDS = {field.name for field in dataclasses.fields(ToolCall)}
 _MESSAGE_FIELDS = {field.name: field for field in dataclasses.fields(Message)}
 
@@ -48,9 +50,9 @@ class Conversation(list[Message]):
         if text:
             self.insert(0, Message("system", text))
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, images: Sequence[Image] = ()) -> None:
         """Add the user's turn."""
-        self.append(Message("user", text))
+        self.append(Message("user", text, images=tuple(images)))
 
     def add(self, reply: Completion) -> None:
         """Add the assistant's turn, an answer as it came."""
@@ -93,8 +95,14 @@ class Conversation(list[Message]):
 
 def _message_facts(message: Message) -> dict[str, Any]:
     """Return the fields that say something."""
-    facts = {"role": message.role, "content": message.content}
-    return facts | {name: value for name, value in dataclasses.asdict(message).items() if value}
+    facts: dict[str, Any] = {"role": message.role, "content": message.content}
+    facts |= {name: value for name, value in dataclasses.asdict(message).items() if value}
+    if message.images:
+        facts["images"] = [
+            dataclasses.asdict(image) | {"data": base64.b64encode(image.data).decode()}
+            for image in message.images
+        ]
+    return facts
 
 
 def _message_of(facts: object, index: int) -> Message:
@@ -114,8 +122,24 @@ def _message_of(facts: object, index: int) -> Message:
     calls = given.get("tool_calls", ())
     if not isinstance(calls, Sequence) or not all(_is_call(call) for call in calls):
         raise ValueError(f"messages[{index}].tool_calls is no list of id, name and arguments_json")
+    images = given.get("images", ())
+    if not isinstance(images, Sequence) or not all(_is_image(image) for image in images):
+        raise ValueError(f"messages[{index}].images is no list of data in base64, media_type and position")
+    given["images"] = tuple(Image(**image | {"data": base64.b64decode(image["data"])}) for image in images)
     given |= {"token_ids": tuple(token_ids), "tool_calls": tuple(ToolCall(**call) for call in calls)}
     return Message(**given)
+
+
+def _is_image(facts: object) -> bool:
+    if not isinstance(facts, dict) or not facts.keys() <= _IMAGE_TYPES.keys() or "data" not in facts:
+        return False
+    if not all(type(value) is _IMAGE_TYPES[name] for name, value in facts.items()):
+        return False
+    try:
+        base64.b64decode(facts["data"], validate=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_call(facts: object) -> bool:

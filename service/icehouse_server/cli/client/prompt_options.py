@@ -28,6 +28,7 @@ class GivenPrompt:
     system: str
     messages: Path | None
     token_ids: str | None
+    images: tuple[Path, ...]
     model: str
     adapter: str
     tenant: str
@@ -48,11 +49,13 @@ class GivenPrompt:
     def read(self) -> Prompt:
         """Return the prompt; raises BadParameter for none or two, ConfigError for a file that is none."""
         # Imported here, so that `--help` starts without gRPC.
-        from icehouse_client import Conversation
+        from icehouse_client import Conversation, Image
 
         ways = [self.text is not None, self.messages is not None, self.token_ids is not None]
         if sum(ways) != 1:
             raise typer.BadParameter("say one of TEXT (- for standard input), --messages and --tokens")
+        if self.images and self.text is None:
+            raise typer.BadParameter("--image shows a picture with TEXT")
         if self.token_ids is not None:
             return read_token_ids(self.token_ids)
         if self.messages is not None:
@@ -60,10 +63,10 @@ class GivenPrompt:
             talk.system = self.system or talk.system
             return talk
         text = sys.stdin.read() if self.text == STANDARD_INPUT else self.text or ""
-        if not (self.is_chat or self.system):
+        if not (self.is_chat or self.system or self.images):
             return text
         talk = Conversation(system=self.system)
-        talk.say(text)
+        talk.say(text, images=[Image(read_bytes(path)) for path in self.images])
         return talk
 
 
@@ -88,6 +91,12 @@ def prompt_of(
         str | None,
         typer.Option(help="Token ids, with commas or spaces between.", rich_help_panel=_PANEL),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Picture that a chat's TEXT is about; again for another one.", rich_help_panel=_PANEL
+        ),
+    ] = None,
     model: Annotated[
         str, typer.Option(help="Refuse unless it is served.", show_default=False, rich_help_panel=_PANEL)
     ] = "",
@@ -101,7 +110,7 @@ def prompt_of(
     ] = "",
 ) -> GivenPrompt:
     """Return what is said of the prompt: the group of every command about one."""
-    return GivenPrompt(text, chat, system, messages, tokens, model, adapter, tenant)
+    return GivenPrompt(text, chat, system, messages, tokens, tuple(image or ()), model, adapter, tenant)
 
 
 def read_conversation(path: Path) -> Conversation:
@@ -123,6 +132,18 @@ def read_conversation(path: Path) -> Conversation:
             f"{path} holds no conversation: {problem}; there must be what `icehouse chat` has saved, "
             'or a list such as [{"role": "user", "content": "Hello"}]',
             field="messages",
+        ) from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what is in a file; raises ConfigError where there is none to read."""
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"{path} cannot be read ({error.strerror}); name a file with a picture",
+            field="image",
         ) from error
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from icehouse_server.cli.main import app
 from icehouse_server.config import SecurityConfig
+from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from typer.testing import CliRunner, Result
 
 from tests.fixtures.rpc.authority import Authority, dns
+from tests.fixtures.rpc.fake_engine import MODEL_INFO
 from tests.unit.rpc.conftest import SEED, running
 
 
@@ -52,6 +56,33 @@ async def test_text_is_printed_with_its_cost() -> None:
     assert told.exit_code == 0 and told.stdout == " w0 w1\n"
     assert "2 tokens at" in told.stderr
     assert (quiet.stdout, quiet.stderr) == (" w0 w1\n", "")
+
+
+class Images:
+    """Keeps what was shown."""
+
+    texts = ImageTexts("", ())
+
+    def read(self, sources: Sequence[ImageSource]) -> Images:
+        self.shown = [source.data for source in sources]
+        return self
+
+    def spans(self, token_ids: Sequence[int]) -> tuple[()]:
+        return ()
+
+
+async def test_pictures_are_shown_with_the_text(tmp_path: Path) -> None:
+    images = Images()
+    files = [written(tmp_path, name, name.encode()) for name in ("one.png", "two.gif")]
+    info = dataclasses.replace(MODEL_INFO, sees_images=True)
+    async with running(info=info, images=images) as served:
+        ask = ["--image", files[0], "--image", files[1], "--address", served.server.address]
+        told = await invoke("generate", "What?", *ask)
+        without = await invoke("generate", *ask, "--tokens", "1,2")
+        missing = await invoke("generate", "What?", "--image", str(tmp_path / "none.png"), *ask[4:])
+    assert told.exit_code == 0 and images.shown == [b"one.png", b"two.gif"]
+    assert without.exit_code == 2 and "with TEXT" in without.stderr
+    assert missing.exit_code != 0 and "none.png cannot be read" in str(missing.exception)
 
 
 @pytest.mark.parametrize("command", [("generate", "Hi", "--quiet"), ("top", "--once")], ids=lambda c: c[0])

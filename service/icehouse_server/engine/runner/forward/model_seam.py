@@ -1,11 +1,12 @@
 """Seam in mlx-lm's models: the one place that changes what they do, for caches of a forward pass only.
 
-Four changes, each made once and each falling through to upstream for any cache that is not a view of
+Five changes, each made once and each falling through to upstream for any cache that is not a view of
 `layer_view`, so that ordinary use of the same model in the same process goes on as before:
 - `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
 - `__call__` of modules that take a cache, by a subclass in the place of the instance's class;
 - `__call__` of the trunk, the module whose hidden states the head reads, likewise;
-- `__call__` of the embedding, where images are put in the place of tokens, likewise.
+- `__call__` of the embedding, where images are put in the place of tokens, likewise;
+- `__call__` of the first layers, where a tower gives something for each of them (DeepStack), likewise.
 
 mlx-vlm's models are built alike, around a function of the same name and arguments.
 """
@@ -122,18 +123,33 @@ class Embedding:
             raise LookupError(f"{type(whole).__name__} has none of {', '.join(_EMBEDDINGS)}")
         self.features: Sequence[Features] = ()
         """By their tokens' places in the pass."""
+        self._layers = model.layers
         become(found[0], "embedding", _embedding_call)
         object.__setattr__(found[0], "_forward_embedding", self)
 
     def put(self, output: mx.array) -> mx.array:
         """Return [tokens, 1, width] or [1, tokens, width] with the features in their places."""
+        width = output.shape[-1]
+        for number in range(self.features[0].vectors.shape[1] // width - 1):
+            become(self._layers[number], "deepstack", _deepstack_call)
+            object.__setattr__(self._layers[number], "_forward_deepstack", (self, number + 1))
+        return self._changed(output, lambda flat, each: each.vectors[:, :width].astype(flat.dtype))
+
+    def add(self, output: mx.array, number: int) -> mx.array:
+        """Return what a layer gives, and in the features' places their part for it added: vectors may be
+        longer than the width, and what is behind it is for the first layer, then for the second one."""
+        part = slice(number * output.shape[-1], (number + 1) * output.shape[-1])
+        return self._changed(output, lambda flat, each: flat + each.vectors[:, part].astype(flat.dtype))
+
+    def _changed(self, output: mx.array, change: Callable[[mx.array, Features], mx.array]) -> mx.array:
         axis = 1 if output.shape[1] > 1 else 0
         flat = output.reshape(-1, output.shape[-1])
         parts: list[mx.array] = []
         end = 0
         for each in sorted(self.features, key=lambda each: each.start):
-            parts += [flat[end : each.start], each.vectors.astype(flat.dtype)]
-            end = each.start + each.vectors.shape[0]
+            stop = each.start + each.vectors.shape[0]
+            parts += [flat[end : each.start], change(flat[each.start : stop], each)]
+            end = stop
         return mx.expand_dims(mx.concatenate([*parts, flat[end:]]), axis=1 - axis)
 
 
@@ -146,6 +162,15 @@ def _embedding_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         output = call(self, *args, **kwargs)
         embedding = getattr(self, "_forward_embedding", None)
         return output if embedding is None or not embedding.features else embedding.put(output)
+
+    return run
+
+
+def _deepstack_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        embedding, number = self._forward_deepstack
+        return embedding.add(output, number) if embedding.features else output
 
     return run
 

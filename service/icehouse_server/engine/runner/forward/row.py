@@ -149,7 +149,7 @@ class Features:
     start: int
     """Of the first of these tokens in the share."""
     vectors: mx.array
-    """[tokens, width]."""
+    """[tokens, width], or longer by a width for each of the first layers that has some of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

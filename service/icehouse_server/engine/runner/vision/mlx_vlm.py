@@ -21,16 +21,18 @@ from mlx.nn.layers.base import Module
 from icehouse_server.engine.core.memory_model import TowerShape, keeps_scores
 from icehouse_server.engine.runner.forward.model_seam import become
 
-FAMILIES: Final = frozenset({"idefics3", "smolvlm", "qwen2_5_vl"})
+FAMILIES: Final = frozenset({"idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl"})
 """`model_type` of the models whose images are served."""
-_GRID_FAMILIES: Final = frozenset({"qwen2_5_vl"})
+_GRID_FAMILIES: Final = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Those whose positions tell the rows and columns of an image."""
 
 
-_READ_BY_MLX_LM: Final = frozenset({"qwen2_5_vl"})
+_READ_BY_MLX_LM: Final = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Those whose text mlx-lm reads too."""
 
 
+_DEEPSTACK_FAMILIES: Final = frozenset({"qwen3_vl"})
+"""Those whose towers give vectors for the first layers too."""
 _TOWER_LAYER: Final = re.compile(r"(?!language_model\.).*\b(layers|blocks)\.\d+$")
 """What mlx-vlm's vision towers call the layers that images go through one after another."""
 
@@ -68,7 +70,8 @@ def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[
     whole.eval()
     config = dict(load_config(path))
     text_model = GridTextModel if config["model_type"] in _GRID_FAMILIES else TextModel
-    return text_model(whole.language_model), VisionTower(whole), config
+    tower = DeepstackTower if config["model_type"] in _DEEPSTACK_FAMILIES else VisionTower
+    return text_model(whole.language_model), tower(whole), config
 
 
 class TextModel(Module):
@@ -127,6 +130,8 @@ class TowerRun:
 class VisionTower:
     """The half that makes vectors of images, and puts them among those of the text that is between them."""
 
+    _vectors_per_token = 1
+
     def __init__(self, whole: Any) -> None:
         self._whole = whole
         self._layers: collections.deque[mx.array] | None = None
@@ -145,7 +150,7 @@ class VisionTower:
             feed_forward_size=found["intermediate_size"],
             head_count=head_count,
             patch_size=found["patch_size"],
-            vector_size=self._whole.config.text_config.hidden_size,
+            vector_size=self._whole.config.text_config.hidden_size * self._vectors_per_token,
             # Pixels come as float32, and nothing behind them is narrower in every family.
             compute_bytes=4,
             keeps_scores=keeps_scores(device=device, head_size=hidden_size // head_count, compute_bytes=4),
@@ -169,15 +174,38 @@ class VisionTower:
         layers: collections.deque[mx.array] = collections.deque()
         self._layers = layers
         try:
-            found = self._whole.get_input_embeddings(mx.array([list(token_ids)]), **tensors)
+            vectors = self._vectors(token_ids, tensors)
         finally:
             self._layers = None
-        return TowerRun(layers, found.inputs_embeds[0])
+        return TowerRun(layers, vectors)
+
+    def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
+        found = self._whole.get_input_embeddings(mx.array([list(token_ids)]), **tensors)
+        vectors: mx.array = found.inputs_embeds[0]
+        return vectors
 
     def note_layer(self, output: mx.array) -> None:
         """Take what a layer gives, where a run is built."""
         if self._layers is not None:
             self._layers.append(output)
+
+
+class DeepstackTower(VisionTower):
+    """The same where some of its layers give vectors too, for the first layers of the other half (DeepStack,
+    arXiv 2406.04334): they lie behind the token's own, one for each layer in order.
+
+    Upstream computes these at once where it puts them among those of text; a span of these models has none.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__(whole)
+        self._vectors_per_token = 1 + len(whole.config.vision_config.deepstack_visual_indexes)
+
+    def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
+        tower = self._whole.vision_tower
+        pixels = tensors["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
+        own, of_layers = tower(pixels, tensors["image_grid_thw"])
+        return mx.concatenate([own, *of_layers], axis=-1)
 
 
 def _recording(call: Callable[..., Any], name: str) -> Callable[..., Any]:
