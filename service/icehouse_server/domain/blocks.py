@@ -93,7 +93,7 @@ _ID_MASK: Final = (1 << _ID_BITS) - 1
 _PART: Final = struct.Struct(f"<{_DIGEST_BYTES}sIII")
 
 
-class _Part(NamedTuple):
+class ImageRun(NamedTuple):
     """What a run holds of one image, as it is kept in `extra`."""
 
     digest: bytes
@@ -125,7 +125,7 @@ def split_keys(keys: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
     """Return the token ids of a run, and its `extra`: empty where it is text alone."""
     if not has_image(keys):
         return tuple(keys), b""
-    parts = b"".join(_PART.pack(*part) for part in _parts(keys))
+    parts = b"".join(_PART.pack(*part) for part in image_runs(keys))
     return tuple(key & _ID_MASK for key in keys), parts
 
 
@@ -156,7 +156,7 @@ def prefix_key_hashes(
     return prefix_hashes(parent=parent, token_ids=keys, lengths=lengths, secret=secret)
 
 
-def _parts(keys: Sequence[int]) -> Iterator[_Part]:
+def image_runs(keys: Sequence[int]) -> Iterator[ImageRun]:
     """Yield the runs of tokens that follow each other in one image's span."""
     start = 0
     while start < len(keys):
@@ -168,7 +168,7 @@ def _parts(keys: Sequence[int]) -> Iterator[_Part]:
                 stop += 1
             digest = (first & ~_IMAGE_FLAG) >> (_PLACE_BITS + _ID_BITS)
             place = first >> _ID_BITS & ((1 << _PLACE_BITS) - 1)
-            yield _Part(digest.to_bytes(_DIGEST_BYTES, "big"), start, place, stop - start)
+            yield ImageRun(digest.to_bytes(_DIGEST_BYTES, "big"), start, place, stop - start)
         start = stop
 
 

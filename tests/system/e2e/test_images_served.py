@@ -98,6 +98,9 @@ async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path,
     assert ssd.usage.ssd_tokens == prompt_count - 1
     assert other.usage.cached_tokens < 16 and list(other.token_ids) != tokens
     assert explained.cache.cached_tokens == prompt_count - 1
+    [span] = explained.images
+    assert span.token_count == cold.usage.image_tokens and len(bytes.fromhex(span.digest)) == 32
+    assert 0 < span.start_token < prompt_count - span.token_count
 
 
 REFUSED = [

@@ -232,8 +232,10 @@ type ExplainResponse struct {
 	PredictedTimeToFirstToken *durationpb.Duration `protobuf:"bytes,4,opt,name=predicted_time_to_first_token,json=predictedTimeToFirstToken,proto3" json:"predicted_time_to_first_token,omitempty"`
 	// The same without the cache. Absent: nothing was measured yet.
 	PredictedTimeToFirstTokenCold *durationpb.Duration `protobuf:"bytes,5,opt,name=predicted_time_to_first_token_cold,json=predictedTimeToFirstTokenCold,proto3" json:"predicted_time_to_first_token_cold,omitempty"`
-	unknownFields                 protoimpl.UnknownFields
-	sizeCache                     protoimpl.SizeCache
+	// Where images stand in the prompt, in order. Empty: there are none.
+	Images        []*ImageSpan `protobuf:"bytes,6,rep,name=images,proto3" json:"images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ExplainResponse) Reset() {
@@ -301,6 +303,77 @@ func (x *ExplainResponse) GetPredictedTimeToFirstTokenCold() *durationpb.Duratio
 	return nil
 }
 
+func (x *ExplainResponse) GetImages() []*ImageSpan {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
+// Tokens of a prompt that the model sees an image in the place of.
+type ImageSpan struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+	Digest string `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Position of its first token in the prompt.
+	StartToken int32 `protobuf:"varint,2,opt,name=start_token,json=startToken,proto3" json:"start_token,omitempty"`
+	// Its tokens.
+	TokenCount    int32 `protobuf:"varint,3,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImageSpan) Reset() {
+	*x = ImageSpan{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImageSpan) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImageSpan) ProtoMessage() {}
+
+func (x *ImageSpan) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImageSpan.ProtoReflect.Descriptor instead.
+func (*ImageSpan) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *ImageSpan) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *ImageSpan) GetStartToken() int32 {
+	if x != nil {
+		return x.StartToken
+	}
+	return 0
+}
+
+func (x *ImageSpan) GetTokenCount() int32 {
+	if x != nil {
+		return x.TokenCount
+	}
+	return 0
+}
+
 // One known block of a prompt.
 type BlockMatch struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -324,7 +397,7 @@ type BlockMatch struct {
 
 func (x *BlockMatch) Reset() {
 	*x = BlockMatch{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -336,7 +409,7 @@ func (x *BlockMatch) String() string {
 func (*BlockMatch) ProtoMessage() {}
 
 func (x *BlockMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -349,7 +422,7 @@ func (x *BlockMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockMatch.ProtoReflect.Descriptor instead.
 func (*BlockMatch) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{2}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *BlockMatch) GetHash() string {
@@ -432,7 +505,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -444,7 +517,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -457,7 +530,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{3}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *WarmRequest) GetRequestId() string {
@@ -576,7 +649,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -588,7 +661,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -601,7 +674,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{4}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *WarmResponse) GetRequestId() string {
@@ -642,7 +715,7 @@ type WarmWithProgressResponse struct {
 
 func (x *WarmWithProgressResponse) Reset() {
 	*x = WarmWithProgressResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -654,7 +727,7 @@ func (x *WarmWithProgressResponse) String() string {
 func (*WarmWithProgressResponse) ProtoMessage() {}
 
 func (x *WarmWithProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -667,7 +740,7 @@ func (x *WarmWithProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmWithProgressResponse.ProtoReflect.Descriptor instead.
 func (*WarmWithProgressResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *WarmWithProgressResponse) GetEvent() isWarmWithProgressResponse_Event {
@@ -755,7 +828,7 @@ type PinRequest struct {
 
 func (x *PinRequest) Reset() {
 	*x = PinRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -767,7 +840,7 @@ func (x *PinRequest) String() string {
 func (*PinRequest) ProtoMessage() {}
 
 func (x *PinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -780,7 +853,7 @@ func (x *PinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinRequest.ProtoReflect.Descriptor instead.
 func (*PinRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{6}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *PinRequest) GetModel() string {
@@ -885,7 +958,7 @@ type PinResponse struct {
 
 func (x *PinResponse) Reset() {
 	*x = PinResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -897,7 +970,7 @@ func (x *PinResponse) String() string {
 func (*PinResponse) ProtoMessage() {}
 
 func (x *PinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -910,7 +983,7 @@ func (x *PinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinResponse.ProtoReflect.Descriptor instead.
 func (*PinResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{7}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *PinResponse) GetBlockCount() int32 {
@@ -960,7 +1033,7 @@ type UnpinRequest struct {
 
 func (x *UnpinRequest) Reset() {
 	*x = UnpinRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -972,7 +1045,7 @@ func (x *UnpinRequest) String() string {
 func (*UnpinRequest) ProtoMessage() {}
 
 func (x *UnpinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -985,7 +1058,7 @@ func (x *UnpinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinRequest.ProtoReflect.Descriptor instead.
 func (*UnpinRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{8}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *UnpinRequest) GetModel() string {
@@ -1090,7 +1163,7 @@ type UnpinResponse struct {
 
 func (x *UnpinResponse) Reset() {
 	*x = UnpinResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1102,7 +1175,7 @@ func (x *UnpinResponse) String() string {
 func (*UnpinResponse) ProtoMessage() {}
 
 func (x *UnpinResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1115,7 +1188,7 @@ func (x *UnpinResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinResponse.ProtoReflect.Descriptor instead.
 func (*UnpinResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{9}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *UnpinResponse) GetBlockCount() int32 {
@@ -1167,7 +1240,7 @@ type EvictRequest struct {
 
 func (x *EvictRequest) Reset() {
 	*x = EvictRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1179,7 +1252,7 @@ func (x *EvictRequest) String() string {
 func (*EvictRequest) ProtoMessage() {}
 
 func (x *EvictRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1192,7 +1265,7 @@ func (x *EvictRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictRequest.ProtoReflect.Descriptor instead.
 func (*EvictRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *EvictRequest) GetModel() string {
@@ -1315,7 +1388,7 @@ type EvictResponse struct {
 
 func (x *EvictResponse) Reset() {
 	*x = EvictResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1327,7 +1400,7 @@ func (x *EvictResponse) String() string {
 func (*EvictResponse) ProtoMessage() {}
 
 func (x *EvictResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1340,7 +1413,7 @@ func (x *EvictResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictResponse.ProtoReflect.Descriptor instead.
 func (*EvictResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{11}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *EvictResponse) GetRamBlockCount() int64 {
@@ -1387,7 +1460,7 @@ type EvictWithProgressResponse struct {
 
 func (x *EvictWithProgressResponse) Reset() {
 	*x = EvictWithProgressResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1399,7 +1472,7 @@ func (x *EvictWithProgressResponse) String() string {
 func (*EvictWithProgressResponse) ProtoMessage() {}
 
 func (x *EvictWithProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1412,7 +1485,7 @@ func (x *EvictWithProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictWithProgressResponse.ProtoReflect.Descriptor instead.
 func (*EvictWithProgressResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *EvictWithProgressResponse) GetEvent() isEvictWithProgressResponse_Event {
@@ -1475,7 +1548,7 @@ type EvictProgress struct {
 
 func (x *EvictProgress) Reset() {
 	*x = EvictProgress{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1487,7 +1560,7 @@ func (x *EvictProgress) String() string {
 func (*EvictProgress) ProtoMessage() {}
 
 func (x *EvictProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1500,7 +1573,7 @@ func (x *EvictProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictProgress.ProtoReflect.Descriptor instead.
 func (*EvictProgress) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *EvictProgress) GetProcessedBlockCount() int64 {
@@ -1543,7 +1616,7 @@ type VerifyRequest struct {
 
 func (x *VerifyRequest) Reset() {
 	*x = VerifyRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1555,7 +1628,7 @@ func (x *VerifyRequest) String() string {
 func (*VerifyRequest) ProtoMessage() {}
 
 func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1568,7 +1641,7 @@ func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyRequest.ProtoReflect.Descriptor instead.
 func (*VerifyRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *VerifyRequest) GetBlockLimit() int64 {
@@ -1597,7 +1670,7 @@ type VerifyResponse struct {
 
 func (x *VerifyResponse) Reset() {
 	*x = VerifyResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1609,7 +1682,7 @@ func (x *VerifyResponse) String() string {
 func (*VerifyResponse) ProtoMessage() {}
 
 func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1622,7 +1695,7 @@ func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyResponse.ProtoReflect.Descriptor instead.
 func (*VerifyResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{15}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *VerifyResponse) GetVerifiedBlockCount() int64 {
@@ -1676,7 +1749,7 @@ type VerifyWithProgressResponse struct {
 
 func (x *VerifyWithProgressResponse) Reset() {
 	*x = VerifyWithProgressResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1688,7 +1761,7 @@ func (x *VerifyWithProgressResponse) String() string {
 func (*VerifyWithProgressResponse) ProtoMessage() {}
 
 func (x *VerifyWithProgressResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1701,7 +1774,7 @@ func (x *VerifyWithProgressResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyWithProgressResponse.ProtoReflect.Descriptor instead.
 func (*VerifyWithProgressResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{16}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *VerifyWithProgressResponse) GetEvent() isVerifyWithProgressResponse_Event {
@@ -1764,7 +1837,7 @@ type VerifyProgress struct {
 
 func (x *VerifyProgress) Reset() {
 	*x = VerifyProgress{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1776,7 +1849,7 @@ func (x *VerifyProgress) String() string {
 func (*VerifyProgress) ProtoMessage() {}
 
 func (x *VerifyProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1789,7 +1862,7 @@ func (x *VerifyProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyProgress.ProtoReflect.Descriptor instead.
 func (*VerifyProgress) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{17}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *VerifyProgress) GetVerifiedBlockCount() int64 {
@@ -1831,7 +1904,7 @@ type WatchStatsRequest struct {
 
 func (x *WatchStatsRequest) Reset() {
 	*x = WatchStatsRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1843,7 +1916,7 @@ func (x *WatchStatsRequest) String() string {
 func (*WatchStatsRequest) ProtoMessage() {}
 
 func (x *WatchStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1856,7 +1929,7 @@ func (x *WatchStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStatsRequest.ProtoReflect.Descriptor instead.
 func (*WatchStatsRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{18}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *WatchStatsRequest) GetInterval() *durationpb.Duration {
@@ -1877,7 +1950,7 @@ type WatchStatsResponse struct {
 
 func (x *WatchStatsResponse) Reset() {
 	*x = WatchStatsResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1889,7 +1962,7 @@ func (x *WatchStatsResponse) String() string {
 func (*WatchStatsResponse) ProtoMessage() {}
 
 func (x *WatchStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1902,7 +1975,7 @@ func (x *WatchStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStatsResponse.ProtoReflect.Descriptor instead.
 func (*WatchStatsResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{19}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *WatchStatsResponse) GetStats() *CacheStatsResponse {
@@ -1926,13 +1999,20 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x05tools\x18\n" +
 	" \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
 	"\aadapter\x18\x11 \x01(\tR\aadapterB\b\n" +
-	"\x06prompt\"\xda\x02\n" +
+	"\x06prompt\"\x8a\x03\n" +
 	"\x0fExplainResponse\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x05R\fpromptTokens\x12.\n" +
 	"\x05cache\x18\x02 \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12/\n" +
 	"\x06blocks\x18\x03 \x03(\v2\x17.icehouse.v1.BlockMatchR\x06blocks\x12[\n" +
 	"\x1dpredicted_time_to_first_token\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x19predictedTimeToFirstToken\x12d\n" +
-	"\"predicted_time_to_first_token_cold\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x1dpredictedTimeToFirstTokenCold\"\xec\x01\n" +
+	"\"predicted_time_to_first_token_cold\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x1dpredictedTimeToFirstTokenCold\x12.\n" +
+	"\x06images\x18\x06 \x03(\v2\x16.icehouse.v1.ImageSpanR\x06images\"e\n" +
+	"\tImageSpan\x12\x16\n" +
+	"\x06digest\x18\x01 \x01(\tR\x06digest\x12\x1f\n" +
+	"\vstart_token\x18\x02 \x01(\x05R\n" +
+	"startToken\x12\x1f\n" +
+	"\vtoken_count\x18\x03 \x01(\x05R\n" +
+	"tokenCount\"\xec\x01\n" +
 	"\n" +
 	"BlockMatch\x12\x12\n" +
 	"\x04hash\x18\x01 \x01(\tR\x04hash\x12\x1f\n" +
@@ -2082,103 +2162,105 @@ func file_icehouse_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_icehouse_v1_cache_service_proto_goTypes = []any{
 	(CacheTier)(0),                     // 0: icehouse.v1.CacheTier
 	(*ExplainRequest)(nil),             // 1: icehouse.v1.ExplainRequest
 	(*ExplainResponse)(nil),            // 2: icehouse.v1.ExplainResponse
-	(*BlockMatch)(nil),                 // 3: icehouse.v1.BlockMatch
-	(*WarmRequest)(nil),                // 4: icehouse.v1.WarmRequest
-	(*WarmResponse)(nil),               // 5: icehouse.v1.WarmResponse
-	(*WarmWithProgressResponse)(nil),   // 6: icehouse.v1.WarmWithProgressResponse
-	(*PinRequest)(nil),                 // 7: icehouse.v1.PinRequest
-	(*PinResponse)(nil),                // 8: icehouse.v1.PinResponse
-	(*UnpinRequest)(nil),               // 9: icehouse.v1.UnpinRequest
-	(*UnpinResponse)(nil),              // 10: icehouse.v1.UnpinResponse
-	(*EvictRequest)(nil),               // 11: icehouse.v1.EvictRequest
-	(*EvictResponse)(nil),              // 12: icehouse.v1.EvictResponse
-	(*EvictWithProgressResponse)(nil),  // 13: icehouse.v1.EvictWithProgressResponse
-	(*EvictProgress)(nil),              // 14: icehouse.v1.EvictProgress
-	(*VerifyRequest)(nil),              // 15: icehouse.v1.VerifyRequest
-	(*VerifyResponse)(nil),             // 16: icehouse.v1.VerifyResponse
-	(*VerifyWithProgressResponse)(nil), // 17: icehouse.v1.VerifyWithProgressResponse
-	(*VerifyProgress)(nil),             // 18: icehouse.v1.VerifyProgress
-	(*WatchStatsRequest)(nil),          // 19: icehouse.v1.WatchStatsRequest
-	(*WatchStatsResponse)(nil),         // 20: icehouse.v1.WatchStatsResponse
-	(*ChatPrompt)(nil),                 // 21: icehouse.v1.ChatPrompt
-	(*TokenPrompt)(nil),                // 22: icehouse.v1.TokenPrompt
-	(*CachePolicy)(nil),                // 23: icehouse.v1.CachePolicy
-	(*Tool)(nil),                       // 24: icehouse.v1.Tool
-	(*CacheReport)(nil),                // 25: icehouse.v1.CacheReport
-	(*durationpb.Duration)(nil),        // 26: google.protobuf.Duration
-	(*Usage)(nil),                      // 27: icehouse.v1.Usage
-	(*Started)(nil),                    // 28: icehouse.v1.Started
-	(*PrefillProgress)(nil),            // 29: icehouse.v1.PrefillProgress
-	(*CacheStatsResponse)(nil),         // 30: icehouse.v1.CacheStatsResponse
+	(*ImageSpan)(nil),                  // 3: icehouse.v1.ImageSpan
+	(*BlockMatch)(nil),                 // 4: icehouse.v1.BlockMatch
+	(*WarmRequest)(nil),                // 5: icehouse.v1.WarmRequest
+	(*WarmResponse)(nil),               // 6: icehouse.v1.WarmResponse
+	(*WarmWithProgressResponse)(nil),   // 7: icehouse.v1.WarmWithProgressResponse
+	(*PinRequest)(nil),                 // 8: icehouse.v1.PinRequest
+	(*PinResponse)(nil),                // 9: icehouse.v1.PinResponse
+	(*UnpinRequest)(nil),               // 10: icehouse.v1.UnpinRequest
+	(*UnpinResponse)(nil),              // 11: icehouse.v1.UnpinResponse
+	(*EvictRequest)(nil),               // 12: icehouse.v1.EvictRequest
+	(*EvictResponse)(nil),              // 13: icehouse.v1.EvictResponse
+	(*EvictWithProgressResponse)(nil),  // 14: icehouse.v1.EvictWithProgressResponse
+	(*EvictProgress)(nil),              // 15: icehouse.v1.EvictProgress
+	(*VerifyRequest)(nil),              // 16: icehouse.v1.VerifyRequest
+	(*VerifyResponse)(nil),             // 17: icehouse.v1.VerifyResponse
+	(*VerifyWithProgressResponse)(nil), // 18: icehouse.v1.VerifyWithProgressResponse
+	(*VerifyProgress)(nil),             // 19: icehouse.v1.VerifyProgress
+	(*WatchStatsRequest)(nil),          // 20: icehouse.v1.WatchStatsRequest
+	(*WatchStatsResponse)(nil),         // 21: icehouse.v1.WatchStatsResponse
+	(*ChatPrompt)(nil),                 // 22: icehouse.v1.ChatPrompt
+	(*TokenPrompt)(nil),                // 23: icehouse.v1.TokenPrompt
+	(*CachePolicy)(nil),                // 24: icehouse.v1.CachePolicy
+	(*Tool)(nil),                       // 25: icehouse.v1.Tool
+	(*CacheReport)(nil),                // 26: icehouse.v1.CacheReport
+	(*durationpb.Duration)(nil),        // 27: google.protobuf.Duration
+	(*Usage)(nil),                      // 28: icehouse.v1.Usage
+	(*Started)(nil),                    // 29: icehouse.v1.Started
+	(*PrefillProgress)(nil),            // 30: icehouse.v1.PrefillProgress
+	(*CacheStatsResponse)(nil),         // 31: icehouse.v1.CacheStatsResponse
 }
 var file_icehouse_v1_cache_service_proto_depIdxs = []int32{
-	21, // 0: icehouse.v1.ExplainRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	22, // 1: icehouse.v1.ExplainRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	23, // 2: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
-	24, // 3: icehouse.v1.ExplainRequest.tools:type_name -> icehouse.v1.Tool
-	25, // 4: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
-	3,  // 5: icehouse.v1.ExplainResponse.blocks:type_name -> icehouse.v1.BlockMatch
-	26, // 6: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
-	26, // 7: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
-	0,  // 8: icehouse.v1.BlockMatch.tier:type_name -> icehouse.v1.CacheTier
-	21, // 9: icehouse.v1.WarmRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	22, // 10: icehouse.v1.WarmRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	23, // 11: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
-	24, // 12: icehouse.v1.WarmRequest.tools:type_name -> icehouse.v1.Tool
-	25, // 13: icehouse.v1.WarmResponse.cache:type_name -> icehouse.v1.CacheReport
-	27, // 14: icehouse.v1.WarmResponse.usage:type_name -> icehouse.v1.Usage
-	28, // 15: icehouse.v1.WarmWithProgressResponse.started:type_name -> icehouse.v1.Started
-	29, // 16: icehouse.v1.WarmWithProgressResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
-	5,  // 17: icehouse.v1.WarmWithProgressResponse.finished:type_name -> icehouse.v1.WarmResponse
-	21, // 18: icehouse.v1.PinRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	22, // 19: icehouse.v1.PinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	23, // 20: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	24, // 21: icehouse.v1.PinRequest.tools:type_name -> icehouse.v1.Tool
-	21, // 22: icehouse.v1.UnpinRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	22, // 23: icehouse.v1.UnpinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	23, // 24: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	24, // 25: icehouse.v1.UnpinRequest.tools:type_name -> icehouse.v1.Tool
-	21, // 26: icehouse.v1.EvictRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	22, // 27: icehouse.v1.EvictRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	23, // 28: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
-	24, // 29: icehouse.v1.EvictRequest.tools:type_name -> icehouse.v1.Tool
-	14, // 30: icehouse.v1.EvictWithProgressResponse.progress:type_name -> icehouse.v1.EvictProgress
-	12, // 31: icehouse.v1.EvictWithProgressResponse.finished:type_name -> icehouse.v1.EvictResponse
-	26, // 32: icehouse.v1.VerifyResponse.duration:type_name -> google.protobuf.Duration
-	18, // 33: icehouse.v1.VerifyWithProgressResponse.progress:type_name -> icehouse.v1.VerifyProgress
-	16, // 34: icehouse.v1.VerifyWithProgressResponse.finished:type_name -> icehouse.v1.VerifyResponse
-	26, // 35: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
-	30, // 36: icehouse.v1.WatchStatsResponse.stats:type_name -> icehouse.v1.CacheStatsResponse
-	1,  // 37: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
-	4,  // 38: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
-	4,  // 39: icehouse.v1.CacheService.WarmWithProgress:input_type -> icehouse.v1.WarmRequest
-	7,  // 40: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
-	9,  // 41: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
-	11, // 42: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
-	11, // 43: icehouse.v1.CacheService.EvictWithProgress:input_type -> icehouse.v1.EvictRequest
-	15, // 44: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
-	15, // 45: icehouse.v1.CacheService.VerifyWithProgress:input_type -> icehouse.v1.VerifyRequest
-	19, // 46: icehouse.v1.CacheService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
-	2,  // 47: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
-	5,  // 48: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
-	6,  // 49: icehouse.v1.CacheService.WarmWithProgress:output_type -> icehouse.v1.WarmWithProgressResponse
-	8,  // 50: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
-	10, // 51: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
-	12, // 52: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
-	13, // 53: icehouse.v1.CacheService.EvictWithProgress:output_type -> icehouse.v1.EvictWithProgressResponse
-	16, // 54: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
-	17, // 55: icehouse.v1.CacheService.VerifyWithProgress:output_type -> icehouse.v1.VerifyWithProgressResponse
-	20, // 56: icehouse.v1.CacheService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
-	47, // [47:57] is the sub-list for method output_type
-	37, // [37:47] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	22, // 0: icehouse.v1.ExplainRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	23, // 1: icehouse.v1.ExplainRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	24, // 2: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
+	25, // 3: icehouse.v1.ExplainRequest.tools:type_name -> icehouse.v1.Tool
+	26, // 4: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
+	4,  // 5: icehouse.v1.ExplainResponse.blocks:type_name -> icehouse.v1.BlockMatch
+	27, // 6: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
+	27, // 7: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
+	3,  // 8: icehouse.v1.ExplainResponse.images:type_name -> icehouse.v1.ImageSpan
+	0,  // 9: icehouse.v1.BlockMatch.tier:type_name -> icehouse.v1.CacheTier
+	22, // 10: icehouse.v1.WarmRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	23, // 11: icehouse.v1.WarmRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	24, // 12: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
+	25, // 13: icehouse.v1.WarmRequest.tools:type_name -> icehouse.v1.Tool
+	26, // 14: icehouse.v1.WarmResponse.cache:type_name -> icehouse.v1.CacheReport
+	28, // 15: icehouse.v1.WarmResponse.usage:type_name -> icehouse.v1.Usage
+	29, // 16: icehouse.v1.WarmWithProgressResponse.started:type_name -> icehouse.v1.Started
+	30, // 17: icehouse.v1.WarmWithProgressResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	6,  // 18: icehouse.v1.WarmWithProgressResponse.finished:type_name -> icehouse.v1.WarmResponse
+	22, // 19: icehouse.v1.PinRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	23, // 20: icehouse.v1.PinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	24, // 21: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	25, // 22: icehouse.v1.PinRequest.tools:type_name -> icehouse.v1.Tool
+	22, // 23: icehouse.v1.UnpinRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	23, // 24: icehouse.v1.UnpinRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	24, // 25: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	25, // 26: icehouse.v1.UnpinRequest.tools:type_name -> icehouse.v1.Tool
+	22, // 27: icehouse.v1.EvictRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	23, // 28: icehouse.v1.EvictRequest.tokens:type_name -> icehouse.v1.TokenPrompt
+	24, // 29: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
+	25, // 30: icehouse.v1.EvictRequest.tools:type_name -> icehouse.v1.Tool
+	15, // 31: icehouse.v1.EvictWithProgressResponse.progress:type_name -> icehouse.v1.EvictProgress
+	13, // 32: icehouse.v1.EvictWithProgressResponse.finished:type_name -> icehouse.v1.EvictResponse
+	27, // 33: icehouse.v1.VerifyResponse.duration:type_name -> google.protobuf.Duration
+	19, // 34: icehouse.v1.VerifyWithProgressResponse.progress:type_name -> icehouse.v1.VerifyProgress
+	17, // 35: icehouse.v1.VerifyWithProgressResponse.finished:type_name -> icehouse.v1.VerifyResponse
+	27, // 36: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
+	31, // 37: icehouse.v1.WatchStatsResponse.stats:type_name -> icehouse.v1.CacheStatsResponse
+	1,  // 38: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
+	5,  // 39: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
+	5,  // 40: icehouse.v1.CacheService.WarmWithProgress:input_type -> icehouse.v1.WarmRequest
+	8,  // 41: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
+	10, // 42: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
+	12, // 43: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
+	12, // 44: icehouse.v1.CacheService.EvictWithProgress:input_type -> icehouse.v1.EvictRequest
+	16, // 45: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
+	16, // 46: icehouse.v1.CacheService.VerifyWithProgress:input_type -> icehouse.v1.VerifyRequest
+	20, // 47: icehouse.v1.CacheService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
+	2,  // 48: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
+	6,  // 49: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
+	7,  // 50: icehouse.v1.CacheService.WarmWithProgress:output_type -> icehouse.v1.WarmWithProgressResponse
+	9,  // 51: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
+	11, // 52: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
+	13, // 53: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
+	14, // 54: icehouse.v1.CacheService.EvictWithProgress:output_type -> icehouse.v1.EvictWithProgressResponse
+	17, // 55: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
+	18, // 56: icehouse.v1.CacheService.VerifyWithProgress:output_type -> icehouse.v1.VerifyWithProgressResponse
+	21, // 57: icehouse.v1.CacheService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
+	48, // [48:58] is the sub-list for method output_type
+	38, // [38:48] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_service_proto_init() }
@@ -2196,37 +2278,37 @@ func file_icehouse_v1_cache_service_proto_init() {
 		(*ExplainRequest_Chat)(nil),
 		(*ExplainRequest_Tokens)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[3].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[4].OneofWrappers = []any{
 		(*WarmRequest_Text)(nil),
 		(*WarmRequest_Chat)(nil),
 		(*WarmRequest_Tokens)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[5].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[6].OneofWrappers = []any{
 		(*WarmWithProgressResponse_Started)(nil),
 		(*WarmWithProgressResponse_PrefillProgress)(nil),
 		(*WarmWithProgressResponse_Finished)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[6].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[7].OneofWrappers = []any{
 		(*PinRequest_Text)(nil),
 		(*PinRequest_Chat)(nil),
 		(*PinRequest_Tokens)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[8].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[9].OneofWrappers = []any{
 		(*UnpinRequest_Text)(nil),
 		(*UnpinRequest_Chat)(nil),
 		(*UnpinRequest_Tokens)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[10].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[11].OneofWrappers = []any{
 		(*EvictRequest_Text)(nil),
 		(*EvictRequest_Chat)(nil),
 		(*EvictRequest_Tokens)(nil),
 		(*EvictRequest_All)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[12].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[13].OneofWrappers = []any{
 		(*EvictWithProgressResponse_Progress)(nil),
 		(*EvictWithProgressResponse_Finished)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[16].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[17].OneofWrappers = []any{
 		(*VerifyWithProgressResponse_Progress)(nil),
 		(*VerifyWithProgressResponse_Finished)(nil),
 	}
@@ -2236,7 +2318,7 @@ func file_icehouse_v1_cache_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_service_proto_rawDesc), len(file_icehouse_v1_cache_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   20,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

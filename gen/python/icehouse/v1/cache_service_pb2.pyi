@@ -118,6 +118,7 @@ class ExplainResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     PREDICTED_TIME_TO_FIRST_TOKEN_COLD_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     @_builtins.property
@@ -138,6 +139,10 @@ class ExplainResponse(_message.Message):
     def predicted_time_to_first_token_cold(self) -> _duration_pb2.Duration:
         """The same without the cache. Absent: nothing was measured yet."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageSpan]:
+        """Where images stand in the prompt, in order. Empty: there are none."""
+
     def __init__(
         self,
         *,
@@ -146,14 +151,45 @@ class ExplainResponse(_message.Message):
         blocks: _abc.Iterable[Global___BlockMatch] | None = ...,
         predicted_time_to_first_token: _duration_pb2.Duration | None = ...,
         predicted_time_to_first_token_cold: _duration_pb2.Duration | None = ...,
+        images: _abc.Iterable[Global___ImageSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "predicted_time_to_first_token", b"predicted_time_to_first_token", "predicted_time_to_first_token_cold", b"predicted_time_to_first_token_cold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cache", b"cache", "predicted_time_to_first_token", b"predicted_time_to_first_token", "predicted_time_to_first_token_cold", b"predicted_time_to_first_token_cold", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cache", b"cache", "images", b"images", "predicted_time_to_first_token", b"predicted_time_to_first_token", "predicted_time_to_first_token_cold", b"predicted_time_to_first_token_cold", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ImageSpan(_message.Message):
+    """Tokens of a prompt that the model sees an image in the place of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    START_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model."""
+    start_token: _builtins.int
+    """Position of its first token in the prompt."""
+    token_count: _builtins.int
+    """Its tokens."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        start_token: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "start_token", b"start_token", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageSpan: _TypeAlias = ImageSpan  # noqa: Y015
 
 @_typing.final
 class BlockMatch(_message.Message):

@@ -24,7 +24,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_service.proto.
  */
 export const file_icehouse_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSLqAQoORXhwbGFpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAQgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABInCgVjYWNoZRgFIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIPCgdhZGFwdGVyGBEgASgJQggKBnByb21wdCKDAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipgEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIIo0CCgtXYXJtUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIQCghwcmlvcml0eRgHIAEoBRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQibgoMV2FybVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIhCgV1c2FnZRgDIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlIrUBChhXYXJtV2l0aFByb2dyZXNzUmVzcG9uc2USJwoHc3RhcnRlZBgBIAEoCzIULmljZWhvdXNlLnYxLlN0YXJ0ZWRIABI4ChBwcmVmaWxsX3Byb2dyZXNzGAIgASgLMhwuaWNlaG91c2UudjEuUHJlZmlsbFByb2dyZXNzSAASLQoIZmluaXNoZWQYAyABKAsyGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2VIAEIHCgVldmVudCLmAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0IksKC1BpblJlc3BvbnNlEhMKC2Jsb2NrX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhIKCnNpemVfYnl0ZXMYAyABKAMi6AEKDFVucGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0Ik0KDVVucGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyL3AQoMRXZpY3RSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgEIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASDQoDYWxsGAUgASgISAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZ0YXJnZXQiZwoNRXZpY3RSZXNwb25zZRIXCg9yYW1fYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhcKD3NzZF9ibG9ja19jb3VudBgDIAEoAxIRCglzc2RfYnl0ZXMYBCABKAMihAEKGUV2aWN0V2l0aFByb2dyZXNzUmVzcG9uc2USLgoIcHJvZ3Jlc3MYASABKAsyGi5pY2Vob3VzZS52MS5FdmljdFByb2dyZXNzSAASLgoIZmluaXNoZWQYAiABKAsyGi5pY2Vob3VzZS52MS5FdmljdFJlc3BvbnNlSABCBwoFZXZlbnQiaQoNRXZpY3RQcm9ncmVzcxIdChVwcm9jZXNzZWRfYmxvY2tfY291bnQYASABKAMSEwoLYmxvY2tfY291bnQYAiABKAMSEQoJcmFtX2J5dGVzGAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDIqgBCg5WZXJpZnlSZXNwb25zZRIcChR2ZXJpZmllZF9ibG9ja19jb3VudBgBIAEoAxIWCg52ZXJpZmllZF9ieXRlcxgCIAEoAxIWCg5kYW1hZ2VkX2hhc2hlcxgDIAMoCRIbChNkYW1hZ2VkX2Jsb2NrX2NvdW50GAQgASgDEisKCGR1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIocBChpWZXJpZnlXaXRoUHJvZ3Jlc3NSZXNwb25zZRIvCghwcm9ncmVzcxgBIAEoCzIbLmljZWhvdXNlLnYxLlZlcmlmeVByb2dyZXNzSAASLwoIZmluaXNoZWQYAiABKAsyGy5pY2Vob3VzZS52MS5WZXJpZnlSZXNwb25zZUgAQgcKBWV2ZW50IngKDlZlcmlmeVByb2dyZXNzEhwKFHZlcmlmaWVkX2Jsb2NrX2NvdW50GAEgASgDEhYKDnZlcmlmaWVkX2J5dGVzGAIgASgDEhsKE2RhbWFnZWRfYmxvY2tfY291bnQYAyABKAMSEwoLYmxvY2tfY291bnQYBCABKAMiQAoRV2F0Y2hTdGF0c1JlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iRAoSV2F0Y2hTdGF0c1Jlc3BvbnNlEi4KBXN0YXRzGAEgASgLMh8uaWNlaG91c2UudjEuQ2FjaGVTdGF0c1Jlc3BvbnNlKk8KCUNhY2hlVGllchIaChZDQUNIRV9USUVSX1VOU1BFQ0lGSUVEEAASEgoOQ0FDSEVfVElFUl9SQU0QARISCg5DQUNIRV9USUVSX1NTRBACMu0FCgxDYWNoZVNlcnZpY2USRAoHRXhwbGFpbhIbLmljZWhvdXNlLnYxLkV4cGxhaW5SZXF1ZXN0GhwuaWNlaG91c2UudjEuRXhwbGFpblJlc3BvbnNlEjsKBFdhcm0SGC5pY2Vob3VzZS52MS5XYXJtUmVxdWVzdBoZLmljZWhvdXNlLnYxLldhcm1SZXNwb25zZRJVChBXYXJtV2l0aFByb2dyZXNzEhguaWNlaG91c2UudjEuV2FybVJlcXVlc3QaJS5pY2Vob3VzZS52MS5XYXJtV2l0aFByb2dyZXNzUmVzcG9uc2UwARI4CgNQaW4SFy5pY2Vob3VzZS52MS5QaW5SZXF1ZXN0GhguaWNlaG91c2UudjEuUGluUmVzcG9uc2USPgoFVW5waW4SGS5pY2Vob3VzZS52MS5VbnBpblJlcXVlc3QaGi5pY2Vob3VzZS52MS5VbnBpblJlc3BvbnNlEj4KBUV2aWN0EhkuaWNlaG91c2UudjEuRXZpY3RSZXF1ZXN0GhouaWNlaG91c2UudjEuRXZpY3RSZXNwb25zZRJYChFFdmljdFdpdGhQcm9ncmVzcxIZLmljZWhvdXNlLnYxLkV2aWN0UmVxdWVzdBomLmljZWhvdXNlLnYxLkV2aWN0V2l0aFByb2dyZXNzUmVzcG9uc2UwARJBCgZWZXJpZnkSGi5pY2Vob3VzZS52MS5WZXJpZnlSZXF1ZXN0GhsuaWNlaG91c2UudjEuVmVyaWZ5UmVzcG9uc2USWwoSVmVyaWZ5V2l0aFByb2dyZXNzEhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBonLmljZWhvdXNlLnYxLlZlcmlmeVdpdGhQcm9ncmVzc1Jlc3BvbnNlMAESTwoKV2F0Y2hTdGF0cxIeLmljZWhvdXNlLnYxLldhdGNoU3RhdHNSZXF1ZXN0Gh8uaWNlaG91c2UudjEuV2F0Y2hTdGF0c1Jlc3BvbnNlMAFiBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_inference_service, file_icehouse_v1_prompt, file_icehouse_v1_tool, file_icehouse_v1_usage]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSLqAQoORXhwbGFpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAQgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABInCgVjYWNoZRgFIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIPCgdhZGFwdGVyGBEgASgJQggKBnByb21wdCKrAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoGaW1hZ2VzGAYgAygLMhYuaWNlaG91c2UudjEuSW1hZ2VTcGFuIkUKCUltYWdlU3BhbhIOCgZkaWdlc3QYASABKAkSEwoLc3RhcnRfdG9rZW4YAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUipgEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIIo0CCgtXYXJtUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIQCghwcmlvcml0eRgHIAEoBRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZwcm9tcHQibgoMV2FybVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIhCgV1c2FnZRgDIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlIrUBChhXYXJtV2l0aFByb2dyZXNzUmVzcG9uc2USJwoHc3RhcnRlZBgBIAEoCzIULmljZWhvdXNlLnYxLlN0YXJ0ZWRIABI4ChBwcmVmaWxsX3Byb2dyZXNzGAIgASgLMhwuaWNlaG91c2UudjEuUHJlZmlsbFByb2dyZXNzSAASLQoIZmluaXNoZWQYAyABKAsyGS5pY2Vob3VzZS52MS5XYXJtUmVzcG9uc2VIAEIHCgVldmVudCLmAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0IksKC1BpblJlc3BvbnNlEhMKC2Jsb2NrX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhIKCnNpemVfYnl0ZXMYAyABKAMi6AEKDFVucGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASJwoEY2hhdBgDIAEoCzIXLmljZWhvdXNlLnYxLkNoYXRQcm9tcHRIABIqCgZ0b2tlbnMYBCABKAsyGC5pY2Vob3VzZS52MS5Ub2tlblByb21wdEgAEicKBWNhY2hlGAUgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sEg8KB2FkYXB0ZXIYESABKAlCCAoGcHJvbXB0Ik0KDVVucGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyL3AQoMRXZpY3RSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABInCgRjaGF0GAMgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgEIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASDQoDYWxsGAUgASgISAASJwoFY2FjaGUYBiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRIgCgV0b29scxgKIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgRIAEoCUIICgZ0YXJnZXQiZwoNRXZpY3RSZXNwb25zZRIXCg9yYW1fYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhcKD3NzZF9ibG9ja19jb3VudBgDIAEoAxIRCglzc2RfYnl0ZXMYBCABKAMihAEKGUV2aWN0V2l0aFByb2dyZXNzUmVzcG9uc2USLgoIcHJvZ3Jlc3MYASABKAsyGi5pY2Vob3VzZS52MS5FdmljdFByb2dyZXNzSAASLgoIZmluaXNoZWQYAiABKAsyGi5pY2Vob3VzZS52MS5FdmljdFJlc3BvbnNlSABCBwoFZXZlbnQiaQoNRXZpY3RQcm9ncmVzcxIdChVwcm9jZXNzZWRfYmxvY2tfY291bnQYASABKAMSEwoLYmxvY2tfY291bnQYAiABKAMSEQoJcmFtX2J5dGVzGAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDIqgBCg5WZXJpZnlSZXNwb25zZRIcChR2ZXJpZmllZF9ibG9ja19jb3VudBgBIAEoAxIWCg52ZXJpZmllZF9ieXRlcxgCIAEoAxIWCg5kYW1hZ2VkX2hhc2hlcxgDIAMoCRIbChNkYW1hZ2VkX2Jsb2NrX2NvdW50GAQgASgDEisKCGR1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIocBChpWZXJpZnlXaXRoUHJvZ3Jlc3NSZXNwb25zZRIvCghwcm9ncmVzcxgBIAEoCzIbLmljZWhvdXNlLnYxLlZlcmlmeVByb2dyZXNzSAASLwoIZmluaXNoZWQYAiABKAsyGy5pY2Vob3VzZS52MS5WZXJpZnlSZXNwb25zZUgAQgcKBWV2ZW50IngKDlZlcmlmeVByb2dyZXNzEhwKFHZlcmlmaWVkX2Jsb2NrX2NvdW50GAEgASgDEhYKDnZlcmlmaWVkX2J5dGVzGAIgASgDEhsKE2RhbWFnZWRfYmxvY2tfY291bnQYAyABKAMSEwoLYmxvY2tfY291bnQYBCABKAMiQAoRV2F0Y2hTdGF0c1JlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iRAoSV2F0Y2hTdGF0c1Jlc3BvbnNlEi4KBXN0YXRzGAEgASgLMh8uaWNlaG91c2UudjEuQ2FjaGVTdGF0c1Jlc3BvbnNlKk8KCUNhY2hlVGllchIaChZDQUNIRV9USUVSX1VOU1BFQ0lGSUVEEAASEgoOQ0FDSEVfVElFUl9SQU0QARISCg5DQUNIRV9USUVSX1NTRBACMu0FCgxDYWNoZVNlcnZpY2USRAoHRXhwbGFpbhIbLmljZWhvdXNlLnYxLkV4cGxhaW5SZXF1ZXN0GhwuaWNlaG91c2UudjEuRXhwbGFpblJlc3BvbnNlEjsKBFdhcm0SGC5pY2Vob3VzZS52MS5XYXJtUmVxdWVzdBoZLmljZWhvdXNlLnYxLldhcm1SZXNwb25zZRJVChBXYXJtV2l0aFByb2dyZXNzEhguaWNlaG91c2UudjEuV2FybVJlcXVlc3QaJS5pY2Vob3VzZS52MS5XYXJtV2l0aFByb2dyZXNzUmVzcG9uc2UwARI4CgNQaW4SFy5pY2Vob3VzZS52MS5QaW5SZXF1ZXN0GhguaWNlaG91c2UudjEuUGluUmVzcG9uc2USPgoFVW5waW4SGS5pY2Vob3VzZS52MS5VbnBpblJlcXVlc3QaGi5pY2Vob3VzZS52MS5VbnBpblJlc3BvbnNlEj4KBUV2aWN0EhkuaWNlaG91c2UudjEuRXZpY3RSZXF1ZXN0GhouaWNlaG91c2UudjEuRXZpY3RSZXNwb25zZRJYChFFdmljdFdpdGhQcm9ncmVzcxIZLmljZWhvdXNlLnYxLkV2aWN0UmVxdWVzdBomLmljZWhvdXNlLnYxLkV2aWN0V2l0aFByb2dyZXNzUmVzcG9uc2UwARJBCgZWZXJpZnkSGi5pY2Vob3VzZS52MS5WZXJpZnlSZXF1ZXN0GhsuaWNlaG91c2UudjEuVmVyaWZ5UmVzcG9uc2USWwoSVmVyaWZ5V2l0aFByb2dyZXNzEhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBonLmljZWhvdXNlLnYxLlZlcmlmeVdpdGhQcm9ncmVzc1Jlc3BvbnNlMAESTwoKV2F0Y2hTdGF0cxIeLmljZWhvdXNlLnYxLldhdGNoU3RhdHNSZXF1ZXN0Gh8uaWNlaG91c2UudjEuV2F0Y2hTdGF0c1Jlc3BvbnNlMAFiBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_inference_service, file_icehouse_v1_prompt, file_icehouse_v1_tool, file_icehouse_v1_usage]);
 
 /**
  * A prompt to look up.
@@ -141,6 +141,13 @@ export type ExplainResponse = Message<"icehouse.v1.ExplainResponse"> & {
    * @generated from field: google.protobuf.Duration predicted_time_to_first_token_cold = 5;
    */
   predictedTimeToFirstTokenCold?: Duration | undefined;
+
+  /**
+   * Where images stand in the prompt, in order. Empty: there are none.
+   *
+   * @generated from field: repeated icehouse.v1.ImageSpan images = 6;
+   */
+  images: ImageSpan[];
 };
 
 /**
@@ -149,6 +156,41 @@ export type ExplainResponse = Message<"icehouse.v1.ExplainResponse"> & {
  */
 export const ExplainResponseSchema: GenMessage<ExplainResponse> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_service, 1);
+
+/**
+ * Tokens of a prompt that the model sees an image in the place of.
+ *
+ * @generated from message icehouse.v1.ImageSpan
+ */
+export type ImageSpan = Message<"icehouse.v1.ImageSpan"> & {
+  /**
+   * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+   *
+   * @generated from field: string digest = 1;
+   */
+  digest: string;
+
+  /**
+   * Position of its first token in the prompt.
+   *
+   * @generated from field: int32 start_token = 2;
+   */
+  startToken: number;
+
+  /**
+   * Its tokens.
+   *
+   * @generated from field: int32 token_count = 3;
+   */
+  tokenCount: number;
+};
+
+/**
+ * Describes the message icehouse.v1.ImageSpan.
+ * Use `create(ImageSpanSchema)` to create a new message.
+ */
+export const ImageSpanSchema: GenMessage<ImageSpan> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 2);
 
 /**
  * One known block of a prompt.
@@ -211,7 +253,7 @@ export type BlockMatch = Message<"icehouse.v1.BlockMatch"> & {
  * Use `create(BlockMatchSchema)` to create a new message.
  */
 export const BlockMatchSchema: GenMessage<BlockMatch> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 2);
+  messageDesc(file_icehouse_v1_cache_service, 3);
 
 /**
  * A prompt to compute and keep.
@@ -300,7 +342,7 @@ export type WarmRequest = Message<"icehouse.v1.WarmRequest"> & {
  * Use `create(WarmRequestSchema)` to create a new message.
  */
 export const WarmRequestSchema: GenMessage<WarmRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 3);
+  messageDesc(file_icehouse_v1_cache_service, 4);
 
 /**
  * The prompt is in the cache.
@@ -335,7 +377,7 @@ export type WarmResponse = Message<"icehouse.v1.WarmResponse"> & {
  * Use `create(WarmResponseSchema)` to create a new message.
  */
 export const WarmResponseSchema: GenMessage<WarmResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 4);
+  messageDesc(file_icehouse_v1_cache_service, 5);
 
 /**
  * How far a warm-up is.
@@ -380,7 +422,7 @@ export type WarmWithProgressResponse = Message<"icehouse.v1.WarmWithProgressResp
  * Use `create(WarmWithProgressResponseSchema)` to create a new message.
  */
 export const WarmWithProgressResponseSchema: GenMessage<WarmWithProgressResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 5);
+  messageDesc(file_icehouse_v1_cache_service, 6);
 
 /**
  * A prompt whose blocks to pin.
@@ -454,7 +496,7 @@ export type PinRequest = Message<"icehouse.v1.PinRequest"> & {
  * Use `create(PinRequestSchema)` to create a new message.
  */
 export const PinRequestSchema: GenMessage<PinRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 6);
+  messageDesc(file_icehouse_v1_cache_service, 7);
 
 /**
  * What is pinned now.
@@ -489,7 +531,7 @@ export type PinResponse = Message<"icehouse.v1.PinResponse"> & {
  * Use `create(PinResponseSchema)` to create a new message.
  */
 export const PinResponseSchema: GenMessage<PinResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 7);
+  messageDesc(file_icehouse_v1_cache_service, 8);
 
 /**
  * A prompt whose blocks to unpin.
@@ -563,7 +605,7 @@ export type UnpinRequest = Message<"icehouse.v1.UnpinRequest"> & {
  * Use `create(UnpinRequestSchema)` to create a new message.
  */
 export const UnpinRequestSchema: GenMessage<UnpinRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 8);
+  messageDesc(file_icehouse_v1_cache_service, 9);
 
 /**
  * What was unpinned.
@@ -598,7 +640,7 @@ export type UnpinResponse = Message<"icehouse.v1.UnpinResponse"> & {
  * Use `create(UnpinResponseSchema)` to create a new message.
  */
 export const UnpinResponseSchema: GenMessage<UnpinResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 9);
+  messageDesc(file_icehouse_v1_cache_service, 10);
 
 /**
  * What to remove.
@@ -681,7 +723,7 @@ export type EvictRequest = Message<"icehouse.v1.EvictRequest"> & {
  * Use `create(EvictRequestSchema)` to create a new message.
  */
 export const EvictRequestSchema: GenMessage<EvictRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 10);
+  messageDesc(file_icehouse_v1_cache_service, 11);
 
 /**
  * What was removed.
@@ -723,7 +765,7 @@ export type EvictResponse = Message<"icehouse.v1.EvictResponse"> & {
  * Use `create(EvictResponseSchema)` to create a new message.
  */
 export const EvictResponseSchema: GenMessage<EvictResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 11);
+  messageDesc(file_icehouse_v1_cache_service, 12);
 
 /**
  * How far a removal is.
@@ -760,7 +802,7 @@ export type EvictWithProgressResponse = Message<"icehouse.v1.EvictWithProgressRe
  * Use `create(EvictWithProgressResponseSchema)` to create a new message.
  */
 export const EvictWithProgressResponseSchema: GenMessage<EvictWithProgressResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 12);
+  messageDesc(file_icehouse_v1_cache_service, 13);
 
 /**
  * What is done of a removal.
@@ -802,7 +844,7 @@ export type EvictProgress = Message<"icehouse.v1.EvictProgress"> & {
  * Use `create(EvictProgressSchema)` to create a new message.
  */
 export const EvictProgressSchema: GenMessage<EvictProgress> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 13);
+  messageDesc(file_icehouse_v1_cache_service, 14);
 
 /**
  * Asks for a check of the blocks on SSD.
@@ -824,7 +866,7 @@ export type VerifyRequest = Message<"icehouse.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 14);
+  messageDesc(file_icehouse_v1_cache_service, 15);
 
 /**
  * What the check found.
@@ -873,7 +915,7 @@ export type VerifyResponse = Message<"icehouse.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 15);
+  messageDesc(file_icehouse_v1_cache_service, 16);
 
 /**
  * How far a check is.
@@ -910,7 +952,7 @@ export type VerifyWithProgressResponse = Message<"icehouse.v1.VerifyWithProgress
  * Use `create(VerifyWithProgressResponseSchema)` to create a new message.
  */
 export const VerifyWithProgressResponseSchema: GenMessage<VerifyWithProgressResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 16);
+  messageDesc(file_icehouse_v1_cache_service, 17);
 
 /**
  * What is done of a check.
@@ -952,7 +994,7 @@ export type VerifyProgress = Message<"icehouse.v1.VerifyProgress"> & {
  * Use `create(VerifyProgressSchema)` to create a new message.
  */
 export const VerifyProgressSchema: GenMessage<VerifyProgress> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 17);
+  messageDesc(file_icehouse_v1_cache_service, 18);
 
 /**
  * Asks for counters again and again.
@@ -973,7 +1015,7 @@ export type WatchStatsRequest = Message<"icehouse.v1.WatchStatsRequest"> & {
  * Use `create(WatchStatsRequestSchema)` to create a new message.
  */
 export const WatchStatsRequestSchema: GenMessage<WatchStatsRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 18);
+  messageDesc(file_icehouse_v1_cache_service, 19);
 
 /**
  * Counters between two steps.
@@ -994,7 +1036,7 @@ export type WatchStatsResponse = Message<"icehouse.v1.WatchStatsResponse"> & {
  * Use `create(WatchStatsResponseSchema)` to create a new message.
  */
 export const WatchStatsResponseSchema: GenMessage<WatchStatsResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 19);
+  messageDesc(file_icehouse_v1_cache_service, 20);
 
 /**
  * Where a block is.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, tenant_stats_pb2
 
+from icehouse_server.domain.blocks import TokenKeys, image_runs
 from icehouse_server.domain.cache_commands import BlockMatch, EvictReport, Explanation, Tier, VerifyReport
 from icehouse_server.domain.cache_stats import CacheStats, TenantShare
 from icehouse_server.domain.stats import ServerStats
@@ -28,12 +29,18 @@ def stats_response(stats: ServerStats) -> inference_service_pb2.CacheStatsRespon
 
 
 def explain_response(
-    explanation: Explanation, *, prompt_token_count: int, notes: ReportNotes = NO_NOTES
+    explanation: Explanation, *, prompt: TokenKeys, notes: ReportNotes = NO_NOTES
 ) -> cache_service_pb2.ExplainResponse:
     """Return what would be reused."""
     warm_s, cold_s = explanation.predicted_ttft_s, explanation.predicted_cold_ttft_s
     return cache_service_pb2.ExplainResponse(
-        prompt_tokens=prompt_token_count,
+        prompt_tokens=len(prompt),
+        images=[
+            cache_service_pb2.ImageSpan(
+                digest=run.digest.hex(), start_token=run.start, token_count=run.token_count
+            )
+            for run in image_runs(prompt)
+        ],
         cache=cache_report_proto(explanation.cache, notes),
         blocks=[_block_match(block) for block in explanation.blocks],
         predicted_time_to_first_token=None if warm_s is None else duration_proto(warm_s),

@@ -90,7 +90,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             read = self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
             token_ids, notes = await read
             explanation = await self._submit(Explain(token_ids, scope, shared_scope), Explanation)
-            return explain_response(explanation, prompt_token_count=len(token_ids), notes=notes)
+            return explain_response(explanation, prompt=token_ids, notes=notes)
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
         """Run the prompt without output."""
