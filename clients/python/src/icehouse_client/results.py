@@ -62,6 +62,8 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_tool_calls: tuple[MalformedToolCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    stop_token_id: int | None = None
+    """The token that ended it, where one did: the model's own or one of `stop_token_ids`."""
 
     def json(self) -> Any:
         """Return the value of an output in a JSON format; raises ValueError when a limit cut it."""
@@ -161,6 +163,7 @@ def _completion(output: inference.GenerateResponse | completion_pb2.Completion) 
             MalformedToolCall(found.text, found.problem) for found in output.malformed_tool_calls
         ),
         logprobs=logprobs_from(output.logprobs),
+        stop_token_id=output.stop_token_id if output.HasField("stop_token_id") else None,
     )
 
 

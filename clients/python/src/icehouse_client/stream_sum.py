@@ -100,4 +100,5 @@ class _OutputSum:
             tool_calls=self._calls.calls,
             malformed_tool_calls=tuple(self._malformed),
             logprobs=tuple(self._logprobs),
+            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         )

@@ -84,7 +84,12 @@ type GenerateRequest struct {
 	// on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
 	// that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
 	// (one that is not written as above is passed over), else none.
-	SessionId     string `protobuf:"bytes,18,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionId string `protobuf:"bytes,18,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Tokens that end the output when they are drawn, beside the model's own end tokens and also where
+	// `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
+	// its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
+	// Absent: none.
+	StopTokenIds  []int32 `protobuf:"varint,19,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -258,6 +263,13 @@ func (x *GenerateRequest) GetSessionId() string {
 	return ""
 }
 
+func (x *GenerateRequest) GetStopTokenIds() []int32 {
+	if x != nil {
+		return x.StopTokenIds
+	}
+	return nil
+}
+
 type isGenerateRequest_Prompt interface {
 	isGenerateRequest_Prompt()
 }
@@ -317,6 +329,9 @@ type GenerateResponse struct {
 	PromptLogprobs []*TokenLogprobs `protobuf:"bytes,13,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
 	// Every completion in order, the first one included. Absent: the request left `completions` unset.
 	Completions []*Completion `protobuf:"bytes,14,rep,name=completions,proto3" json:"completions,omitempty"`
+	// The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
+	// Absent: it ended otherwise.
+	StopTokenId *int32 `protobuf:"varint,15,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
 	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
 	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,30,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -449,6 +464,13 @@ func (x *GenerateResponse) GetCompletions() []*Completion {
 		return x.Completions
 	}
 	return nil
+}
+
+func (x *GenerateResponse) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
+	}
+	return 0
 }
 
 func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
@@ -848,8 +870,11 @@ type Finished struct {
 	Usage *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
 	// Which completion it belongs to, from 0.
 	CompletionIndex int32 `protobuf:"varint,4,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
+	// Absent: it ended otherwise.
+	StopTokenId   *int32 `protobuf:"varint,5,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Finished) Reset() {
@@ -906,6 +931,13 @@ func (x *Finished) GetUsage() *Usage {
 func (x *Finished) GetCompletionIndex() int32 {
 	if x != nil {
 		return x.CompletionIndex
+	}
+	return 0
+}
+
+func (x *Finished) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
 	}
 	return 0
 }
@@ -1356,7 +1388,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x88\x06\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xae\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1379,8 +1411,9 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\vspeculation\x18\x10 \x01(\v2\x18.icehouse.v1.SpeculationR\vspeculation\x12\x18\n" +
 	"\aadapter\x18\x11 \x01(\tR\aadapter\x12\x1d\n" +
 	"\n" +
-	"session_id\x18\x12 \x01(\tR\tsessionIdB\b\n" +
-	"\x06prompt\"\xba\x05\n" +
+	"session_id\x18\x12 \x01(\tR\tsessionId\x12$\n" +
+	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIdsB\b\n" +
+	"\x06prompt\"\xf5\x05\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1399,9 +1432,11 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\treasoning\x18\v \x01(\tR\treasoning\x126\n" +
 	"\blogprobs\x18\f \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12C\n" +
 	"\x0fprompt_logprobs\x18\r \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\x129\n" +
-	"\vcompletions\x18\x0e \x03(\v2\x17.icehouse.v1.CompletionR\vcompletions\x12P\n" +
+	"\vcompletions\x18\x0e \x03(\v2\x17.icehouse.v1.CompletionR\vcompletions\x12'\n" +
+	"\rstop_token_id\x18\x0f \x01(\x05H\x01R\vstopTokenId\x88\x01\x01\x12P\n" +
 	"\x14malformed_tool_calls\x18\x1e \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
-	"\f_stop_string\"\xf7\x01\n" +
+	"\f_stop_stringB\x10\n" +
+	"\x0e_stop_token_id\"\xf7\x01\n" +
 	"\x0eStreamResponse\x120\n" +
 	"\astarted\x18\x01 \x01(\v2\x14.icehouse.v1.StartedH\x00R\astarted\x12I\n" +
 	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x12*\n" +
@@ -1427,14 +1462,16 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\ttool_call\x18\x04 \x01(\v2\x1a.icehouse.v1.ToolCallDeltaR\btoolCall\x126\n" +
 	"\blogprobs\x18\x05 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12)\n" +
 	"\x10completion_index\x18\x06 \x01(\x05R\x0fcompletionIndex\x12N\n" +
-	"\x13malformed_tool_call\x18\x1e \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\"\xd5\x01\n" +
+	"\x13malformed_tool_call\x18\x1e \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\"\x90\x02\n" +
 	"\bFinished\x12>\n" +
 	"\rfinish_reason\x18\x01 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12$\n" +
 	"\vstop_string\x18\x02 \x01(\tH\x00R\n" +
 	"stopString\x88\x01\x01\x12(\n" +
 	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12)\n" +
-	"\x10completion_index\x18\x04 \x01(\x05R\x0fcompletionIndexB\x0e\n" +
-	"\f_stop_string\"\x9f\x01\n" +
+	"\x10completion_index\x18\x04 \x01(\x05R\x0fcompletionIndex\x12'\n" +
+	"\rstop_token_id\x18\x05 \x01(\x05H\x01R\vstopTokenId\x88\x01\x01B\x0e\n" +
+	"\f_stop_stringB\x10\n" +
+	"\x0e_stop_token_id\"\x9f\x01\n" +
 	"\x0fTokenizeRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
 	"\x04text\x18\x02 \x01(\tH\x00R\x04text\x12-\n" +

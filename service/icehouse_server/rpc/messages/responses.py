@@ -134,6 +134,7 @@ def finished_proto(event: Finished) -> inference.Finished:
     return inference.Finished(
         finish_reason=_FINISH_REASONS[event.reason],
         stop_string=event.stop_string,
+        stop_token_id=event.stop_token_id,
         usage=usage_proto(event.usage),
     )
 

@@ -140,8 +140,7 @@ class VllmEngineService:
         read = worker_request_of(request, info=model.info, config=self._parts.config)
         read.native.cache.tenant = _named_tenant(context)
         prepared = await self._inference.prepare(read.native, call)
-        sampling = dataclasses.replace(prepared.request.sampling, stop_token_ids=read.stop_token_ids)
-        whole = dataclasses.replace(prepared.request, sampling=sampling, shows_markers=read.shows_markers)
+        whole = dataclasses.replace(prepared.request, shows_markers=read.shows_markers)
         return dataclasses.replace(prepared, request=whole), read
 
     def _replies(

@@ -41,6 +41,7 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
         max_output_tokens=3,
         sampling=sampling,
         stop=["x", "y", "x"],
+        stop_token_ids=[9, 7, 9],
         priority=-5,
     )
     wanted.cache.use = cache_policy_pb2.CACHE_USE_READ_ONLY
@@ -52,6 +53,7 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
     assert (request.sampling.top_k, request.sampling.min_p) == (40, 0.05)
     assert request.sampling.seed == 2**64 - 1
     assert request.stop == ("x", "y")
+    assert request.sampling.stop_token_ids == (9, 7)
     assert (request.priority, request.tenant) == (-5, "blue")
     assert request.cache_use is CacheUse.READ_ONLY
 
@@ -146,6 +148,23 @@ async def test_stop_string_and_progress_are_told(served: RunningServer) -> None:
     assert responses[1].prefill_progress.processed_tokens == 1
     assert responses[-1].finished.stop_string == "END"
     assert responses[-1].finished.finish_reason == usage_pb2.FINISH_REASON_STOP_STRING
+
+
+async def test_the_token_that_ended_an_output_is_told(served: RunningServer) -> None:
+    served.engine.script = lambda request: [
+        started(request),
+        Delta("so", (1, 0)),
+        FinishedEvent(
+            FinishReason.STOP_TOKEN, None, usage_of(request, output_token_count=2), stop_token_id=0
+        ),
+    ]
+    request = messages.GenerateRequest(text="Hi", stop_token_ids=[0])
+    told = (await stream(served, request))[-1].finished
+    whole = await served.inference.Generate(request)
+    for each in (told, whole):
+        assert each.finish_reason == usage_pb2.FINISH_REASON_STOP_TOKEN
+        assert (each.HasField("stop_token_id"), each.stop_token_id) == (True, 0)
+        assert not each.HasField("stop_string")
 
 
 async def test_log_probabilities_are_told_token_by_token(served: RunningServer) -> None:

@@ -170,7 +170,9 @@ def ending(reason: FinishReason, *token_ids: int, stop_string: str | None = None
     def script(request: GenerationRequest) -> Iterable[Event]:
         yield started(request)
         yield Delta("", token_ids)
-        yield Finished(reason, stop_string, usage_of(request, output_token_count=len(token_ids)))
+        usage = usage_of(request, output_token_count=len(token_ids))
+        stop_token_id = token_ids[-1] if reason is FinishReason.STOP_TOKEN else None
+        yield Finished(reason, stop_string, usage, stop_token_id=stop_token_id)
 
     return script
 
