@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import json
 from typing import Any
@@ -93,6 +94,10 @@ class Reply(Completion):
     reuse_limit: str
     request_id: str
     model: str
+    create_time: datetime.datetime
+    """When the request reached the server, by its clock, in UTC."""
+    system_fingerprint: str
+    """Changes when the same request may give another output."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completions: tuple[Completion, ...] = ()
 
@@ -107,6 +112,8 @@ class Started:
     cached_tokens: int
     reuse_limit: str
     seed: int
+    create_time: datetime.datetime
+    system_fingerprint: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +132,8 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
         reuse_limit=reuse_limit_name(response.cache),
         request_id=response.request_id,
         model=response.model,
+        create_time=response.create_time.ToDatetime(datetime.UTC),
+        system_fingerprint=response.system_fingerprint,
         prompt_logprobs=logprobs_from(response.prompt_logprobs),
     )
 
@@ -136,6 +145,8 @@ def reply_of(
     reuse_limit: str,
     request_id: str,
     model: str,
+    create_time: datetime.datetime,
+    system_fingerprint: str,
     prompt_logprobs: tuple[TokenLogprobs, ...],
 ) -> Reply:
     """Return an answer whose own output is `first`."""
@@ -144,6 +155,8 @@ def reply_of(
         reuse_limit=reuse_limit,
         request_id=request_id,
         model=model,
+        create_time=create_time,
+        system_fingerprint=system_fingerprint,
         prompt_logprobs=prompt_logprobs,
         completions=completions,
     )
@@ -181,6 +194,8 @@ def started_from(started: inference.Started) -> Started:
         cached_tokens=started.cache.cached_tokens,
         reuse_limit=reuse_limit_name(started.cache),
         seed=started.seed,
+        create_time=started.create_time.ToDatetime(datetime.UTC),
+        system_fingerprint=started.system_fingerprint,
     )
 
 

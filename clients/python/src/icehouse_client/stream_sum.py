@@ -61,6 +61,8 @@ class StreamSum:
             reuse_limit=started.reuse_limit,
             request_id=started.request_id,
             model=started.model,
+            create_time=started.create_time,
+            system_fingerprint=started.system_fingerprint,
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
 

@@ -199,6 +199,8 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPLETIONS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
@@ -221,6 +223,12 @@ class GenerateResponse(_message.Message):
     stop_token_id: _builtins.int
     """The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
     Absent: it ended otherwise.
+    """
+    system_fingerprint: _builtins.str
+    """What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
+    chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
+    what reads the model. While it stays, the same request with the same seed is expected to give the same
+    output; when it changes, outputs may change.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -253,6 +261,10 @@ class GenerateResponse(_message.Message):
         """Every completion in order, the first one included. Absent: the request left `completions` unset."""
 
     @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When the request reached the server, by the server's clock."""
+
+    @_builtins.property
     def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
         """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
 
@@ -274,11 +286,13 @@ class GenerateResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         completions: _abc.Iterable[_completion_pb2.Completion] | None = ...,
         stop_token_id: _builtins.int | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        system_fingerprint: _builtins.str = ...,
         malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "create_time", b"create_time", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "create_time", b"create_time", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -349,6 +363,8 @@ class Started(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     QUEUE_DURATION_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
     model: _builtins.str
@@ -357,6 +373,8 @@ class Started(_message.Message):
     """Tokens of the prompt."""
     seed: _builtins.int
     """The seed that is used, the request's or the one drawn for it."""
+    system_fingerprint: _builtins.str
+    """As `system_fingerprint` of GenerateResponse."""
     @_builtins.property
     def cache(self) -> _usage_pb2.CacheReport:
         """What is reused of the prompt."""
@@ -364,6 +382,10 @@ class Started(_message.Message):
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
         """From arrival until now."""
+
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When the request reached the server, by the server's clock."""
 
     def __init__(
         self,
@@ -374,10 +396,12 @@ class Started(_message.Message):
         cache: _usage_pb2.CacheReport | None = ...,
         queue_duration: _duration_pb2.Duration | None = ...,
         seed: _builtins.int = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "queue_duration", b"queue_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "queue_duration", b"queue_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

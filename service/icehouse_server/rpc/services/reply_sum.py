@@ -64,6 +64,8 @@ class ReplySum:
             tool_calls=first.tool_calls,
             reasoning=first.reasoning,
             malformed_tool_calls=first.malformed_tool_calls,
+            create_time=self._started.create_time,
+            system_fingerprint=self._started.system_fingerprint,
         )
         parts = [answer.SerializeToString(), bytes(self._logprobs)]
         if lists_completions:

@@ -7,11 +7,12 @@ from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.events import Delta, FinishReason, PrefillProgress
 from icehouse_server.domain.events import Finished as FinishedEvent
+from icehouse_server.domain.ids import NO_ADAPTER
 from icehouse_server.domain.request import CacheUse, Logprob, LogprobsWanted, TokenLogprobs
 from icehouse_server.domain.sampling import SamplingParams
 
 from tests.fixtures.rpc.details import refused
-from tests.fixtures.rpc.fake_engine import started, usage_of
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, started, usage_of
 from tests.unit.rpc.conftest import SEED, RunningServer
 
 
@@ -116,6 +117,8 @@ async def test_stream_and_generate_say_the_same(served: RunningServer) -> None:
     first, last = responses[0].started, responses[-1].finished
     assert (first.request_id, first.model, first.seed) == (whole.request_id, whole.model, whole.seed)
     assert first.cache == whole.cache
+    assert first.create_time.ToSeconds() == whole.create_time.ToSeconds() == served.clock.wall()
+    assert first.system_fingerprint == whole.system_fingerprint == MODEL_INFO.system_fingerprint(NO_ADAPTER)
     assert (last.usage, last.finish_reason) == (whole.usage, whole.finish_reason)
 
 
