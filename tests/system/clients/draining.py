@@ -25,9 +25,13 @@ class _FirstRefused(grpc.GenericRpcHandler):
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        if not details.method.startswith("/icehouse."):
+            # Without a health service it counts as well, so that calls come here.
+            return None
         if any(name == ATTEMPTS_HEADER for name, _ in details.invocation_metadata):
-            return grpc.unary_unary_rpc_method_handler(self._channel.unary_unary(details.method))
+            forward: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(details.method)
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: forward(request))
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
 

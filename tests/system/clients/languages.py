@@ -68,7 +68,7 @@ LANGUAGES = (
         folder="python",
         tools=(),
         fetch=(),
-        steps=((sys.executable, "-m", "pytest", "-q", "tests"),),
+        steps=((sys.executable, "-m", "pytest", "-q", "--timeout", "300", "tests"),),
         example=None,
     ),
     Language(

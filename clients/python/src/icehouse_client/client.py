@@ -24,7 +24,7 @@ from icehouse_client.affinity import prefix_metadata
 from icehouse_client.cache_client import CacheCalls, CacheClient
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
-from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
+from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
@@ -35,7 +35,7 @@ from icehouse_client.requests import (
     timeout_of,
     tokenize_request,
 )
-from icehouse_client.reranking import Ranked, RerankOptions, ranking_from, rerank_request
+from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Metadata, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
@@ -103,22 +103,20 @@ class Client:
         call = self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
         return Stream(call, completion_count=request.completions)
 
-    def embed(
-        self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
-    ) -> list[list[float]]:
+    def embed(self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
         """Return a vector for each input, a text or token ids."""
         request = embed_request(inputs, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
         with translated():
-            return vectors_from(self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata))
+            return Embeddings.of(self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata))
 
-    def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> list[Ranked]:
+    def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> Ranking:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
         metadata = metadata_of(request, self._metadata)
         with translated():
-            return ranking_from(self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
+            return Ranking.of(self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
 
     def tokenize(
         self,
