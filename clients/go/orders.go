@@ -125,16 +125,21 @@ func (c *Client) WatchStats(
 	}
 }
 
-// about copies into an order what its message has in common with a request: the fields have equal names.
+// about returns an order about a request's prompt, filled in with all that the two messages share.
 func about[Order proto.Message](request *icehousev1.GenerateRequest, order Order) Order {
-	to := order.ProtoReflect()
-	request.ProtoReflect().Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
-		if same := to.Descriptor().Fields().ByName(field.Name()); same != nil {
-			to.Set(same, value)
+	copyShared(request, order)
+	return order
+}
+
+// copyShared copies the fields of equal name from a message to another; those of the API mean the same.
+func copyShared(from, to proto.Message) {
+	target := to.ProtoReflect()
+	from.ProtoReflect().Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
+		if same := target.Descriptor().Fields().ByName(field.Name()); same != nil {
+			target.Set(same, value)
 		}
 		return true
 	})
-	return order
 }
 
 // finished reads a call to its last event, which has the answer, and passes on the others' progress.

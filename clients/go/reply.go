@@ -26,25 +26,20 @@ type Reply struct {
 
 // ReplyOf returns the answer of Generate in the form that a stream's has.
 func ReplyOf(response *icehousev1.GenerateResponse) *Reply {
-	return &Reply{
+	reply := &Reply{
 		Text:      response.GetText(),
 		Reasoning: response.GetReasoning(),
 		ToolCalls: response.GetToolCalls(),
 		TokenIDs:  response.GetTokenIds(),
 		Started: &icehousev1.Started{
-			RequestId:     response.GetRequestId(),
-			Model:         response.GetModel(),
 			PromptTokens:  response.GetUsage().GetPromptTokens(),
-			Cache:         response.GetCache(),
-			Seed:          response.GetSeed(),
 			QueueDuration: response.GetUsage().GetQueueDuration(),
 		},
-		Finished: &icehousev1.Finished{
-			FinishReason: response.GetFinishReason(),
-			StopString:   response.StopString,
-			Usage:        response.GetUsage(),
-		},
+		Finished: &icehousev1.Finished{},
 	}
+	copyShared(response, reply.Started)
+	copyShared(response, reply.Finished)
+	return reply
 }
 
 // Message returns the assistant's turn, for the next request of the conversation. With its token ids the

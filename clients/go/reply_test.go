@@ -74,3 +74,41 @@ func TestAnOrderIsAboutAllThatTheCachedBlocksDependOn(t *testing.T) {
 		t.Error(evict)
 	}
 }
+
+func TestAnAnswerHasWhatAStreamSaysAtItsEnds(t *testing.T) {
+	usage := &icehousev1.Usage{PromptTokens: 3}
+	reply := ReplyOf(&icehousev1.GenerateResponse{
+		RequestId: "r", Seed: 7, SystemFingerprint: "f", StopTokenId: new(int32(2)), Usage: usage,
+	})
+	started := &icehousev1.Started{RequestId: "r", Seed: 7, SystemFingerprint: "f", PromptTokens: 3}
+	finished := &icehousev1.Finished{StopTokenId: new(int32(2)), Usage: usage}
+	if !proto.Equal(reply.Started, started) || !proto.Equal(reply.Finished, finished) {
+		t.Error(reply.Started, reply.Finished)
+	}
+}
+
+// What copyShared relies on.
+func TestSharedFieldsAreOfOneType(t *testing.T) {
+	request, response := &icehousev1.GenerateRequest{}, &icehousev1.GenerateResponse{}
+	for to, from := range map[proto.Message]proto.Message{
+		&icehousev1.ExplainRequest{}: request,
+		&icehousev1.WarmRequest{}:    request,
+		&icehousev1.PinRequest{}:     request,
+		&icehousev1.UnpinRequest{}:   request,
+		&icehousev1.EvictRequest{}:   request,
+		&icehousev1.Started{}:        response,
+		&icehousev1.Finished{}:       response,
+	} {
+		fields, target := from.ProtoReflect().Descriptor().Fields(), to.ProtoReflect().Descriptor()
+		for i := range fields.Len() {
+			field := fields.Get(i)
+			same := target.Fields().ByName(field.Name())
+			if same == nil {
+				continue
+			}
+			if same.Kind() != field.Kind() || same.Cardinality() != field.Cardinality() || same.Message() != field.Message() {
+				t.Errorf("%s is not %s", same.FullName(), field.FullName())
+			}
+		}
+	}
+}
