@@ -125,11 +125,15 @@ class CacheClient:
         return self._evict(evict_all_request(options), options, on_progress)
 
     def watch_stats(
-        self, *, interval_s: float | None = None
+        self, *, interval_s: float | None = None, waits: bool = False
     ) -> Generator[inference.CacheStatsResponse, None, None]:
-        """Iterate over the server's counters, now and then at an interval, until the iteration is left."""
+        """Iterate over the server's counters, now and then at an interval, until the iteration is left.
+
+        With `waits` a server that is not there is waited for.
+        """
         request = watch_request(interval_s)
-        with translated(), _ending(self._stub.WatchStats(request, metadata=self._calls.metadata)) as call:
+        watch = self._stub.WatchStats(request, metadata=self._calls.metadata, wait_for_ready=waits)
+        with translated(), _ending(watch) as call:
             for response in call:
                 yield response.stats
 
@@ -217,11 +221,15 @@ class AsyncCacheClient:
         return await self._evict(evict_all_request(options), options, on_progress)
 
     async def watch_stats(
-        self, *, interval_s: float | None = None
+        self, *, interval_s: float | None = None, waits: bool = False
     ) -> AsyncGenerator[inference.CacheStatsResponse, None]:
-        """Iterate over the server's counters, now and then at an interval, until the iteration is left."""
+        """Iterate over the server's counters, now and then at an interval, until the iteration is left.
+
+        With `waits` a server that is not there is waited for.
+        """
         request = watch_request(interval_s)
-        with translated(), _ending(self._stub.WatchStats(request, metadata=self._calls.metadata)) as call:
+        watch = self._stub.WatchStats(request, metadata=self._calls.metadata, wait_for_ready=waits)
+        with translated(), _ending(watch) as call:
             async for response in call:
                 yield response.stats
 

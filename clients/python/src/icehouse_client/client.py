@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from icehouse.v1 import (
     embedding_service_pb2_grpc,
     inference_service_pb2_grpc,
@@ -40,6 +42,9 @@ from icehouse_client.results import Reply, Started, Token, reply_from, tokens_fr
 from icehouse_client.security import NO_SECURITY, Metadata, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
 
+SERVICE = "icehouse.v1.InferenceService"
+"""What health is asked for: it serves when the server does."""
+
 
 class Client:
     """A connection to one server; `address` is "host:port" or "unix:/path".
@@ -68,6 +73,8 @@ class Client:
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
         self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
+        # Its types know no methods.
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self.cache = CacheClient(self._channel, CacheCalls(self._metadata, timeout_s, order_timeout_s))
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
@@ -169,6 +176,30 @@ class Client:
                 request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
         return response.server
+
+    def health(self, service: str = SERVICE, *, timeout_s: float | None = None) -> str:
+        """Return what the server says of a service: SERVING, NOT_SERVING."""
+        with translated():
+            response = self._health.Check(
+                HealthCheckRequest(service=service),
+                timeout=timeout_s or self._timeout_s,
+                metadata=self._metadata,
+            )
+        return HealthCheckResponse.ServingStatus.Name(response.status)
+
+    def wait_until_serving(self, *, timeout_s: float | None = None) -> None:
+        """Return when the server takes requests, be it not even there yet; DEADLINE_EXCEEDED when late."""
+        with translated():
+            watch = self._health.Watch(
+                HealthCheckRequest(service=SERVICE),
+                timeout=timeout_s or self._timeout_s,
+                metadata=self._metadata,
+                wait_for_ready=True,
+            )
+            for response in watch:
+                if response.status == HealthCheckResponse.SERVING:
+                    watch.cancel()
+                    return
 
     def requests(self, *, timeout_s: float | None = None) -> list[server_service_pb2.RequestInfo]:
         """Return the requests that wait or run, the oldest first: an operator's sees those of all tenants."""
