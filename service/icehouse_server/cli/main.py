@@ -18,6 +18,8 @@ from icehouse_server.cli.client.generate import generate
 from icehouse_server.cli.client.health import health
 from icehouse_server.cli.client.top import top
 from icehouse_server.cli.flags import SettingsCommand, with_settings
+from icehouse_server.cli.local.bench import bench
+from icehouse_server.cli.local.run import run
 from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig
@@ -82,6 +84,8 @@ def demo(
 
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("run")(run)
+app.command("bench")(bench)
 app.command("models")(server.models)
 app.command("explain")(prefix_cache.explain)
 app.command("warm")(prefix_cache.warm)

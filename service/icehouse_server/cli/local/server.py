@@ -7,8 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from icehouse_client import Client, IcehouseClientError
 
@@ -55,7 +58,8 @@ def wait_until_serving(client: Client, *, is_alive: Callable[[], bool]) -> bool:
         try:
             client.wait_until_serving(timeout_s=_WATCH_SLICE_S)
         except IcehouseClientError as error:
-            if error.code.name != "DEADLINE_EXCEEDED":
+            # A server that ends takes its connections along; its process tells why.
+            if error.code.name not in ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED"):
                 raise
         else:
             return True
@@ -83,7 +87,7 @@ def running_server(
     # What is shown must not depend on the settings that somebody happens to have in the environment.
     command += ["--cache", "--ssd", "--spill-policy", "on_evict", *options]
     log_file = scratch / "server.log"
-    with log_file.open("ab") as log:
+    with _signals_raised(), log_file.open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the server in order.
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
         try:
@@ -95,6 +99,24 @@ def running_server(
         raise StartError(
             Reason.ENGINE_FAILED, f"the server ended with code {server.returncode}; its log stands above"
         )
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Have what would end this process at once, as a closed terminal does, leave the block in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
