@@ -56,7 +56,7 @@ test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)
 
-test-clients: $(STAMP) ## Test the clients in other languages whose tool chains are here (ARGS="go" narrows it).
+test-clients: $(STAMP) ## Run each client's tests and scenarios, where its tool chain is here (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
 
 check: lint types proto fresh $(if $(TESTED),,test) ## Everything CI checks: format, lint, types, protos, generated code, tests.

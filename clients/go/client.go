@@ -30,6 +30,7 @@ type Client struct {
 	Models     icehousev1.ModelServiceClient
 	Embeddings icehousev1.EmbeddingServiceClient
 	Reranking  icehousev1.RerankServiceClient
+	Server     icehousev1.ServerServiceClient
 
 	conn *grpc.ClientConn
 }
@@ -62,6 +63,7 @@ func Dial(address string, options ...Option) (*Client, error) {
 		Models:     icehousev1.NewModelServiceClient(conn),
 		Embeddings: icehousev1.NewEmbeddingServiceClient(conn),
 		Reranking:  icehousev1.NewRerankServiceClient(conn),
+		Server:     icehousev1.NewServerServiceClient(conn),
 		conn:       conn,
 	}, nil
 }

@@ -1,6 +1,11 @@
 package icehouse
 
-import icehousev1 "icehouse.dev/api/icehouse/v1"
+import (
+	"encoding/json"
+	"fmt"
+
+	icehousev1 "icehouse.dev/api/icehouse/v1"
+)
 
 // Text returns a prompt of plain text, for GenerateRequest.Prompt.
 func Text(text string) *icehousev1.GenerateRequest_Text {
@@ -20,4 +25,46 @@ func Chat(messages ...*icehousev1.ChatMessage) *icehousev1.GenerateRequest_Chat 
 // Message returns a turn of a conversation. role is "system", "user", "assistant" or "tool".
 func Message(role, content string) *icehousev1.ChatMessage {
 	return &icehousev1.ChatMessage{Role: role, Content: content}
+}
+
+// Tool returns a function that the model may ask to be called, for GenerateRequest.Tools. parameters is the
+// JSON schema of its arguments: whatever encodes to one, or nil for none.
+func Tool(name, description string, parameters any) (*icehousev1.Tool, error) {
+	tool := &icehousev1.Tool{Name: name, Description: description}
+	if parameters == nil {
+		return tool, nil
+	}
+	schema, err := json.Marshal(parameters)
+	if err != nil {
+		return nil, fmt.Errorf("icehouse: the parameters of tool %q: %w", name, err)
+	}
+	tool.ParametersJson = string(schema)
+	return tool, nil
+}
+
+// ToolResult returns the turn of a conversation that answers a call.
+func ToolResult(call *icehousev1.ToolCall, content string) *icehousev1.ChatMessage {
+	return &icehousev1.ChatMessage{
+		Role: "tool", Content: content, Name: &call.Name, ToolCallId: call.GetId(),
+	}
+}
+
+// Inputs returns texts to embed, for EmbedRequest.Inputs.
+func Inputs(texts ...string) []*icehousev1.EmbedInput {
+	inputs := make([]*icehousev1.EmbedInput, len(texts))
+	for i, text := range texts {
+		inputs[i] = &icehousev1.EmbedInput{Input: &icehousev1.EmbedInput_Text{Text: text}}
+	}
+	return inputs
+}
+
+// JSONSchema returns the form of one JSON value that validates, for ResponseFormat.Format; [Reply.Decode]
+// reads it. The order of properties is that of the schema.
+func JSONSchema(schema string) *icehousev1.ResponseFormat_JsonSchema {
+	return &icehousev1.ResponseFormat_JsonSchema{JsonSchema: schema}
+}
+
+// Choice returns the form of one of these texts, for ResponseFormat.Format.
+func Choice(texts ...string) *icehousev1.ResponseFormat_Choice {
+	return &icehousev1.ResponseFormat_Choice{Choice: &icehousev1.ChoiceFormat{Texts: texts}}
 }

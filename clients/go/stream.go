@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"iter"
-	"strings"
 
 	"google.golang.org/grpc"
 
@@ -20,23 +19,11 @@ type Stream struct {
 	call   grpc.ServerStreamingClient[icehousev1.StreamResponse]
 	err    error
 	cancel context.CancelFunc
-	text   strings.Builder
-	reply  Reply
+	sum    replySum
 }
 
-// Reply is a complete output and the server's first and last word on it. Where several completions were
-// asked for it is the first of them; Events has them all.
-type Reply struct {
-	Text     string
-	TokenIDs []int32
-	// Started holds the request's id, model, seed and what was reused of the prompt.
-	Started *icehousev1.Started
-	// Finished holds the reason of the end and the usage.
-	Finished *icehousev1.Finished
-}
-
-// Texts yields the output's pieces of text, of several completions the first one's. An error is the last thing that comes, with an empty piece.
-// Leaving the loop early ends the output on the server.
+// Texts yields the output's pieces of text, of several completions the first one's. An error is the last
+// thing that comes, with an empty piece. Leaving the loop early ends the output on the server.
 func (s *Stream) Texts() iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
 		for event, err := range s.Events() {
@@ -68,17 +55,21 @@ func (s *Stream) Events() iter.Seq2[*icehousev1.StreamResponse, error] {
 	}
 }
 
+// Started returns what the server said when it began: the request's id and what is reused of the prompt.
+// nil before the first event.
+func (s *Stream) Started() *icehousev1.Started {
+	return s.sum.started
+}
+
 // Reply returns the whole output; ErrNotEnded before its end, and the error it ended with.
 func (s *Stream) Reply() (*Reply, error) {
 	if s.err != nil && !errors.Is(s.err, io.EOF) {
 		return nil, s.err
 	}
-	if s.reply.Finished == nil {
-		return nil, ErrNotEnded
+	if reply := s.sum.reply(); reply != nil {
+		return reply, nil
 	}
-	reply := s.reply
-	reply.Text = s.text.String()
-	return &reply, nil
+	return nil, ErrNotEnded
 }
 
 // Close ends the output on the server too. Harmless after the end.
@@ -95,18 +86,6 @@ func (s *Stream) receive() (*icehousev1.StreamResponse, error) {
 		s.err = err
 		return nil, err
 	}
-	switch event := response.GetEvent().(type) {
-	case *icehousev1.StreamResponse_Started:
-		s.reply.Started = event.Started
-	case *icehousev1.StreamResponse_Delta:
-		if event.Delta.GetCompletionIndex() == 0 {
-			s.text.WriteString(event.Delta.GetText())
-			s.reply.TokenIDs = append(s.reply.TokenIDs, event.Delta.GetTokenIds()...)
-		}
-	case *icehousev1.StreamResponse_Finished:
-		if event.Finished.GetCompletionIndex() == 0 {
-			s.reply.Finished = event.Finished
-		}
-	}
+	s.sum.add(response)
 	return response, nil
 }

@@ -1,39 +1,45 @@
-import {
-  create,
-  type DescMessage,
-  type DescMethod,
-  type DescMethodServerStreaming,
-  type DescMethodUnary,
-  type Message,
-  type MessageInitShape,
-  type MessageShape,
+import type {
+  DescMessage,
+  DescMethodServerStreaming,
+  DescMethodUnary,
+  MessageInitShape,
+  MessageShape,
 } from "@bufbuild/protobuf";
+import { status } from "@grpc/grpc-js";
+import { setTimeout as sleep } from "node:timers/promises";
 
-import { PREFIX_KEY_HEADER, prefixKey } from "./affinity.js";
+import { CacheClient } from "./cache.js";
+import { type CallOptions, Calls, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
 import { Connection } from "./connection.js";
-import { CacheService } from "./gen/icehouse/v1/cache_service_pb.js";
+import { IcehouseError } from "./errors.js";
+import { type EmbedResponse, EmbeddingService } from "./gen/icehouse/v1/embedding_service_pb.js";
 import {
+  type CacheStatsResponse,
+  type DetokenizeResponse,
   GenerateRequestSchema,
   type GenerateResponse,
   InferenceService,
+  type TokenizeResponse,
 } from "./gen/icehouse/v1/inference_service_pb.js";
+import { type Model, ModelService } from "./gen/icehouse/v1/model_service_pb.js";
+import { type RerankResponse, RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
+import { type RequestInfo, type Server, ServerService, ServerState } from "./gen/icehouse/v1/server_service_pb.js";
+import { refuseUnknownOptions } from "./options.js";
+import {
+  type DetokenizeInit,
+  type EmbedInit,
+  embedRequestFrom,
+  type GenerateInit,
+  promptedRequestFrom,
+  type RerankInit,
+  requestFrom,
+  type TokenizeInit,
+} from "./requests.js";
 import type { Security } from "./security.js";
 import { Stream } from "./stream.js";
 
-/** What generate and stream take: the fields of a GenerateRequest, all but `prompt` optional. */
-export type GenerateInit = MessageInitShape<typeof GenerateRequestSchema>;
-
-/** The deadline of a call that names none. */
-export const DEFAULT_TIMEOUT_MS = 120_000;
-
-/** The deadline of Warm, Evict and Verify that name none: a long prompt or a large disk takes its time. */
-export const DEFAULT_ORDER_TIMEOUT_MS = 3_600_000;
-
-const ORDERS: ReadonlySet<DescMethod> = new Set([
-  CacheService.method.warm,
-  CacheService.method.evict,
-  CacheService.method.verify,
-]);
+const FIRST_POLL_MS = 100;
+const LAST_POLL_MS = 2_000;
 
 export interface ClientOptions {
   /** Absent: no TLS, no token. */
@@ -44,31 +50,23 @@ export interface ClientOptions {
   readonly orderTimeoutMs?: number;
 }
 
-export interface CallOptions {
-  /** When the call ends with DEADLINE_EXCEEDED. Absent: the client's. */
-  readonly timeoutMs?: number;
-  /** Ends the call with CANCELLED, on the server too. */
-  readonly signal?: AbortSignal;
-}
-
-/** A connection to one server, or to all that a name resolves to. Every method throws IcehouseError. */
+/**
+ * A connection to one server, or to all that a name resolves to. Every method throws IcehouseError, and
+ * TypeError for a field or an option that there is none of.
+ */
 export class Client {
+  /** The server's prefix cache: warm, explain, pin, unpin, evict, verify, watchStats. */
+  readonly cache: CacheClient;
   readonly #connection: Connection;
-  readonly #timeoutMs: number;
-  readonly #orderTimeoutMs: number;
+  readonly #calls: Calls;
 
   /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
-  constructor(
-    address = "localhost:50051",
-    {
-      security = {},
-      timeoutMs = DEFAULT_TIMEOUT_MS,
-      orderTimeoutMs = DEFAULT_ORDER_TIMEOUT_MS,
-    }: ClientOptions = {},
-  ) {
+  constructor(address = "localhost:50051", options: ClientOptions = {}) {
+    refuseUnknownOptions(options, ["security", "timeoutMs", "orderTimeoutMs"]);
+    const { security = {}, timeoutMs = DEFAULT_TIMEOUT_MS, orderTimeoutMs = DEFAULT_ORDER_TIMEOUT_MS } = options;
     this.#connection = new Connection(address, security);
-    this.#timeoutMs = timeoutMs;
-    this.#orderTimeoutMs = timeoutMs === Infinity ? Infinity : orderTimeoutMs;
+    this.#calls = new Calls(this.#connection, timeoutMs, orderTimeoutMs);
+    this.cache = new CacheClient(this.#calls);
   }
 
   /** Ends the connection. */
@@ -76,52 +74,113 @@ export class Client {
     this.#connection.close();
   }
 
+  /** Returns once the server takes requests: it listens and its model is loaded. */
+  async waitReady(options: CallOptions = {}): Promise<Server> {
+    const end = Date.now() + (options.timeoutMs ?? this.#calls.timeoutMs);
+    for (let delayMs = FIRST_POLL_MS; ; delayMs = Math.min(2 * delayMs, LAST_POLL_MS)) {
+      const leftMs = end - Date.now();
+      try {
+        const server = await this.getServer({ ...options, timeoutMs: leftMs });
+        if (server.state === ServerState.READY) return server;
+        if (server.state === ServerState.FAILED) throw new Error("the server's engine has failed; start it again");
+      } catch (error) {
+        const isAbsent = error instanceof IcehouseError && error.code === status.UNAVAILABLE;
+        if (!isAbsent || leftMs <= delayMs) throw error;
+      }
+      // Of a signal the next call says what all calls say of it.
+      await sleep(delayMs, undefined, options.signal ? { signal: options.signal } : {}).catch(() => undefined);
+    }
+  }
+
   /** Returns the whole output. Retried while no server takes it, until the deadline. */
   async generate(request: GenerateInit, options: CallOptions = {}): Promise<GenerateResponse> {
-    const message = create(GenerateRequestSchema, request);
-    const { generate } = InferenceService.method;
-    return this.#connection.unary(generate, message, keyOf(message), this.#deadline(options), options.signal);
+    return this.#calls.unary(
+      InferenceService.method.generate,
+      promptedRequestFrom(GenerateRequestSchema, request),
+      options,
+    );
   }
 
   /** Returns an output that comes piece by piece. Nothing is sent before the iteration begins; never retried. */
   stream(request: GenerateInit, options: CallOptions = {}): Stream {
-    const message = create(GenerateRequestSchema, request);
-    const { stream } = InferenceService.method;
-    return new Stream(() =>
-      this.#connection.serverStream(stream, message, keyOf(message), this.#deadline(options), options.signal),
-    );
+    const message = promptedRequestFrom(GenerateRequestSchema, request);
+    const bounded = { ...options, timeoutMs: options.timeoutMs ?? this.#calls.timeoutMs };
+    const begin = () => this.#calls.serverStream(InferenceService.method.stream, message, bounded);
+    return new Stream(begin, message.completions);
   }
 
-  /** Calls any other method with one answer, such as `ModelService.method.listModels`. */
+  /** Returns a vector for each input, and what they cost. Retried as generate is. */
+  async embed(request: EmbedInit, options: CallOptions = {}): Promise<EmbedResponse> {
+    return this.#calls.unary(EmbeddingService.method.embed, embedRequestFrom(request), options);
+  }
+
+  /** Returns the documents in the order in which they answer the query, best first. Retried as generate is. */
+  async rerank(request: RerankInit, options: CallOptions = {}): Promise<RerankResponse> {
+    return this.call(RerankService.method.rerank, request, options);
+  }
+
+  /** Returns the tokens of a prompt. */
+  async tokenize(request: TokenizeInit, options: CallOptions = {}): Promise<TokenizeResponse> {
+    const { tokenize } = InferenceService.method;
+    return this.#calls.unary(tokenize, promptedRequestFrom(tokenize.input, request), options);
+  }
+
+  /** Returns the text of tokens. */
+  async detokenize(request: DetokenizeInit, options: CallOptions = {}): Promise<DetokenizeResponse> {
+    return this.call(InferenceService.method.detokenize, request, options);
+  }
+
+  /** Returns the served models. */
+  async listModels(options: CallOptions = {}): Promise<Model[]> {
+    return (await this.call(ModelService.method.listModels, {}, options)).models;
+  }
+
+  /** Returns the server's counters. */
+  async cacheStats(options: CallOptions = {}): Promise<CacheStatsResponse> {
+    return this.call(InferenceService.method.cacheStats, {}, options);
+  }
+
+  /** Returns the server's version, state, features and limits. Answered while the model loads, too. */
+  async getServer(options: CallOptions = {}): Promise<Server> {
+    return present((await this.call(ServerService.method.getServer, {}, options)).server);
+  }
+
+  /** Returns the requests that wait or run, the oldest first: an operator's sees those of all tenants. */
+  async listRequests(options: CallOptions = {}): Promise<RequestInfo[]> {
+    const found: RequestInfo[] = [];
+    for (let pageToken = ""; ; ) {
+      const page = await this.call(ServerService.method.listRequests, { pageSize: 1000, pageToken }, options);
+      found.push(...page.requests);
+      if (!page.nextPageToken) return found;
+      pageToken = page.nextPageToken;
+    }
+  }
+
+  /** Ends a request, another caller's too for operators; returns what it was. */
+  async cancelRequest(requestId: string, options: CallOptions = {}): Promise<RequestInfo> {
+    return present((await this.call(ServerService.method.cancelRequest, { requestId }, options)).request);
+  }
+
+  /** Calls any other method with one answer, such as `ModelService.method.getModel`. */
   async call<I extends DescMessage, O extends DescMessage>(
     method: DescMethodUnary<I, O>,
     request: MessageInitShape<I>,
     options: CallOptions = {},
   ): Promise<MessageShape<O>> {
-    const message = create(method.input, request);
-    const timeoutMs = ORDERS.has(method) ? this.#orderTimeoutMs : this.#timeoutMs;
-    const limit = this.#deadline({ timeoutMs, ...options });
-    return this.#connection.unary(method, message, keyOf(message), limit, options.signal);
+    return this.#calls.unary(method, requestFrom(method.input, request), options);
   }
 
-  /** Yields the answers of any other method with many, such as `CacheService.method.watchStats`; without a
-   * deadline unless `options` names one. */
+  /** Yields the answers of any other method with many; without a deadline unless `options` name one. */
   watch<I extends DescMessage, O extends DescMessage>(
     method: DescMethodServerStreaming<I, O>,
     request: MessageInitShape<I>,
     options: CallOptions = {},
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
-    const message = create(method.input, request);
-    const limit = this.#deadline({ timeoutMs: Infinity, ...options });
-    return this.#connection.serverStream(method, message, keyOf(message), limit, options.signal);
-  }
-
-  #deadline({ timeoutMs = this.#timeoutMs }: CallOptions): { deadline: number } {
-    return { deadline: Date.now() + timeoutMs };
+    return this.#calls.serverStream(method, requestFrom(method.input, request), options);
   }
 }
 
-function keyOf(request: Message): Readonly<Record<string, string>> {
-  const key = prefixKey(request);
-  return key ? { [PREFIX_KEY_HEADER]: key } : {};
+function present<T>(value: T | undefined): T {
+  if (value === undefined) throw new Error("the server left out what its API always sends; is it newer than this client?");
+  return value;
 }

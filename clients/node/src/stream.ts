@@ -1,16 +1,22 @@
-import type { Finished, Started, StreamResponse } from "./gen/icehouse/v1/inference_service_pb.js";
+import { create } from "@bufbuild/protobuf";
 
-/**
- * A complete output and the server's first and last word on it. Where several completions were asked for it
- * is the first of them; `events()` has them all.
- */
-export interface Reply {
-  readonly text: string;
-  readonly tokenIds: readonly number[];
-  /** The request's id, model, seed and what was reused of the prompt. */
-  readonly started: Started;
+import type { Answer } from "./conversation.js";
+import type { Delta, Finished, Started, StreamResponse } from "./gen/icehouse/v1/inference_service_pb.js";
+import { type MalformedToolCall, type ToolCall, type ToolCallDelta, ToolCallSchema } from "./gen/icehouse/v1/tool_pb.js";
+
+/** One complete output. */
+export interface Output extends Answer {
+  /** Parts of the text that began as tool calls and cannot be read as such. */
+  readonly malformedToolCalls: readonly MalformedToolCall[];
   /** The reason of the end and the usage. */
   readonly finished: Finished;
+}
+
+/** A complete answer: its first output, and in `completions` all of them in order. */
+export interface Reply extends Output {
+  /** The request's id, model, seed and what was reused of the prompt. */
+  readonly started: Started;
+  readonly completions: readonly Output[];
 }
 
 /**
@@ -19,42 +25,88 @@ export interface Reply {
  */
 export class Stream implements AsyncIterable<string> {
   readonly #begin: () => AsyncGenerator<StreamResponse, void, undefined>;
-  readonly #tokenIds: number[] = [];
-  #text = "";
+  readonly #outputs: OutputSum[];
   #started: Started | undefined;
-  #finished: Finished | undefined;
 
-  constructor(begin: () => AsyncGenerator<StreamResponse, void, undefined>) {
+  constructor(begin: () => AsyncGenerator<StreamResponse, void, undefined>, completionCount: number) {
     this.#begin = begin;
+    this.#outputs = Array.from({ length: Math.max(1, completionCount) }, () => new OutputSum());
   }
 
   async *[Symbol.asyncIterator](): AsyncGenerator<string, void, undefined> {
     for await (const { event } of this.events()) {
-      if (event.case === "delta" && isFirst(event.value) && event.value.text) yield event.value.text;
+      if (event.case === "delta" && event.value.completionIndex === 0 && event.value.text) yield event.value.text;
     }
   }
 
-  /** Yields every event as the API has it, reasoning, tool calls and progress among them. */
+  /** Yields every event as the API has it: how far the prompt is, text, reasoning and calls as they come. */
   async *events(): AsyncGenerator<StreamResponse, void, undefined> {
     for await (const response of this.#begin()) {
       const { event } = response;
       if (event.case === "started") this.#started = event.value;
-      else if (event.case === "finished" && isFirst(event.value)) this.#finished = event.value;
-      else if (event.case === "delta" && isFirst(event.value)) {
-        this.#text += event.value.text;
-        this.#tokenIds.push(...event.value.tokenIds);
-      }
+      else if (event.case === "delta") this.#outputs[event.value.completionIndex]?.add(event.value);
+      else if (event.case === "finished") this.#outputs[event.value.completionIndex]?.finish(event.value);
       yield response;
     }
   }
 
-  /** The whole output; throws before its end. */
+  /** What the server said when it began; absent before the first text. */
+  get started(): Started | undefined {
+    return this.#started;
+  }
+
+  /** The whole answer; throws before its end. */
   get reply(): Reply {
-    if (!this.#started || !this.#finished) throw new Error("the stream has not ended; iterate over it first");
-    return { text: this.#text, tokenIds: this.#tokenIds, started: this.#started, finished: this.#finished };
+    const completions = this.#outputs.map(({ output }) => output);
+    const [first] = completions;
+    if (!this.#started || !first || !completions.every(isComplete)) {
+      throw new Error("the stream has not ended; iterate over it first");
+    }
+    return { ...first, started: this.#started, completions };
   }
 }
 
-function isFirst({ completionIndex }: { readonly completionIndex: number }): boolean {
-  return completionIndex === 0;
+/** Adds up one completion. */
+class OutputSum {
+  readonly #tokenIds: number[] = [];
+  readonly #toolCalls = new Map<number, ToolCall>();
+  readonly #malformedToolCalls: MalformedToolCall[] = [];
+  #text = "";
+  #reasoning = "";
+  #finished: Finished | undefined;
+
+  add({ text, reasoning, tokenIds, toolCall, malformedToolCall }: Delta): void {
+    this.#text += text;
+    this.#reasoning += reasoning;
+    for (const tokenId of tokenIds) this.#tokenIds.push(tokenId);
+    if (toolCall) this.#addCall(toolCall);
+    if (malformedToolCall) this.#malformedToolCalls.push(malformedToolCall);
+  }
+
+  finish(finished: Finished): void {
+    this.#finished = finished;
+  }
+
+  get output(): Output | undefined {
+    if (!this.#finished) return undefined;
+    return {
+      text: this.#text,
+      reasoning: this.#reasoning,
+      tokenIds: this.#tokenIds,
+      toolCalls: [...this.#toolCalls.values()],
+      malformedToolCalls: this.#malformedToolCalls,
+      finished: this.#finished,
+    };
+  }
+
+  #addCall({ index, id, name, argumentsJson, withdrawn }: ToolCallDelta): void {
+    const call = this.#toolCalls.get(index);
+    if (withdrawn) this.#toolCalls.delete(index);
+    else if (call) call.argumentsJson += argumentsJson;
+    else this.#toolCalls.set(index, create(ToolCallSchema, { id, name, argumentsJson }));
+  }
+}
+
+function isComplete(output: Output | undefined): output is Output {
+  return output !== undefined;
 }

@@ -1,7 +1,7 @@
 /** Against a server that refuses as often as it is told; a real one cannot be made to do that. */
-import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
+import { create, fromBinary, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
 import { anyPack } from "@bufbuild/protobuf/wkt";
-import { Metadata, Server, ServerCredentials, status } from "@grpc/grpc-js";
+import { Metadata, Server, ServerCredentials, type ServerWritableStream, status } from "@grpc/grpc-js";
 import assert from "node:assert/strict";
 import { type TestContext, test } from "node:test";
 
@@ -15,15 +15,21 @@ import {
   InferenceService,
   StreamResponseSchema,
 } from "../src/gen/icehouse/v1/inference_service_pb.js";
+import { FinishReason } from "../src/gen/icehouse/v1/usage_pb.js";
+import { GetServerResponseSchema, ServerService, ServerState } from "../src/gen/icehouse/v1/server_service_pb.js";
 
 type Refusal = Readonly<{ code: status; details: string; metadata?: Metadata }>;
 
 const UNAVAILABLE: Refusal = { code: status.UNAVAILABLE, details: "draining" };
 
+type Event = Exclude<MessageInitShape<typeof StreamResponseSchema>["event"], undefined>;
+
 class Scripted {
   refusals: Refusal[] = [];
   generateCount = 0;
   streamCount = 0;
+  events: Event[] = [];
+  states: ServerState[] = [];
   headers = new Metadata();
   deadline: Date | number = Infinity;
 }
@@ -38,6 +44,7 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
   };
   const { generate, stream } = InferenceService.method;
   const { warm } = CacheService.method;
+  const { getServer } = ServerService.method;
   const shared = {
     requestDeserialize: (bytes: Buffer) => fromBinary(GenerateRequestSchema, bytes),
     requestSerialize: () => Buffer.alloc(0),
@@ -64,7 +71,16 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
         ...shared,
         path: `/${stream.parent.typeName}/${stream.name}`,
         responseStream: true,
-        responseSerialize: () => Buffer.from(toBinary(StreamResponseSchema, create(StreamResponseSchema))),
+        responseSerialize: (event: Event) =>
+          Buffer.from(toBinary(StreamResponseSchema, create(StreamResponseSchema, { event }))),
+        responseDeserialize: () => undefined,
+      },
+      getServer: {
+        ...shared,
+        path: `/${getServer.parent.typeName}/${getServer.name}`,
+        responseStream: false,
+        responseSerialize: (state: ServerState) =>
+          Buffer.from(toBinary(GetServerResponseSchema, create(GetServerResponseSchema, { server: { state } }))),
         responseDeserialize: () => undefined,
       },
     },
@@ -76,11 +92,19 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
       warm: (call: Parameters<typeof take>[0], answer: (refusal: Refusal | null, empty?: object) => void) => {
         answer(take(call) ?? null, {});
       },
-      stream: (call: Parameters<typeof take>[0] & { end(): void; emit(name: string, error: Refusal): void }) => {
+      stream: (call: Parameters<typeof take>[0] & ServerWritableStream<object, Event>) => {
         script.streamCount += 1;
         const refusal = take(call);
-        if (refusal) call.emit("error", refusal);
-        else call.end();
+        if (refusal) return call.emit("error", refusal);
+        for (const event of script.events) call.write(event);
+        return call.end();
+      },
+      getServer: (
+        call: Parameters<typeof take>[0],
+        answer: (refusal: Refusal | null, state?: ServerState) => void,
+      ) => {
+        const refusal = take(call);
+        answer(refusal ?? null, refusal ? undefined : script.states.shift());
       },
     } as never,
   );
@@ -189,4 +213,48 @@ test("a stream cut short has no reply", async (t) => {
   const stream = client.stream(request);
   await drain(stream);
   assert.throws(() => stream.reply, /has not ended/);
+});
+
+test("an answer is added up from its pieces, calls and reasoning too", async (t) => {
+  const script = new Scripted();
+  const toolCall = (piece: { index: number; id?: string; name?: string; argumentsJson?: string; withdrawn?: boolean }) =>
+    ({ case: "delta", value: { toolCall: piece } }) as const;
+  script.events = [
+    { case: "started", value: { requestId: "r1", promptTokens: 9 } },
+    { case: "prefillProgress", value: { processedTokens: 9, promptTokens: 9 } },
+    { case: "delta", value: { reasoning: "hm", tokenIds: [1] } },
+    { case: "delta", value: { text: "Let me ", tokenIds: [2] } },
+    toolCall({ index: 0, id: "c1", name: "weather", argumentsJson: '{"city": ' }),
+    toolCall({ index: 1, id: "c2", name: "tides" }),
+    toolCall({ index: 0, argumentsJson: '"Oslo"}' }),
+    toolCall({ index: 1, withdrawn: true }),
+    { case: "delta", value: { text: "see", malformedToolCall: { text: "see", problem: "no JSON" } } },
+    { case: "delta", value: { text: "other", completionIndex: 1 } },
+    { case: "finished", value: { finishReason: FinishReason.LENGTH, completionIndex: 1 } },
+    { case: "finished", value: { finishReason: FinishReason.TOOL_CALLS } },
+  ];
+  const client = await serve(t, script);
+  const stream = client.stream({ prompt: "Rain?", completions: 2 });
+  const seen = [];
+  for await (const { event } of stream.events()) seen.push(event.case);
+  assert.deepEqual(seen, script.events.map((event) => event.case));
+  const { text, reasoning, tokenIds, toolCalls, malformedToolCalls, finished, started, completions } = stream.reply;
+  assert.deepEqual([text, reasoning, tokenIds], ["Let me see", "hm", [1, 2]]);
+  assert.deepEqual(toolCalls.map(({ id, name, argumentsJson }) => [id, name, argumentsJson]), [
+    ["c1", "weather", '{"city": "Oslo"}'],
+  ]);
+  assert.deepEqual(malformedToolCalls.map(({ problem }) => problem), ["no JSON"]);
+  assert.deepEqual([finished.finishReason, started.requestId], [FinishReason.TOOL_CALLS, "r1"]);
+  assert.deepEqual(completions.map((output) => output.text), ["Let me see", "other"]);
+});
+
+test("waiting ends when the model is loaded, and no later than told", async (t) => {
+  const script = new Scripted();
+  const client = await serve(t, script);
+  script.refusals = [UNAVAILABLE];
+  script.states = [ServerState.LOADING, ServerState.READY, ServerState.FAILED];
+  assert.equal((await client.waitReady()).state, ServerState.READY);
+  await assert.rejects(client.waitReady(), /engine has failed/);
+  await assert.rejects(client.waitReady({ timeoutMs: 0 }), { code: status.DEADLINE_EXCEEDED });
+  await assert.rejects(client.waitReady({ signal: AbortSignal.abort() }), { code: status.CANCELLED });
 });

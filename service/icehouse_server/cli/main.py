@@ -15,11 +15,13 @@ from icehouse_server.cli.cache import commands
 from icehouse_server.cli.client import prefix_cache, server, texts
 from icehouse_server.cli.client.chat.chat import chat
 from icehouse_server.cli.client.generate import generate
+from icehouse_server.cli.client.health import health
+from icehouse_server.cli.client.top import top
 from icehouse_server.cli.flags import SettingsCommand, with_settings
-from icehouse_server.cli.health import health
+from icehouse_server.cli.local.bench import bench
+from icehouse_server.cli.local.run import run
 from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
 from icehouse_server.cli.terminal.logs import setup_logging
-from icehouse_server.cli.top.top import top
 from icehouse_server.config import LoadedConfig
 from icehouse_server.config.load import quiet_grpc
 from icehouse_server.errors import ConfigError, IcehouseError
@@ -74,7 +76,7 @@ def demo(
     max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
 ) -> None:
     """Make the demo model, stream an answer of it, show one prompt cold, from RAM and from SSD."""
-    from icehouse_server.cli.demo import run_demo
+    from icehouse_server.cli.local.demo import run_demo
 
     if not run_demo(question=prompt, max_output_tokens=max_output_tokens):
         raise typer.Exit(EXIT_FAILURE)
@@ -82,6 +84,8 @@ def demo(
 
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("run")(run)
+app.command("bench")(bench)
 app.command("models")(server.models)
 app.command("explain")(prefix_cache.explain)
 app.command("warm")(prefix_cache.warm)

@@ -8,6 +8,7 @@ Stop: no new calls, running ones finish within the grace, then the engine's thre
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -37,6 +38,8 @@ _BOUNDS = BOUNDS
 """What whoever stops the server was told."""
 
 _LOOK_S = 0.02
+_LOOP_THREADS = "event_loop"
+"""What the threads of the event loop's own executor are called; each loop has another name for them."""
 
 
 def serve(loaded: LoadedConfig) -> None:
@@ -48,6 +51,7 @@ def serve(loaded: LoadedConfig) -> None:
 
 
 async def _serve(config: Config, clock: Clock) -> None:
+    _name_loop_threads()
     narrator = Narrator(clock)
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
         model = locate_model(config.model, on_progress=on_progress)
@@ -227,9 +231,14 @@ def _bound_end(code: int) -> None:
     timer.start()
 
 
+def _name_loop_threads() -> None:
+    executor = concurrent.futures.ThreadPoolExecutor(thread_name_prefix=_LOOP_THREADS)
+    asyncio.get_running_loop().set_default_executor(executor)
+
+
 def _is_waited_for(thread: threading.Thread) -> bool:
-    # asyncio's own have ended what they were given; they are waited for when the loop closes.
-    is_own = thread is threading.main_thread() or thread.name.startswith("asyncio_")
+    # The loop's own have ended what they were given; they are waited for when the loop closes.
+    is_own = thread is threading.main_thread() or thread.name.startswith(_LOOP_THREADS)
     return not thread.daemon and not is_own
 
 

@@ -130,6 +130,8 @@ class Finished:
     usage: Usage
     embedding: Vector | None = None
     """The pooled hidden states of the prompt, of a request that asked for them."""
+    stop_token_id: int | None = None
+    """The last token, where it is one that ended the output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

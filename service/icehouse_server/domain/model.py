@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
 
@@ -53,6 +54,14 @@ class ModelInfo:
     """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
     adapters: tuple[AdapterInfo, ...] = ()
     """What requests may name in `adapter`, in the config's order."""
+    system_digest_hex: str = ""
+    """Of what outputs depend on beside the request and its adapter."""
+
+    def system_fingerprint(self, adapter: AdapterName) -> str:
+        """Return what outputs with an adapter depend on beside the request, as 16 hex digits."""
+        digests = (each.digest for each in self.adapters if each.name == adapter)
+        parts = bytes.fromhex(self.system_digest_hex) + b"".join(digests)
+        return hashlib.sha256(parts).hexdigest()[:16]
 
     @property
     def resident_bytes(self) -> int:

@@ -38,7 +38,9 @@ class Output:
         sampling = sequence.request.sampling
         is_end = token_id in self._eos and not sampling.ignores_end_tokens
         if is_end or token_id in sampling.stop_token_ids:
-            return self.finish(sequence, FinishReason.STOP_TOKEN, now)
+            end = self.finish(sequence, FinishReason.STOP_TOKEN, now)
+            # Text that was held back can turn out to be a stop string that came before the token.
+            return end if end.stop_string is not None else dataclasses.replace(end, stop_token_id=token_id)
         step = sequence.text.push(token_id)
         self._deliver(sequence, step.text)
         if step.stop_string is not None:

@@ -29,6 +29,7 @@ from icehouse_server.rpc.calls.methods import METHODS, Access, Method, Place, Po
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.wire import set_limit
+from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
 _TURN_COUNT = 16
 """Commands and counters that are worked on at once; one caller has half of them."""
@@ -93,7 +94,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                             await _write(context, response)
                         return
                     async for response in behaviour(request, context):
-                        await context.write(response)
+                        await _write(context, response)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -114,7 +115,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     async with _limited(method, context):
                         async for response in handler.stream_stream(parsed(requests), context):
-                            await context.write(response)
+                            await _write(context, response)
                 except InvalidRequest as error:
                     await self._refuse(method, context, error)
 
@@ -222,11 +223,8 @@ def _endless(deadline_s: float | None) -> DeadlineExceeded:
 
 
 async def _write(context: Context, response: object) -> None:
-    try:
+    with disconnect_as_cancel():
         await context.write(response)
-    except grpc.aio.InternalError:
-        # The connection ended before the reader took it; to gRPC that is an error of ours.
-        raise asyncio.CancelledError from None
 
 
 def _late(timeout_s: float) -> DeadlineExceeded:

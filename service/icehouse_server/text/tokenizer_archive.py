@@ -1,5 +1,7 @@
 """Tokenizer archive: the files a gateway needs to tokenize and render as this server does, in one zip.
 
+The digest of those files, for whoever has to know whether they are the same.
+
 The same folder gives the same bytes, so that a gateway sees by the digest that two workers agree.
 """
 
@@ -9,6 +11,7 @@ import dataclasses
 import hashlib
 import io
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from icehouse_server.errors import ModelError, Reason
@@ -44,14 +47,35 @@ def read_tokenizer_archive(folder: Path) -> TokenizerArchive:
     buffer = io.BytesIO()
     try:
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted(folder.iterdir()):
-                if (file.name in _NAMES or file.suffix in _ENDINGS) and file.is_file():
-                    entry = zipfile.ZipInfo(file.name, _DATE)
-                    entry.compress_type = zipfile.ZIP_DEFLATED
-                    archive.writestr(entry, file.read_bytes())
+            for file in _files(folder):
+                entry = zipfile.ZipInfo(file.name, _DATE)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, file.read_bytes())
     except OSError as error:
-        raise ModelError(
-            Reason.MODEL_INVALID, f"the tokenizer's files in {folder} cannot be read: {error.strerror}"
-        ) from error
+        raise _unreadable(folder, error) from error
     data = buffer.getvalue()
     return TokenizerArchive(data, hashlib.sha256(data).hexdigest())
+
+
+def tokenizer_digest_hex(folder: Path) -> str:
+    """Return the SHA-256 of the names and bytes of the archive's files; raises ModelError as that does."""
+    digest = hashlib.sha256()
+    try:
+        for file in _files(folder):
+            data = file.read_bytes()
+            digest.update(f"{file.name}\0{len(data)}\0".encode() + data)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.iterdir()):
+        if (file.name in _NAMES or file.suffix in _ENDINGS) and file.is_file():
+            yield file
+
+
+def _unreadable(folder: Path, error: OSError) -> ModelError:
+    return ModelError(
+        Reason.MODEL_INVALID, f"the tokenizer's files in {folder} cannot be read: {error.strerror}"
+    )

@@ -1,7 +1,8 @@
-"""Test the clients of other languages: their own suites, then the example of each README.
+"""Test the clients of all languages: their own suites, the scenarios, then the example of each README.
 
 Usage: python -m tests.system.clients.languages [LANGUAGE ...]. Real servers run beside them. A language whose
-tool chain or packages cannot be had is passed over with a line that says so; what can be tested must pass.
+tool chain or packages cannot be had is passed over with a line that says so; what can be tested must pass,
+and every scenario must have been run.
 """
 
 from __future__ import annotations
@@ -13,14 +14,36 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.system.clients.live_servers import Servers, live_servers
+from tests.system.clients.scenarios import (
+    NOT_YET,
+    RESULTS_VARIABLE,
+    Result,
+    faults_of,
+    read_results,
+    scenario_names,
+    table_of,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 README_ADDRESS = "localhost:50051"
 STEP_TIMEOUT_S = 420
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Example:
+    """The one block of code in a README, and how it is run."""
+
+    fence: str
+    """What it is marked with."""
+    path: str
+    """Where it is put for a moment, below the client's folder."""
+    run: tuple[str, ...]
+    """Command that runs it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,20 +54,23 @@ class Language:
     tools: tuple[str, ...]
     """Programs that must be here."""
     fetch: tuple[str, ...]
-    """Command that brings the packages."""
+    """Command that brings the packages; none where they are here already."""
     steps: tuple[tuple[str, ...], ...]
     """Commands that build the client and run its tests."""
-    fence: str
-    """What the README's example is marked with."""
-    example: str
-    """Where the example is put for a moment, below the folder."""
-    run: tuple[str, ...]
-    """Command that runs it."""
+    example: Example | None
+    """None where another test runs the README."""
 
 
 MAVEN = ("mvn", "--quiet", "--batch-mode", "--no-transfer-progress")
 
 LANGUAGES = (
+    Language(
+        folder="python",
+        tools=(),
+        fetch=(),
+        steps=((sys.executable, "-m", "pytest", "-q", "--timeout", "300", "tests"),),
+        example=None,
+    ),
     Language(
         folder="go",
         tools=("go",),
@@ -54,18 +80,14 @@ LANGUAGES = (
             ("go", "vet", "./..."),
             ("go", "test", "-count=1", "./..."),
         ),
-        fence="go",
-        example="readme_example/main.go",
-        run=("go", "run", "./readme_example"),
+        example=Example("go", "readme_example/main.go", ("go", "run", "./readme_example")),
     ),
     Language(
         folder="node",
         tools=("node", "npm"),
         fetch=("npm", "ci", "--no-audit", "--no-fund"),
         steps=(("npm", "test"),),
-        fence="ts",
-        example="readme_example/main.ts",
-        run=("npm", "run", "example"),
+        example=Example("ts", "readme_example/main.ts", ("npm", "run", "example")),
     ),
     Language(
         folder="java",
@@ -75,9 +97,11 @@ LANGUAGES = (
             (*MAVEN, "verify"),
             (*MAVEN, "dependency:build-classpath", "-Dmdep.outputFile=target/classpath"),
         ),
-        fence="java",
-        example="readme_example/Example.java",
-        run=("sh", "-c", 'java -cp "target/classes:$(cat target/classpath)" readme_example/Example.java'),
+        example=Example(
+            "java",
+            "readme_example/Example.java",
+            ("sh", "-c", 'java -cp "target/classes:$(cat target/classpath)" readme_example/Example.java'),
+        ),
     ),
 )
 
@@ -87,26 +111,37 @@ def obstacle_of(language: Language) -> str | None:
     missing = [tool for tool in language.tools if shutil.which(tool) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} here"
+    if not language.fetch:
+        return None
     done = answer_of(language.fetch, folder=ROOT / "clients" / language.folder, environment=os.environ)
     if done.returncode != 0:
         return f"`{' '.join(language.fetch)}` brought no packages: {(done.stdout + done.stderr)[-600:]}"
     return None
 
 
-def tested(language: Language, servers: Servers) -> bool:
-    """Build, test and run the example; tell whether all went well."""
+def tested(language: Language, servers: Servers, *, results: Path) -> bool:
+    """Build, test and run the example; tell whether all went well. Scenarios write to the file `results`."""
     folder = ROOT / "clients" / language.folder
-    environment = {**os.environ, "ICEHOUSE_TEST_SERVERS": servers.as_json()}
+    environment = {
+        **os.environ,
+        "ICEHOUSE_TEST_SERVERS": servers.as_json(),
+        RESULTS_VARIABLE: str(results),
+    }
     for step in language.steps:
         if not succeeded(step, folder=folder, environment=environment):
             return False
-    example = folder / language.example
-    example.parent.mkdir(exist_ok=True)
+    if language.example is None:
+        return True
+    path = folder / language.example.path
+    path.parent.mkdir(exist_ok=True)
     try:
-        example.write_text(readme_example(folder, language.fence).replace(README_ADDRESS, servers.address))
-        return succeeded(language.run, folder=folder, environment=environment, answer="MODEL_NOT_FOUND")
+        path.write_text(
+            readme_example(folder, language.example.fence).replace(README_ADDRESS, servers.address)
+        )
+        command = language.example.run
+        return succeeded(command, folder=folder, environment=environment, answer="MODEL_NOT_FOUND")
     finally:
-        shutil.rmtree(example.parent)
+        shutil.rmtree(path.parent)
 
 
 def readme_example(folder: Path, fence: str) -> str:
@@ -152,15 +187,30 @@ def main() -> int:
     if unknown := wanted - {language.folder for language in LANGUAGES}:
         parser.error(f"there is no such client here: {', '.join(sorted(unknown))}")
     failed = []
-    with live_servers() as servers:
+    results: dict[str, Sequence[Result]] = {}
+    with live_servers() as servers, tempfile.TemporaryDirectory() as scratch:
         for language in LANGUAGES:
             if wanted and language.folder not in wanted:
                 continue
             if obstacle := obstacle_of(language):
                 print(f"clients/{language.folder} was not tested: {obstacle}", flush=True)
-            elif not tested(language, servers):
+                continue
+            path = Path(scratch) / f"{language.folder}.jsonl"
+            if not tested(language, servers, results=path):
                 failed.append(language.folder)
-    return 1 if failed else 0
+            results[language.folder] = read_results(path)
+    return 1 if told_of_scenarios(results) or failed else 0
+
+
+def told_of_scenarios(results: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Print the table of scenarios and what is wrong with it; return the latter."""
+    names = scenario_names()
+    print(table_of(names, results))
+    if unfinished := sorted(set(NOT_YET) & set(results)):
+        print(f"not yet complete, so that empty cells do not fail: {', '.join(unfinished)}")
+    faults = faults_of(names, results)
+    print("\n".join(f"FAIL {fault}" for fault in faults), end="\n" if faults else "")
+    return faults
 
 
 if __name__ == "__main__":

@@ -18,18 +18,35 @@ import grpc
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
+from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models.chat_templates import REMEMBERING
 from tests.fixtures.rpc.authority import Authority
+from tests.system.clients.draining import draining_front
 from tests.system.crash.server_process import ServerProcess
 from tests.system.mesh.envoy import free_ports
 
 TENANT = "clients"
 TOKENS_PER_MINUTE = 60
+BLOCK_TOKENS = 16
+TOOL_CALL_SCRIPT = (
+    "<think>",
+    "rain?",
+    "</think>",
+    "Wait. ",
+    "<tool_call>",
+    '{"name": "get_weather", "arguments": ',
+    '{"city": "Oslo"}',
+    "}",
+    "</tool_call>",
+    "<eos>",
+)
+"""What the chat model answers to every prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Servers:
-    """What a client needs to know of them. One model, three servers."""
+    """What a client needs to know of them: three with one model, one with another, two addresses beside."""
 
     model: str
     address: str
@@ -43,6 +60,12 @@ class Servers:
     token: str
     tenant: str
     """Whose token it is."""
+    chat_address: str
+    """A plain server with a model that reasons, writes a text and asks for the tool "get_weather"."""
+    draining_address: str
+    """Refuses the first attempt of every call as a server that is stopping does; the next reach `address`."""
+    unused_address: str
+    """Nobody listens here."""
 
     def as_json(self) -> str:
         """Return one line."""
@@ -63,18 +86,22 @@ def live_servers() -> Iterator[Servers]:
         tokens.touch(mode=0o600)
         tokens.write_text(line_of(token, tenant=TENANT, role=Role.TENANT, expire_date=None) + "\n")
         model = tiny_model_dir(folder, "llama")
-        plain_port, secured_port = free_ports(2)
+        chat_model = chain_model_dir(folder / "chat", REMEMBERING, TOOL_CALL_SCRIPT, first="Ċ")
+        plain_port, secured_port, unused_port = free_ports(3)
+        small_blocks = ("--block-token-count", str(BLOCK_TOKENS))
 
-        def start(name: str, *options: str, port: int | None = None) -> ServerProcess:
+        def start(name: str, *options: str, port: int | None = None, model: Path = model) -> ServerProcess:
             directory, log = folder / f"{name}-blocks", folder / f"{name}.log"
             server = ServerProcess(model=model, directory=directory, log=log, options=options, port=port)
             return stack.enter_context(server)
 
-        plain = start("plain", port=plain_port)
+        plain = start("plain", *small_blocks, port=plain_port)
+        chat = start("talk", *small_blocks, model=chat_model)
         limited = start("limited", "--tenant-tokens-per-minute", str(TOKENS_PER_MINUTE))
         security = ("--tls-certificate", str(certificate), "--tls-key", str(key))
         secured = start("secured", *security, "--token-file", str(tokens), port=secured_port)
         plain.wait_until_serving()
+        chat.wait_until_serving()
         limited.wait_until_serving()
         secured.wait_until_serving(grpc.ssl_channel_credentials(authority.pem))
         yield Servers(
@@ -86,6 +113,9 @@ def live_servers() -> Iterator[Servers]:
             ca_path=str(folder / "ca.pem"),
             token=token,
             tenant=TENANT,
+            chat_address=chat.address,
+            draining_address=stack.enter_context(draining_front(plain.address)),
+            unused_address=f"127.0.0.1:{unused_port}",
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
-from icehouse_client import AsyncClient, Client
+from icehouse_client import AsyncClient, Client, IcehouseClientError
 from icehouse_server.domain.cache_commands import Evict, EvictBlocks, EvictReport, ListKnown
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 
@@ -47,6 +48,21 @@ async def test_what_is_told_of_progress_can_end_a_removal(served: RunningServer)
     async with AsyncClient(served.server.address) as client:
         with pytest.raises(InterruptedError):
             await client.cache.evict_all(on_progress=enough)
+
+
+async def test_counters_come_until_the_reader_leaves(served: RunningServer) -> None:
+    def read(client: Client) -> list[int]:
+        answers = client.cache.watch_stats(interval_s=0.1)
+        return [stats.collect_time.ToNanoseconds() for stats in itertools.islice(answers, 2)]
+
+    assert len(await threaded(served, read)) == 2
+    async with AsyncClient(served.server.address) as client:
+        answers = client.cache.watch_stats()
+        assert (await anext(answers)).HasField("collect_time")
+        await answers.aclose()
+        with pytest.raises(IcehouseClientError) as caught:
+            await anext(client.cache.watch_stats(interval_s=0.01))
+    assert caught.value.field == "interval"
 
 
 def test_a_removal_of_everything_knows_its_options() -> None:

@@ -98,6 +98,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
             min_p=0.1,
             seed=7,
             stop=["x"],
+            stop_token_ids=[9],
             model="tiny",
             request_id="o",
             session_id="s",
@@ -114,6 +115,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 3)
     assert (sampling.min_p, sampling.seed) == (0.1, 7)
     assert (full.stop, full.request_id, full.cache_use) == (("x",), "o", CacheUse.OFF)
+    assert sampling.stop_token_ids == (9,)
     assert (full.tenant, full.priority, full.session_id) == ("blue", 2, "s")
     assert chat.prompt_token_ids == tuple(b"user:Hi;")
     assert tokens.prompt_token_ids == (1, 2, 3)

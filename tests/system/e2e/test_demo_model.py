@@ -7,17 +7,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Unpack
 
 import pytest
-from icehouse_server.cli.demo import free_port, running_server
+from icehouse_client import Client, IcehouseClientError, Message, Options, Prompt, Reply
+from icehouse_server.cli.local.server import serving
 from icehouse_server.demo.models import SMOLLM2
-from icehouse_server.rpc.client.generate import CallFailed, Connection, Prompt, Summary
 
 from tests.fixtures.demo_models import demo_model_dir
 
 pytestmark = pytest.mark.timeout(400)
 
-CAPITAL = Prompt(text="The capital of France is", max_output_tokens=12)
+CAPITAL = "The capital of France is"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,23 +27,19 @@ class Running:
 
     address: str
     scratch: Path
-    connection: Connection
+    client: Client
 
-    def ask(self, prompt: Prompt) -> tuple[str, Summary]:
-        pieces: list[str] = []
-        summary = self.connection.stream(prompt, on_text=pieces.append, timeout_s=120)
-        return "".join(pieces), summary
+    def ask(self, prompt: Prompt, **options: Unpack[Options]) -> Reply:
+        return self.client.generate(prompt, **options)
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Leaving it stops the server with SIGTERM and fails unless that ends with exit code 0."""
     demo_model_dir(SMOLLM2)
-    address = f"127.0.0.1:{free_port()}"
     scratch: Path = tmp_path_factory.mktemp("server")
-    with running_server(address=address, scratch=scratch) as server, Connection(address) as connection:
-        assert connection.wait_until_serving(is_alive=lambda: server.poll() is None), "the server ended"
-        yield Running(address, scratch, connection)
+    with serving("starting a server", scratch=scratch) as (client, address):
+        yield Running(address, scratch, client)
 
 
 def icehouse(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,36 +48,37 @@ def icehouse(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_continues_in_english_and_counts(running: Running) -> None:
-    text, summary = running.ask(CAPITAL)
-    assert "capital" in text or "Paris" in text, text
-    assert text.startswith(" "), "the space between prompt and continuation is the model's"
-    assert (summary.prompt_token_count, summary.output_token_count) == (5, 12)
-    assert summary.finish_reason == "length"
-    assert summary.ttft_s > 0
+    reply = running.ask(CAPITAL, max_output_tokens=12)
+    assert "capital" in reply.text or "Paris" in reply.text, reply.text
+    assert reply.text.startswith(" "), "the space between prompt and continuation is the model's"
+    assert (reply.usage.prompt_tokens, reply.usage.output_tokens) == (5, 12)
+    assert reply.finish_reason == "LENGTH"
+    assert reply.usage.ttft_s > 0
 
 
 def test_a_seed_draws_the_same_text_again(running: Running) -> None:
-    prompt = Prompt(text="Once upon a time", max_output_tokens=8, temperature=1.0, seed=7)
-    assert running.ask(prompt)[0] == running.ask(prompt)[0]
+    options: Options = {"max_output_tokens": 8, "temperature": 1.0, "seed": 7}
+    first, second = (running.ask("Once upon a time", **options) for _ in range(2))
+    assert first.text == second.text
 
 
 def test_a_question_gets_the_right_answer_and_an_end(running: Running) -> None:
-    question = Prompt(text="What is the capital of France?", is_chat=True, max_output_tokens=32)
-    text, summary = running.ask(question)
-    assert text == "The capital of France is Paris."
-    assert summary.finish_reason == "stop_token"
+    question = Message(role="user", content="What is the capital of France?")
+    reply = running.ask([question], max_output_tokens=32)
+    assert reply.text == "The capital of France is Paris."
+    assert reply.finish_reason == "STOP_TOKEN"
 
 
 def test_the_command_line_streams_to_standard_output(running: Running) -> None:
-    done = icehouse("generate", CAPITAL.text, "--max-output-tokens", "12", "--address", running.address)
+    done = icehouse("generate", CAPITAL, "--max-output-tokens", "12", "--address", running.address)
     assert done.returncode == 0
-    assert done.stdout == running.ask(CAPITAL)[0] + "\n"
+    assert done.stdout == running.ask(CAPITAL, max_output_tokens=12).text + "\n"
     assert "5 prompt tokens" in done.stderr
 
 
 def test_a_refusal_reaches_the_user(running: Running) -> None:
-    with pytest.raises(CallFailed, match="INVALID_ARGUMENT"):
-        running.ask(Prompt(text="a", temperature=-1.0))
+    with pytest.raises(IcehouseClientError, match="INVALID_ARGUMENT"):
+        running.ask("a", temperature=-1.0)
 
 
 def test_a_taken_port_ends_a_second_server_with_one_line(running: Running) -> None:

@@ -100,6 +100,7 @@ _FORMS: Mapping[str, tuple[str, ...]] = {
 _NUMBERS: Mapping[str, Callable[[random.Random], Any]] = {
     "ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
     "token_ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
+    "stop_token_ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
     "max_output_tokens": lambda rng: rng.randint(1, 4),
     "completions": lambda rng: rng.choice((0, 1, 1, 2)),
     "dimensions": lambda rng: rng.choice((0, 1, 8)),

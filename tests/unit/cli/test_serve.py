@@ -49,6 +49,29 @@ def test_stuck_work_does_not_keep_the_process(is_stuck: bool, code: int, expecte
     assert ("stuck_work_abandoned tokenizer_0" in ended.stderr) is is_stuck
 
 
+_LOOPS_OWN_WORK = """
+import asyncio, logging, uvloop
+from icehouse_server.cli import serve
+
+logging.basicConfig(level=logging.INFO, format="%(message)s %(threads)s")
+
+async def ends() -> None:
+    serve._name_loop_threads()
+    await asyncio.to_thread(int)
+    await serve._leave_stuck_work(1)
+
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(ends())
+"""
+
+
+def test_idle_threads_of_the_event_loop_are_no_stuck_work() -> None:
+    path = [*filter(None, sys.path)]
+    boot = f"import sys; sys.path[:] = {path!r}\n{_LOOPS_OWN_WORK}"
+    ended = subprocess.run([sys.executable, "-c", boot], timeout=60, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 _ENDLESS = """
 import asyncio, dataclasses, logging, sys
 from icehouse_server.cli import serve

@@ -218,6 +218,16 @@ def test_deltas_are_the_text_before_the_first_stop_with_every_token_once(
     assert end.reason is (FinishReason.STOP_STRING if end.stop_string else FinishReason.LENGTH)
 
 
+def test_the_end_token_is_told_unless_a_stop_string_came_before_it() -> None:
+    ids = BYTE_LEVEL.encode("ab", add_special_tokens=False).ids
+    deltas, end, taken_count = delivered(BYTE_LEVEL, [*ids, EOS_ID], prompt=[1], stops=[])
+    assert ("".join(d.text for d in deltas), end.reason) == ("ab", FinishReason.STOP_TOKEN)
+    assert (end.stop_token_id, taken_count) == (EOS_ID, len(ids) + 1)
+    lead_byte = BYTE_LEVEL.encode("🧊", add_special_tokens=False).ids[0]
+    _, end, _ = delivered(BYTE_LEVEL, [*ids, lead_byte, EOS_ID], prompt=[1], stops=["b" + REPLACEMENT])
+    assert (end.stop_string, end.stop_token_id) == ("b" + REPLACEMENT, None)
+
+
 def test_a_stop_that_only_the_end_completes_is_found() -> None:
     # The stop's last character is held as unfinished bytes until the output ends.
     ids = BYTE_LEVEL.encode("ab", add_special_tokens=False).ids

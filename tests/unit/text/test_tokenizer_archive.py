@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.errors import ModelError
-from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
+from icehouse_server.text.tokenizer_archive import read_tokenizer_archive, tokenizer_digest_hex
 
 FILES = {
     "tokenizer.json": b"{}",
@@ -42,6 +42,17 @@ def test_a_copy_of_the_folder_gives_the_same_archive(tmp_path: Path) -> None:
     assert read_tokenizer_archive(first) == read_tokenizer_archive(second)
 
 
+def test_the_digest_is_of_the_tokenizer_s_files_alone(tmp_path: Path) -> None:
+    first, second = folder(tmp_path / "a"), folder(tmp_path / "b")
+    digest = tokenizer_digest_hex(first)
+    (second / "model.safetensors").write_bytes(b"others")
+    assert tokenizer_digest_hex(second) == digest
+    (second / "chat_template.jinja").write_bytes(b"{{ messages[0] }}")
+    assert tokenizer_digest_hex(second) != digest
+
+
 def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         read_tokenizer_archive(tmp_path / "gone")
+    with pytest.raises(ModelError, match="cannot be read"):
+        tokenizer_digest_hex(tmp_path / "gone")

@@ -8,7 +8,7 @@ from icehouse_client.cache_client import AsyncCacheClient, CacheClient, VerifyOp
 from icehouse_client.chat import Image, MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
 from icehouse_client.client import Client, Stream
 from icehouse_client.conversation import Conversation
-from icehouse_client.embeddings import EmbedOptions
+from icehouse_client.embeddings import Embeddings, EmbedOptions
 from icehouse_client.errors import IcehouseClientError
 from icehouse_client.logprobs import TokenLogprobs, TopLogprob
 from icehouse_client.requests import (
@@ -18,7 +18,7 @@ from icehouse_client.requests import (
     Prompt,
     PromptOptions,
 )
-from icehouse_client.reranking import Ranked, RerankOptions
+from icehouse_client.reranking import Ranked, Ranking, RerankOptions
 from icehouse_client.results import Completion, FinishReason, Reply, Started, Token, Usage
 from icehouse_client.security import Security
 from icehouse_client.stream_sum import StreamEvent
@@ -35,6 +35,7 @@ __all__ = [
     "DEFAULT_ORDER_TIMEOUT_S",
     "DEFAULT_TIMEOUT_S",
     "EmbedOptions",
+    "Embeddings",
     "FinishReason",
     "IcehouseClientError",
     "Image",
@@ -45,6 +46,7 @@ __all__ = [
     "Prompt",
     "PromptOptions",
     "Ranked",
+    "Ranking",
     "Reply",
     "RerankOptions",
     "Security",

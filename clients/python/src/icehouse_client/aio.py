@@ -23,7 +23,7 @@ from icehouse_client.cache_client import AsyncCacheClient, CacheCalls
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.client import metadata_of
-from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
+from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
@@ -34,7 +34,7 @@ from icehouse_client.requests import (
     timeout_of,
     tokenize_request,
 )
-from icehouse_client.reranking import Ranked, RerankOptions, ranking_from, rerank_request
+from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
@@ -96,24 +96,22 @@ class AsyncClient:
 
     async def embed(
         self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
-    ) -> list[list[float]]:
+    ) -> Embeddings:
         """Return a vector for each input, a text or token ids."""
         request = embed_request(inputs, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
         with translated():
-            return vectors_from(
+            return Embeddings.of(
                 await self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata)
             )
 
-    async def rerank(
-        self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]
-    ) -> list[Ranked]:
+    async def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> Ranking:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
         metadata = metadata_of(request, self._metadata)
         with translated():
-            return ranking_from(await self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
+            return Ranking.of(await self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
 
     async def tokenize(
         self,

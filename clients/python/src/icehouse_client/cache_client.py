@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import grpc
@@ -124,6 +124,19 @@ class CacheClient:
         """Remove every block of the model, for operators; as `evict` otherwise."""
         return self._evict(evict_all_request(options), options, on_progress)
 
+    def watch_stats(
+        self, *, interval_s: float | None = None, waits: bool = False
+    ) -> Generator[inference.CacheStatsResponse, None, None]:
+        """Iterate over the server's counters, now and then at an interval, until the iteration is left.
+
+        With `waits` a server that is not there is waited for.
+        """
+        request = watch_request(interval_s)
+        watch = self._stub.WatchStats(request, metadata=self._calls.metadata, wait_for_ready=waits)
+        with translated(), _ending(watch) as call:
+            for response in call:
+                yield response.stats
+
     def _evict(
         self, request: messages.EvictRequest, options: TimedOptions, on_progress: OnEvictProgress | None
     ) -> messages.EvictResponse:
@@ -207,6 +220,19 @@ class AsyncCacheClient:
         """Remove every block of the model, for operators; as `evict` otherwise."""
         return await self._evict(evict_all_request(options), options, on_progress)
 
+    async def watch_stats(
+        self, *, interval_s: float | None = None, waits: bool = False
+    ) -> AsyncGenerator[inference.CacheStatsResponse, None]:
+        """Iterate over the server's counters, now and then at an interval, until the iteration is left.
+
+        With `waits` a server that is not there is waited for.
+        """
+        request = watch_request(interval_s)
+        watch = self._stub.WatchStats(request, metadata=self._calls.metadata, wait_for_ready=waits)
+        with translated(), _ending(watch) as call:
+            async for response in call:
+                yield response.stats
+
     async def _evict(
         self, request: messages.EvictRequest, options: TimedOptions, on_progress: OnEvictProgress | None
     ) -> messages.EvictResponse:
@@ -248,10 +274,10 @@ class CacheCalls:
 
 
 @contextlib.contextmanager
-def _ending(call: Any) -> Iterator[None]:
+def _ending(call: Any) -> Iterator[Any]:
     """End the call on the server too, however the block is left."""
     try:
-        yield
+        yield call
     finally:
         call.cancel()
 
@@ -272,6 +298,14 @@ def verify_request(options: VerifyOptions) -> messages.VerifyRequest:
     """Return the message of Verify."""
     refuse_unknown(options, VerifyOptions)
     return messages.VerifyRequest(block_limit=options.get("block_limit", 0))
+
+
+def watch_request(interval_s: float | None) -> messages.WatchStatsRequest:
+    """Return the message of WatchStats; None is the server's interval."""
+    request = messages.WatchStatsRequest()
+    if interval_s is not None:
+        request.interval.FromNanoseconds(round(interval_s * 1e9))
+    return request
 
 
 def evict_all_request(options: EvictAllOptions) -> messages.EvictRequest:

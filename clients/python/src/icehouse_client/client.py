@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from icehouse.v1 import (
     embedding_service_pb2_grpc,
     inference_service_pb2_grpc,
@@ -24,7 +26,7 @@ from icehouse_client.affinity import prefix_metadata
 from icehouse_client.cache_client import CacheCalls, CacheClient
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
-from icehouse_client.embeddings import EmbedOptions, embed_request, vectors_from
+from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
@@ -35,10 +37,13 @@ from icehouse_client.requests import (
     timeout_of,
     tokenize_request,
 )
-from icehouse_client.reranking import Ranked, RerankOptions, ranking_from, rerank_request
+from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.security import NO_SECURITY, Metadata, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
+
+SERVICE = "icehouse.v1.InferenceService"
+"""What health is asked for: it serves when the server does."""
 
 
 class Client:
@@ -68,6 +73,8 @@ class Client:
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
         self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
+        # Its types know no methods.
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self.cache = CacheClient(self._channel, CacheCalls(self._metadata, timeout_s, order_timeout_s))
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
@@ -103,22 +110,20 @@ class Client:
         call = self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
         return Stream(call, completion_count=request.completions)
 
-    def embed(
-        self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
-    ) -> list[list[float]]:
+    def embed(self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
         """Return a vector for each input, a text or token ids."""
         request = embed_request(inputs, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
         with translated():
-            return vectors_from(self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata))
+            return Embeddings.of(self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata))
 
-    def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> list[Ranked]:
+    def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> Ranking:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
         timeout_s = options.get("timeout_s", self._timeout_s)
         metadata = metadata_of(request, self._metadata)
         with translated():
-            return ranking_from(self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
+            return Ranking.of(self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
 
     def tokenize(
         self,
@@ -171,6 +176,30 @@ class Client:
                 request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
         return response.server
+
+    def health(self, service: str = SERVICE, *, timeout_s: float | None = None) -> str:
+        """Return what the server says of a service: SERVING, NOT_SERVING."""
+        with translated():
+            response = self._health.Check(
+                HealthCheckRequest(service=service),
+                timeout=timeout_s or self._timeout_s,
+                metadata=self._metadata,
+            )
+        return HealthCheckResponse.ServingStatus.Name(response.status)
+
+    def wait_until_serving(self, *, timeout_s: float | None = None) -> None:
+        """Return when the server takes requests, be it not even there yet; DEADLINE_EXCEEDED when late."""
+        with translated():
+            watch = self._health.Watch(
+                HealthCheckRequest(service=SERVICE),
+                timeout=timeout_s or self._timeout_s,
+                metadata=self._metadata,
+                wait_for_ready=True,
+            )
+            for response in watch:
+                if response.status == HealthCheckResponse.SERVING:
+                    watch.cancel()
+                    return
 
     def requests(self, *, timeout_s: float | None = None) -> list[server_service_pb2.RequestInfo]:
         """Return the requests that wait or run, the oldest first: an operator's sees those of all tenants."""

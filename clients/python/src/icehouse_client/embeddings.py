@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Literal, Self, TypedDict
 
 from icehouse.v1 import embedding_service_pb2 as messages
 
@@ -27,6 +27,23 @@ class EmbedOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
+class Embeddings(list[list[float]]):
+    """A vector for each input, in their order, and what they cost."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    """Tokens of all inputs."""
+
+    @classmethod
+    def of(cls, response: messages.EmbedResponse) -> Self:
+        """Return the plain form of an answer."""
+        made = cls(list(embedding.values) for embedding in response.embeddings)
+        made.request_id, made.model = response.request_id, response.model
+        made.prompt_tokens = response.prompt_tokens
+        return made
+
+
 def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> messages.EmbedRequest:
     """Return the message of Embed; each input is a text or token ids."""
     refuse_unknown(options, EmbedOptions)
@@ -48,8 +65,3 @@ def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) 
         else:
             request.inputs.add().tokens.ids.extend(item)
     return request
-
-
-def vectors_from(response: messages.EmbedResponse) -> list[list[float]]:
-    """Return one vector for each input, in their order."""
-    return [list(embedding.values) for embedding in response.embeddings]

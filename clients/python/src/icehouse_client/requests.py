@@ -42,6 +42,8 @@ class Options(SamplingOptions, PromptOptions, total=False):
 
     max_output_tokens: int
     stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    """Tokens that end the output, beside the model's own."""
     completions: int
     """Outputs of the one prompt; more than one needs a temperature above 0."""
     logprobs: int
@@ -69,6 +71,7 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         sampling=sampling_proto(options),
         completions=options.get("completions", 0),
         stop=options.get("stop", ()),
+        stop_token_ids=options.get("stop_token_ids", ()),
         priority=options.get("priority", 0),
         cache=cache_policy(options),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 from icehouse.v1 import rerank_service_pb2 as messages
 
@@ -42,6 +43,24 @@ class Ranked:
     log_odds: float
 
 
+class Ranking(list[Ranked]):
+    """The documents, best first, and what they cost."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    """Tokens of all prompts, of which `cached_tokens` came from the cache."""
+    cached_tokens: int
+
+    @classmethod
+    def of(cls, response: messages.RerankResponse) -> Self:
+        """Return the plain form of an answer."""
+        made = cls(Ranked(result.index, result.score, result.log_odds) for result in response.results)
+        made.request_id, made.model = response.request_id, response.model
+        made.prompt_tokens, made.cached_tokens = response.prompt_tokens, response.cached_tokens
+        return made
+
+
 def rerank_request(query: str, documents: Sequence[str], options: RerankOptions) -> messages.RerankRequest:
     """Return the message of Rerank."""
     refuse_unknown(options, RerankOptions)
@@ -68,8 +87,3 @@ def rerank_request(query: str, documents: Sequence[str], options: RerankOptions)
         request.turns.system = options.get("system", "")
         request.turns.user = options.get("user", "")
     return request
-
-
-def ranking_from(response: messages.RerankResponse) -> list[Ranked]:
-    """Return the documents, best first."""
-    return [Ranked(result.index, result.score, result.log_odds) for result in response.results]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import json
 from typing import Any
@@ -62,6 +63,8 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_tool_calls: tuple[MalformedToolCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    stop_token_id: int | None = None
+    """The token that ended it, where one did: the model's own or one of `stop_token_ids`."""
 
     def json(self) -> Any:
         """Return the value of an output in a JSON format; raises ValueError when a limit cut it."""
@@ -91,6 +94,10 @@ class Reply(Completion):
     reuse_limit: str
     request_id: str
     model: str
+    create_time: datetime.datetime
+    """When the request reached the server, by its clock, in UTC."""
+    system_fingerprint: str
+    """Changes when the same request may give another output."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completions: tuple[Completion, ...] = ()
 
@@ -105,6 +112,8 @@ class Started:
     cached_tokens: int
     reuse_limit: str
     seed: int
+    create_time: datetime.datetime
+    system_fingerprint: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +132,8 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
         reuse_limit=reuse_limit_name(response.cache),
         request_id=response.request_id,
         model=response.model,
+        create_time=response.create_time.ToDatetime(datetime.UTC),
+        system_fingerprint=response.system_fingerprint,
         prompt_logprobs=logprobs_from(response.prompt_logprobs),
     )
 
@@ -134,6 +145,8 @@ def reply_of(
     reuse_limit: str,
     request_id: str,
     model: str,
+    create_time: datetime.datetime,
+    system_fingerprint: str,
     prompt_logprobs: tuple[TokenLogprobs, ...],
 ) -> Reply:
     """Return an answer whose own output is `first`."""
@@ -142,6 +155,8 @@ def reply_of(
         reuse_limit=reuse_limit,
         request_id=request_id,
         model=model,
+        create_time=create_time,
+        system_fingerprint=system_fingerprint,
         prompt_logprobs=prompt_logprobs,
         completions=completions,
     )
@@ -161,6 +176,7 @@ def _completion(output: inference.GenerateResponse | completion_pb2.Completion) 
             MalformedToolCall(found.text, found.problem) for found in output.malformed_tool_calls
         ),
         logprobs=logprobs_from(output.logprobs),
+        stop_token_id=output.stop_token_id if output.HasField("stop_token_id") else None,
     )
 
 
@@ -178,6 +194,8 @@ def started_from(started: inference.Started) -> Started:
         cached_tokens=started.cache.cached_tokens,
         reuse_limit=reuse_limit_name(started.cache),
         seed=started.seed,
+        create_time=started.create_time.ToDatetime(datetime.UTC),
+        system_fingerprint=started.system_fingerprint,
     )
 
 

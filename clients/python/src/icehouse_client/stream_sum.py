@@ -61,6 +61,8 @@ class StreamSum:
             reuse_limit=started.reuse_limit,
             request_id=started.request_id,
             model=started.model,
+            create_time=started.create_time,
+            system_fingerprint=started.system_fingerprint,
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
@@ -100,4 +102,5 @@ class _OutputSum:
             tool_calls=self._calls.calls,
             malformed_tool_calls=tuple(self._malformed),
             logprobs=tuple(self._logprobs),
+            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         )

@@ -54,13 +54,12 @@ type CacheServiceClient interface {
 	Pin(ctx context.Context, in *PinRequest, opts ...grpc.CallOption) (*PinResponse, error)
 	// Takes pins off. Blocks that are not pinned are left as they are.
 	Unpin(ctx context.Context, in *UnpinRequest, opts ...grpc.CallOption) (*UnpinResponse, error)
-	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-	// found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
-	// caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+	// Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+	// ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+	// caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+	// rest stays cached. What is cached meanwhile stays, too.
 	Evict(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (*EvictResponse, error)
-	// As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
-	// it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
-	// was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+	// As Evict, and tells on the way how far it is: `finished` last.
 	EvictWithProgress(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvictWithProgressResponse], error)
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
 	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
@@ -238,13 +237,12 @@ type CacheServiceServer interface {
 	Pin(context.Context, *PinRequest) (*PinResponse, error)
 	// Takes pins off. Blocks that are not pinned are left as they are.
 	Unpin(context.Context, *UnpinRequest) (*UnpinResponse, error)
-	// Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-	// found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
-	// caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+	// Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+	// ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+	// caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+	// rest stays cached. What is cached meanwhile stays, too.
 	Evict(context.Context, *EvictRequest) (*EvictResponse, error)
-	// As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
-	// it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
-	// was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+	// As Evict, and tells on the way how far it is: `finished` last.
 	EvictWithProgress(*EvictRequest, grpc.ServerStreamingServer[EvictWithProgressResponse]) error
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
 	// operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with

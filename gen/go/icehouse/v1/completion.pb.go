@@ -50,8 +50,10 @@ type Completion struct {
 	Logprobs []*TokenLogprobs `protobuf:"bytes,11,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
 	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,12,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// The token that ended it. Absent: it ended otherwise.
+	StopTokenId   *int32 `protobuf:"varint,13,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Completion) Reset() {
@@ -168,11 +170,18 @@ func (x *Completion) GetMalformedToolCalls() []*MalformedToolCall {
 	return nil
 }
 
+func (x *Completion) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
+	}
+	return 0
+}
+
 var File_icehouse_v1_completion_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_completion_proto_rawDesc = "" +
 	"\n" +
-	"\x1cicehouse/v1/completion.proto\x12\vicehouse.v1\x1a\x1aicehouse/v1/logprobs.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x95\x04\n" +
+	"\x1cicehouse/v1/completion.proto\x12\vicehouse.v1\x1a\x1aicehouse/v1/logprobs.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xd0\x04\n" +
 	"\n" +
 	"Completion\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\x05R\x05index\x12\x12\n" +
@@ -189,8 +198,10 @@ const file_icehouse_v1_completion_proto_rawDesc = "" +
 	"\treasoning\x18\n" +
 	" \x01(\tR\treasoning\x126\n" +
 	"\blogprobs\x18\v \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12P\n" +
-	"\x14malformed_tool_calls\x18\f \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
-	"\f_stop_stringb\x06proto3"
+	"\x14malformed_tool_calls\x18\f \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCalls\x12'\n" +
+	"\rstop_token_id\x18\r \x01(\x05H\x01R\vstopTokenId\x88\x01\x01B\x0e\n" +
+	"\f_stop_stringB\x10\n" +
+	"\x0e_stop_token_idb\x06proto3"
 
 var (
 	file_icehouse_v1_completion_proto_rawDescOnce sync.Once

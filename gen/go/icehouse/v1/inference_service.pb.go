@@ -84,7 +84,12 @@ type GenerateRequest struct {
 	// on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
 	// that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
 	// (one that is not written as above is passed over), else none.
-	SessionId     string `protobuf:"bytes,18,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionId string `protobuf:"bytes,18,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Tokens that end the output when they are drawn, beside the model's own end tokens and also where
+	// `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
+	// its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
+	// Absent: none.
+	StopTokenIds  []int32 `protobuf:"varint,19,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -258,6 +263,13 @@ func (x *GenerateRequest) GetSessionId() string {
 	return ""
 }
 
+func (x *GenerateRequest) GetStopTokenIds() []int32 {
+	if x != nil {
+		return x.StopTokenIds
+	}
+	return nil
+}
+
 type isGenerateRequest_Prompt interface {
 	isGenerateRequest_Prompt()
 }
@@ -317,6 +329,16 @@ type GenerateResponse struct {
 	PromptLogprobs []*TokenLogprobs `protobuf:"bytes,13,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
 	// Every completion in order, the first one included. Absent: the request left `completions` unset.
 	Completions []*Completion `protobuf:"bytes,14,rep,name=completions,proto3" json:"completions,omitempty"`
+	// The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
+	// Absent: it ended otherwise.
+	StopTokenId *int32 `protobuf:"varint,15,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	// When the request reached the server, by the server's clock.
+	CreateTime *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
+	// What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
+	// chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
+	// what reads the model. While it stays, the same request with the same seed is expected to give the same
+	// output; when it changes, outputs may change.
+	SystemFingerprint string `protobuf:"bytes,17,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
 	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
 	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,30,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -449,6 +471,27 @@ func (x *GenerateResponse) GetCompletions() []*Completion {
 		return x.Completions
 	}
 	return nil
+}
+
+func (x *GenerateResponse) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
+	}
+	return 0
+}
+
+func (x *GenerateResponse) GetCreateTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.CreateTime
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetSystemFingerprint() string {
+	if x != nil {
+		return x.SystemFingerprint
+	}
+	return ""
 }
 
 func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
@@ -594,9 +637,13 @@ type Started struct {
 	// From arrival until now.
 	QueueDuration *durationpb.Duration `protobuf:"bytes,5,opt,name=queue_duration,json=queueDuration,proto3" json:"queue_duration,omitempty"`
 	// The seed that is used, the request's or the one drawn for it.
-	Seed          uint64 `protobuf:"varint,6,opt,name=seed,proto3" json:"seed,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Seed uint64 `protobuf:"varint,6,opt,name=seed,proto3" json:"seed,omitempty"`
+	// When the request reached the server, by the server's clock.
+	CreateTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
+	// As `system_fingerprint` of GenerateResponse.
+	SystemFingerprint string `protobuf:"bytes,8,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
@@ -669,6 +716,20 @@ func (x *Started) GetSeed() uint64 {
 		return x.Seed
 	}
 	return 0
+}
+
+func (x *Started) GetCreateTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.CreateTime
+	}
+	return nil
+}
+
+func (x *Started) GetSystemFingerprint() string {
+	if x != nil {
+		return x.SystemFingerprint
+	}
+	return ""
 }
 
 // How far the prompt is computed.
@@ -848,8 +909,11 @@ type Finished struct {
 	Usage *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
 	// Which completion it belongs to, from 0.
 	CompletionIndex int32 `protobuf:"varint,4,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
+	// Absent: it ended otherwise.
+	StopTokenId   *int32 `protobuf:"varint,5,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Finished) Reset() {
@@ -906,6 +970,13 @@ func (x *Finished) GetUsage() *Usage {
 func (x *Finished) GetCompletionIndex() int32 {
 	if x != nil {
 		return x.CompletionIndex
+	}
+	return 0
+}
+
+func (x *Finished) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
 	}
 	return 0
 }
@@ -1356,7 +1427,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x88\x06\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xae\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1379,8 +1450,9 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\vspeculation\x18\x10 \x01(\v2\x18.icehouse.v1.SpeculationR\vspeculation\x12\x18\n" +
 	"\aadapter\x18\x11 \x01(\tR\aadapter\x12\x1d\n" +
 	"\n" +
-	"session_id\x18\x12 \x01(\tR\tsessionIdB\b\n" +
-	"\x06prompt\"\xba\x05\n" +
+	"session_id\x18\x12 \x01(\tR\tsessionId\x12$\n" +
+	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIdsB\b\n" +
+	"\x06prompt\"\xe1\x06\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1399,15 +1471,20 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\treasoning\x18\v \x01(\tR\treasoning\x126\n" +
 	"\blogprobs\x18\f \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12C\n" +
 	"\x0fprompt_logprobs\x18\r \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\x129\n" +
-	"\vcompletions\x18\x0e \x03(\v2\x17.icehouse.v1.CompletionR\vcompletions\x12P\n" +
+	"\vcompletions\x18\x0e \x03(\v2\x17.icehouse.v1.CompletionR\vcompletions\x12'\n" +
+	"\rstop_token_id\x18\x0f \x01(\x05H\x01R\vstopTokenId\x88\x01\x01\x12;\n" +
+	"\vcreate_time\x18\x10 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
+	"createTime\x12-\n" +
+	"\x12system_fingerprint\x18\x11 \x01(\tR\x11systemFingerprint\x12P\n" +
 	"\x14malformed_tool_calls\x18\x1e \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
-	"\f_stop_string\"\xf7\x01\n" +
+	"\f_stop_stringB\x10\n" +
+	"\x0e_stop_token_id\"\xf7\x01\n" +
 	"\x0eStreamResponse\x120\n" +
 	"\astarted\x18\x01 \x01(\v2\x14.icehouse.v1.StartedH\x00R\astarted\x12I\n" +
 	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x12*\n" +
 	"\x05delta\x18\x03 \x01(\v2\x12.icehouse.v1.DeltaH\x00R\x05delta\x123\n" +
 	"\bfinished\x18\x04 \x01(\v2\x15.icehouse.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\xe9\x01\n" +
+	"\x05event\"\xd5\x02\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1415,7 +1492,10 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\rprompt_tokens\x18\x03 \x01(\x05R\fpromptTokens\x12.\n" +
 	"\x05cache\x18\x04 \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12@\n" +
 	"\x0equeue_duration\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\rqueueDuration\x12\x12\n" +
-	"\x04seed\x18\x06 \x01(\x04R\x04seed\"\xa6\x01\n" +
+	"\x04seed\x18\x06 \x01(\x04R\x04seed\x12;\n" +
+	"\vcreate_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\n" +
+	"createTime\x12-\n" +
+	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\"\xa6\x01\n" +
 	"\x0fPrefillProgress\x12)\n" +
 	"\x10processed_tokens\x18\x01 \x01(\x05R\x0fprocessedTokens\x12#\n" +
 	"\rprompt_tokens\x18\x02 \x01(\x05R\fpromptTokens\x12C\n" +
@@ -1427,14 +1507,16 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\ttool_call\x18\x04 \x01(\v2\x1a.icehouse.v1.ToolCallDeltaR\btoolCall\x126\n" +
 	"\blogprobs\x18\x05 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12)\n" +
 	"\x10completion_index\x18\x06 \x01(\x05R\x0fcompletionIndex\x12N\n" +
-	"\x13malformed_tool_call\x18\x1e \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\"\xd5\x01\n" +
+	"\x13malformed_tool_call\x18\x1e \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\"\x90\x02\n" +
 	"\bFinished\x12>\n" +
 	"\rfinish_reason\x18\x01 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12$\n" +
 	"\vstop_string\x18\x02 \x01(\tH\x00R\n" +
 	"stopString\x88\x01\x01\x12(\n" +
 	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12)\n" +
-	"\x10completion_index\x18\x04 \x01(\x05R\x0fcompletionIndexB\x0e\n" +
-	"\f_stop_string\"\x9f\x01\n" +
+	"\x10completion_index\x18\x04 \x01(\x05R\x0fcompletionIndex\x12'\n" +
+	"\rstop_token_id\x18\x05 \x01(\x05H\x01R\vstopTokenId\x88\x01\x01B\x0e\n" +
+	"\f_stop_stringB\x10\n" +
+	"\x0e_stop_token_id\"\x9f\x01\n" +
 	"\x0fTokenizeRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
 	"\x04text\x18\x02 \x01(\tH\x00R\x04text\x12-\n" +
@@ -1514,10 +1596,10 @@ var file_icehouse_v1_inference_service_proto_goTypes = []any{
 	(*ToolCall)(nil),              // 26: icehouse.v1.ToolCall
 	(*TokenLogprobs)(nil),         // 27: icehouse.v1.TokenLogprobs
 	(*Completion)(nil),            // 28: icehouse.v1.Completion
-	(*MalformedToolCall)(nil),     // 29: icehouse.v1.MalformedToolCall
-	(*durationpb.Duration)(nil),   // 30: google.protobuf.Duration
-	(*ToolCallDelta)(nil),         // 31: icehouse.v1.ToolCallDelta
-	(*timestamppb.Timestamp)(nil), // 32: google.protobuf.Timestamp
+	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
+	(*MalformedToolCall)(nil),     // 30: icehouse.v1.MalformedToolCall
+	(*durationpb.Duration)(nil),   // 31: google.protobuf.Duration
+	(*ToolCallDelta)(nil),         // 32: icehouse.v1.ToolCallDelta
 	(*EngineStats)(nil),           // 33: icehouse.v1.EngineStats
 	(*CacheStats)(nil),            // 34: icehouse.v1.CacheStats
 	(*SlowRequest)(nil),           // 35: icehouse.v1.SlowRequest
@@ -1540,42 +1622,44 @@ var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
 	27, // 13: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
 	27, // 14: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
 	28, // 15: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
-	29, // 16: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
-	3,  // 17: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
-	4,  // 18: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
-	5,  // 19: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
-	6,  // 20: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
-	25, // 21: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
-	30, // 22: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
-	27, // 23: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	31, // 24: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
-	27, // 25: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	29, // 26: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
-	23, // 27: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
-	24, // 28: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
-	14, // 29: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	18, // 30: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
-	9,  // 31: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
-	32, // 32: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
-	33, // 33: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
-	34, // 34: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
-	35, // 35: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
-	36, // 36: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
-	0,  // 37: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
-	0,  // 38: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
-	7,  // 39: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
-	10, // 40: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
-	12, // 41: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
-	1,  // 42: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
-	2,  // 43: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
-	8,  // 44: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
-	11, // 45: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
-	13, // 46: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
-	42, // [42:47] is the sub-list for method output_type
-	37, // [37:42] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	29, // 16: icehouse.v1.GenerateResponse.create_time:type_name -> google.protobuf.Timestamp
+	30, // 17: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
+	3,  // 18: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
+	4,  // 19: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	5,  // 20: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
+	6,  // 21: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
+	25, // 22: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
+	31, // 23: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
+	29, // 24: icehouse.v1.Started.create_time:type_name -> google.protobuf.Timestamp
+	27, // 25: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	32, // 26: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
+	27, // 27: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	30, // 28: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
+	23, // 29: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
+	24, // 30: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
+	14, // 31: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	18, // 32: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
+	9,  // 33: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
+	29, // 34: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
+	33, // 35: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
+	34, // 36: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
+	35, // 37: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
+	36, // 38: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
+	0,  // 39: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
+	0,  // 40: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
+	7,  // 41: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
+	10, // 42: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
+	12, // 43: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
+	1,  // 44: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
+	2,  // 45: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
+	8,  // 46: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
+	11, // 47: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
+	13, // 48: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
+	44, // [44:49] is the sub-list for method output_type
+	39, // [39:44] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_inference_service_proto_init() }

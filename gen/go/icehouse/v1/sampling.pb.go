@@ -80,11 +80,12 @@ type SamplingParams struct {
 	// Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
 	// Absent: none.
 	BadTokenSequences []*TokenSequence `protobuf:"bytes,16,rep,name=bad_token_sequences,json=badTokenSequences,proto3" json:"bad_token_sequences,omitempty"`
-	// Output tokens before an end token may be drawn, and before text counts towards a stop string;
+	// Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
+	// string;
 	// from 0 to the request's max_output_tokens. Absent: 0.
 	MinOutputTokens int32 `protobuf:"varint,17,opt,name=min_output_tokens,json=minOutputTokens,proto3" json:"min_output_tokens,omitempty"`
-	// Takes end tokens for tokens like any other, so that only a stop string or a limit ends the
-	// output; for measuring. Absent: false.
+	// Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
+	// the output; for measuring. Absent: false.
 	IgnoreEndTokens bool `protobuf:"varint,18,opt,name=ignore_end_tokens,json=ignoreEndTokens,proto3" json:"ignore_end_tokens,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache

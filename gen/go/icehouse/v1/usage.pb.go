@@ -30,8 +30,9 @@ type FinishReason int32
 const (
 	// Never sent.
 	FinishReason_FINISH_REASON_UNSPECIFIED FinishReason = 0
-	// The model emitted one of its end tokens, whose text is not part of the output; or the output is
-	// complete in its response format, where nothing but an end token could follow.
+	// The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+	// of the output; or the output is complete in its response format, where nothing but an end token could
+	// follow. `stop_token_id` says which token it was.
 	FinishReason_FINISH_REASON_STOP_TOKEN FinishReason = 1
 	// One of the request's stop strings appeared; the text ends before it.
 	FinishReason_FINISH_REASON_STOP_STRING FinishReason = 2

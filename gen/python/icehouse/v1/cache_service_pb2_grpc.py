@@ -135,18 +135,17 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-        found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
-        caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+        """Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+        ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+        caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+        rest stays cached. What is cached meanwhile stays, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictWithProgress(self, request, context):
-        """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
-        it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
-        was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+        """As Evict, and tells on the way how far it is: `finished` last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

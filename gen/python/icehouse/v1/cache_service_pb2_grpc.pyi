@@ -52,15 +52,13 @@ class CacheServiceStub:
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]
     """Takes pins off. Blocks that are not pinned are left as they are."""
     Evict: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]
-    """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-    found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
-    caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+    """Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+    ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+    caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+    rest stays cached. What is cached meanwhile stays, too.
     """
     EvictWithProgress: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictWithProgressResponse]
-    """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
-    it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
-    was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
-    """
+    """As Evict, and tells on the way how far it is: `finished` last."""
     Verify: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
     operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
@@ -96,15 +94,13 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]  # type: ignore[assignment]
     """Takes pins off. Blocks that are not pinned are left as they are."""
     Evict: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]  # type: ignore[assignment]
-    """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-    found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
-    caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+    """Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+    ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+    caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+    rest stays cached. What is cached meanwhile stays, too.
     """
     EvictWithProgress: _aio.UnaryStreamMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictWithProgressResponse]  # type: ignore[assignment]
-    """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
-    it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
-    was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
-    """
+    """As Evict, and tells on the way how far it is: `finished` last."""
     Verify: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
     operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
@@ -173,9 +169,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.EvictResponse, _abc.Awaitable[_cache_service_pb2.EvictResponse]]:
-        """Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-        found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
-        caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+        """Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+        ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+        caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+        rest stays cached. What is cached meanwhile stays, too.
         """
 
     @_abc_1.abstractmethod
@@ -184,10 +181,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.EvictWithProgressResponse], _abc.AsyncIterator[_cache_service_pb2.EvictWithProgressResponse]]:
-        """As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
-        it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
-        was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
-        """
+        """As Evict, and tells on the way how far it is: `finished` last."""
 
     @_abc_1.abstractmethod
     def Verify(

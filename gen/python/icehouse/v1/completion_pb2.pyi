@@ -39,6 +39,7 @@ class Completion(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Its place among the request's completions, from 0."""
     text: _builtins.str
@@ -51,6 +52,8 @@ class Completion(_message.Message):
     """The seed that was used: the first completion's plus `index`, modulo 2^64."""
     reasoning: _builtins.str
     """What the model thought before it spoke. Absent: none."""
+    stop_token_id: _builtins.int
+    """The token that ended it. Absent: it ended otherwise."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The generated tokens."""
@@ -90,13 +93,19 @@ class Completion(_message.Message):
         reasoning: _builtins.str = ...,
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
+        stop_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "reasoning", b"reasoning", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "reasoning", b"reasoning", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
+    _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___Completion: _TypeAlias = Completion  # noqa: Y015

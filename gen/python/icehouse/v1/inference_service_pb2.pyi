@@ -57,6 +57,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
     Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
@@ -136,6 +137,14 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> _speculation_pb2.Speculation:
         """Guess several tokens a step; the output is the same. Absent: no."""
 
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end the output when they are drawn, beside the model's own end tokens and also where
+        `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
+        its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
+        Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -157,10 +166,11 @@ class GenerateRequest(_message.Message):
         speculation: _speculation_pb2.Speculation | None = ...,
         adapter: _builtins.str = ...,
         session_id: _builtins.str = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "logprobs", b"logprobs", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -188,6 +198,9 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPLETIONS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
@@ -206,6 +219,16 @@ class GenerateResponse(_message.Message):
     reasoning: _builtins.str
     """What the model thought before it spoke, without markers. Only of a chat with a model that marks its
     reasoning. Absent: none.
+    """
+    stop_token_id: _builtins.int
+    """The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
+    Absent: it ended otherwise.
+    """
+    system_fingerprint: _builtins.str
+    """What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
+    chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
+    what reads the model. While it stays, the same request with the same seed is expected to give the same
+    output; when it changes, outputs may change.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -238,6 +261,10 @@ class GenerateResponse(_message.Message):
         """Every completion in order, the first one included. Absent: the request left `completions` unset."""
 
     @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When the request reached the server, by the server's clock."""
+
+    @_builtins.property
     def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
         """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
 
@@ -258,15 +285,23 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         completions: _abc.Iterable[_completion_pb2.Completion] | None = ...,
+        stop_token_id: _builtins.int | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        system_fingerprint: _builtins.str = ...,
         malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "create_time", b"create_time", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "cache", b"cache", "completions", b"completions", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "create_time", b"create_time", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
+    _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
@@ -328,6 +363,8 @@ class Started(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     QUEUE_DURATION_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
     model: _builtins.str
@@ -336,6 +373,8 @@ class Started(_message.Message):
     """Tokens of the prompt."""
     seed: _builtins.int
     """The seed that is used, the request's or the one drawn for it."""
+    system_fingerprint: _builtins.str
+    """As `system_fingerprint` of GenerateResponse."""
     @_builtins.property
     def cache(self) -> _usage_pb2.CacheReport:
         """What is reused of the prompt."""
@@ -343,6 +382,10 @@ class Started(_message.Message):
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
         """From arrival until now."""
+
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When the request reached the server, by the server's clock."""
 
     def __init__(
         self,
@@ -353,10 +396,12 @@ class Started(_message.Message):
         cache: _usage_pb2.CacheReport | None = ...,
         queue_duration: _duration_pb2.Duration | None = ...,
         seed: _builtins.int = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "queue_duration", b"queue_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "queue_duration", b"queue_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,12 +507,17 @@ class Finished(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     COMPLETION_INDEX_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     finish_reason: _usage_pb2.FinishReason.ValueType
     """Why it ended."""
     stop_string: _builtins.str
     """The stop string that ended it. Absent: it ended otherwise."""
     completion_index: _builtins.int
     """Which completion it belongs to, from 0."""
+    stop_token_id: _builtins.int
+    """The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
+    Absent: it ended otherwise.
+    """
     @_builtins.property
     def usage(self) -> _usage_pb2.Usage:
         """What it cost."""
@@ -479,14 +529,20 @@ class Finished(_message.Message):
         stop_string: _builtins.str | None = ...,
         usage: _usage_pb2.Usage | None = ...,
         completion_index: _builtins.int = ...,
+        stop_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "completion_index", b"completion_index", "finish_reason", b"finish_reason", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "completion_index", b"completion_index", "finish_reason", b"finish_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
+    _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
 

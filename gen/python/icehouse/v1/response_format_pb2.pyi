@@ -21,9 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class ResponseFormat(_message.Message):
     """Keeps the output inside a form: at each step only tokens that can still lead to it may be drawn,
-    and end tokens only where it is complete. An output that ended otherwise than by a limit or a stop
-    string has the form; its finish reason is FINISH_REASON_STOP_TOKEN. One that ended with
-    FINISH_REASON_LENGTH, CONTEXT_LENGTH or STOP_STRING is a beginning of it. The form wins over
+    and end tokens only where it is complete. An output that ended otherwise than by a limit, a stop
+    string or one of the request's `stop_token_ids` has the form; its finish reason is
+    FINISH_REASON_STOP_TOKEN. Any other is a beginning of it. The form wins over
     everything in `sampling`: a bias or a ban never makes a token possible or the output impossible.
 
     A form that cannot be used is refused with RESPONSE_FORMAT_INVALID, whose metadata has `place` (a

@@ -118,12 +118,13 @@ class SamplingParams(_message.Message):
     Absent: 0.
     """
     min_output_tokens: _builtins.int
-    """Output tokens before an end token may be drawn, and before text counts towards a stop string;
+    """Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
+    string;
     from 0 to the request's max_output_tokens. Absent: 0.
     """
     ignore_end_tokens: _builtins.bool
-    """Takes end tokens for tokens like any other, so that only a stop string or a limit ends the
-    output; for measuring. Absent: false.
+    """Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
+    the output; for measuring. Absent: false.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:

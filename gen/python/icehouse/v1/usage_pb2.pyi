@@ -30,8 +30,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never sent."""
     FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 1
-    """The model emitted one of its end tokens, whose text is not part of the output; or the output is
-    complete in its response format, where nothing but an end token could follow.
+    """The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+    of the output; or the output is complete in its response format, where nothing but an end token could
+    follow. `stop_token_id` says which token it was.
     """
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 2
     """One of the request's stop strings appeared; the text ends before it."""
@@ -50,8 +51,9 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never sent."""
 FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 1
-"""The model emitted one of its end tokens, whose text is not part of the output; or the output is
-complete in its response format, where nothing but an end token could follow.
+"""The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+of the output; or the output is complete in its response format, where nothing but an end token could
+follow. `stop_token_id` says which token it was.
 """
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 2
 """One of the request's stop strings appeared; the text ends before it."""

@@ -1134,9 +1134,10 @@ export const CacheService: GenService<{
     output: typeof UnpinResponseSchema;
   },
   /**
-   * Removes blocks from both tiers, pinned ones too. Running requests keep their copies. Nothing of them is
-   * found from the moment it begins. The files on SSD then go batch by batch, to the last one also when the
-   * caller goes away or the deadline passes; `ssd.purged_block_total` of WatchStats tells how far that is.
+   * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+   * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+   * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+   * rest stays cached. What is cached meanwhile stays, too.
    *
    * @generated from rpc icehouse.v1.CacheService.Evict
    */
@@ -1146,9 +1147,7 @@ export const CacheService: GenService<{
     output: typeof EvictResponseSchema;
   },
   /**
-   * As Evict, 256 blocks at a time, the ends of prompts before their beginnings, and tells on the way how far
-   * it is: `finished` last. When the caller goes away or the deadline passes it ends within 256 blocks: what
-   * was removed by then is gone, the rest stays cached. What is cached meanwhile stays, too.
+   * As Evict, and tells on the way how far it is: `finished` last.
    *
    * @generated from rpc icehouse.v1.CacheService.EvictWithProgress
    */

@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/completion.proto.
  */
 export const file_icehouse_v1_completion: GenFile = /*@__PURE__*/
-  fileDesc("ChxpY2Vob3VzZS92MS9jb21wbGV0aW9uLnByb3RvEgtpY2Vob3VzZS52MSKcAwoKQ29tcGxldGlvbhINCgVpbmRleBgBIAEoBRIMCgR0ZXh0GAIgASgJEhEKCXRva2VuX2lkcxgDIAMoBRIwCg1maW5pc2hfcmVhc29uGAQgASgOMhkuaWNlaG91c2UudjEuRmluaXNoUmVhc29uEhgKC3N0b3Bfc3RyaW5nGAUgASgJSACIAQESIQoFdXNhZ2UYBiABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZRInCgVjYWNoZRgHIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EgwKBHNlZWQYCCABKAQSKQoKdG9vbF9jYWxscxgJIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEhEKCXJlYXNvbmluZxgKIAEoCRIsCghsb2dwcm9icxgLIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMSPAoUbWFsZm9ybWVkX3Rvb2xfY2FsbHMYDCADKAsyHi5pY2Vob3VzZS52MS5NYWxmb3JtZWRUb29sQ2FsbEIOCgxfc3RvcF9zdHJpbmdiBnByb3RvMw", [file_icehouse_v1_logprobs, file_icehouse_v1_tool, file_icehouse_v1_usage]);
+  fileDesc("ChxpY2Vob3VzZS92MS9jb21wbGV0aW9uLnByb3RvEgtpY2Vob3VzZS52MSLKAwoKQ29tcGxldGlvbhINCgVpbmRleBgBIAEoBRIMCgR0ZXh0GAIgASgJEhEKCXRva2VuX2lkcxgDIAMoBRIwCg1maW5pc2hfcmVhc29uGAQgASgOMhkuaWNlaG91c2UudjEuRmluaXNoUmVhc29uEhgKC3N0b3Bfc3RyaW5nGAUgASgJSACIAQESIQoFdXNhZ2UYBiABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZRInCgVjYWNoZRgHIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EgwKBHNlZWQYCCABKAQSKQoKdG9vbF9jYWxscxgJIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEhEKCXJlYXNvbmluZxgKIAEoCRIsCghsb2dwcm9icxgLIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMSPAoUbWFsZm9ybWVkX3Rvb2xfY2FsbHMYDCADKAsyHi5pY2Vob3VzZS52MS5NYWxmb3JtZWRUb29sQ2FsbBIaCg1zdG9wX3Rva2VuX2lkGA0gASgFSAGIAQFCDgoMX3N0b3Bfc3RyaW5nQhAKDl9zdG9wX3Rva2VuX2lkYgZwcm90bzM", [file_icehouse_v1_logprobs, file_icehouse_v1_tool, file_icehouse_v1_usage]);
 
 /**
  * One complete output. Every field is what GenerateResponse says of it.
@@ -109,6 +109,13 @@ export type Completion = Message<"icehouse.v1.Completion"> & {
    * @generated from field: repeated icehouse.v1.MalformedToolCall malformed_tool_calls = 12;
    */
   malformedToolCalls: MalformedToolCall[];
+
+  /**
+   * The token that ended it. Absent: it ended otherwise.
+   *
+   * @generated from field: optional int32 stop_token_id = 13;
+   */
+  stopTokenId?: number | undefined;
 };
 
 /**

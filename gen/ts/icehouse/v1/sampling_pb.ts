@@ -155,7 +155,8 @@ export type SamplingParams = Message<"icehouse.v1.SamplingParams"> & {
   badTokenSequences: TokenSequence[];
 
   /**
-   * Output tokens before an end token may be drawn, and before text counts towards a stop string;
+   * Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
+   * string;
    * from 0 to the request's max_output_tokens. Absent: 0.
    *
    * @generated from field: int32 min_output_tokens = 17;
@@ -163,8 +164,8 @@ export type SamplingParams = Message<"icehouse.v1.SamplingParams"> & {
   minOutputTokens: number;
 
   /**
-   * Takes end tokens for tokens like any other, so that only a stop string or a limit ends the
-   * output; for measuring. Absent: false.
+   * Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
+   * the output; for measuring. Absent: false.
    *
    * @generated from field: bool ignore_end_tokens = 18;
    */

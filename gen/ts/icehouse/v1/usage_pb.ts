@@ -311,8 +311,9 @@ export enum FinishReason {
   UNSPECIFIED = 0,
 
   /**
-   * The model emitted one of its end tokens, whose text is not part of the output; or the output is
-   * complete in its response format, where nothing but an end token could follow.
+   * The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+   * of the output; or the output is complete in its response format, where nothing but an end token could
+   * follow. `stop_token_id` says which token it was.
    *
    * @generated from enum value: FINISH_REASON_STOP_TOKEN = 1;
    */

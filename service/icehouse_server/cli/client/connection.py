@@ -10,7 +10,6 @@ from icehouse_client import Client, IcehouseClientError, Security
 
 from icehouse_server.cli.terminal.client_options import Target
 from icehouse_server.cli.terminal.console import complain
-from icehouse_server.rpc.client.generate import not_reached_text
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -21,14 +20,20 @@ EXIT_INTERRUPTED = 130
 @contextlib.contextmanager
 def connected(target: Target) -> Iterator[Client]:
     """Yield a client; a call that fails in the block ends the command with a line that says why."""
-    with open_client(target) as client:
-        try:
-            yield client
-        except IcehouseClientError as error:
-            complain(failure_text(error, target.address))
-            raise typer.Exit(EXIT_FAILURE) from error
-        except KeyboardInterrupt as error:
-            raise typer.Exit(EXIT_INTERRUPTED) from error
+    with open_client(target) as client, failing_call_ends(target.address):
+        yield client
+
+
+@contextlib.contextmanager
+def failing_call_ends(address: str) -> Iterator[None]:
+    """End the command with a line that says why where a call of the block fails, quietly on Ctrl-C."""
+    try:
+        yield
+    except IcehouseClientError as error:
+        complain(failure_text(error, address))
+        raise typer.Exit(EXIT_FAILURE) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
 def open_client(target: Target) -> Client:
@@ -53,3 +58,21 @@ def failure_text(error: IcehouseClientError, address: str) -> str:
     if error.code.name == error.reason == "UNIMPLEMENTED":
         return f"the server at {address} does not know this call; it is older than this command"
     return f"{error.code.name}: {error.message}"
+
+
+def not_reached_text(details: str, address: str) -> str:
+    """Return why there was no answer and what to do, from gRPC's own words."""
+    if "handshake failed" in details:
+        why = details.rpartition("handshake failed")[2].strip(" :").removesuffix(": OK")
+        return (
+            f"the server at {address} and this command do not agree on TLS {why}; name its authority with "
+            "--ca, or say neither --ca nor --tls to a server without TLS"
+        )
+    if "resolving" in details or "resolution" in details:
+        return f"the name in {address} cannot be resolved; say another --address"
+    if "Socket closed" in details or "reset" in details:
+        return (
+            f"the server at {address} closed the connection; one with TLS wants --ca (or --tls), one that "
+            "asks for certificates --certificate and --key too"
+        )
+    return f"no server answers at {address}; start one with `icehouse serve`, or say --address"

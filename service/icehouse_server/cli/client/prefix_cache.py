@@ -27,7 +27,7 @@ def explain(prompt: GivenPrompt, target: Target, as_json: AsJson = False) -> Non
     # Imported here, so that commands that need no gRPC start without it.
     from icehouse_server.cli.client.connection import connected
     from icehouse_server.cli.client.explanation import explanation
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     asked = prompt.read()
     with connected(target) as client:
@@ -45,7 +45,7 @@ def warm(prompt: GivenPrompt, target: Target, as_json: AsJson = False) -> None:
 
     from icehouse_server.cli.client.connection import connected
     from icehouse_server.cli.client.cost import cost_text
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     asked = prompt.read()
     with connected(target) as client, _bar("computing the prompt") as advance:
@@ -64,7 +64,7 @@ def warm(prompt: GivenPrompt, target: Target, as_json: AsJson = False) -> None:
 def pin(prompt: GivenPrompt, target: Target, as_json: AsJson = False) -> None:
     """Keep a prompt's cached blocks from being evicted by policy."""
     from icehouse_server.cli.client.connection import connected
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     asked = prompt.read()
     with connected(target) as client:
@@ -79,7 +79,7 @@ def pin(prompt: GivenPrompt, target: Target, as_json: AsJson = False) -> None:
 def unpin(prompt: GivenPrompt, target: Target, as_json: AsJson = False) -> None:
     """Take the pins of a prompt's blocks off."""
     from icehouse_server.cli.client.connection import connected
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     asked = prompt.read()
     with connected(target) as client:
@@ -102,7 +102,7 @@ def evict(
 ) -> None:
     """Remove a prompt's cached blocks from RAM and SSD, pinned ones too."""
     from icehouse_server.cli.client.connection import connected
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     if everything and prompt.is_given:
         raise typer.BadParameter("--all removes everything; leave it out to remove one prompt")

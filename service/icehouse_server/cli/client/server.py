@@ -25,7 +25,7 @@ def models(target: Target, as_json: AsJson = False) -> None:
     """Show what a server serves: model, adapters, context, what a token's KV takes."""
     # Imported here, so that commands that need no gRPC start without it.
     from icehouse_server.cli.client.connection import connected
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     with connected(target) as client:
         served = client.models()
@@ -60,7 +60,7 @@ def stats(target: Target, as_json: AsJson = False) -> None:
     from icehouse_server.cli.top.rates import rates_between
     from icehouse_server.cli.top.view import screen
     from icehouse_server.domain.stats import ServerStats
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
     from icehouse_server.rpc.messages.proto_map import from_proto
 
     with connected(target) as client:
@@ -76,7 +76,7 @@ def stats(target: Target, as_json: AsJson = False) -> None:
 def info(target: Target, as_json: AsJson = False) -> None:
     """Show a server's version, state, features, and the limits of what requests may ask for."""
     from icehouse_server.cli.client.connection import connected
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     with connected(target) as client:
         facts = message_facts(client.server())
@@ -99,7 +99,7 @@ def info(target: Target, as_json: AsJson = False) -> None:
 def requests(target: Target, as_json: AsJson = False) -> None:
     """List the requests that wait or run, the oldest first: your own, or for operators those of all."""
     from icehouse_server.cli.client.connection import connected
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     with connected(target) as client:
         found = [message_facts(request) for request in client.requests()]
@@ -134,7 +134,7 @@ def cancel(
 ) -> None:
     """End requests within a step: your own, or for operators anybody's."""
     from icehouse_server.cli.client.connection import connected
-    from icehouse_server.rpc.client.message_json import message_facts
+    from icehouse_server.rpc.messages.message_json import message_facts
 
     ended = []
     with connected(target) as client:

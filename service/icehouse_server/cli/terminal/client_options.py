@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from icehouse_server.cli.terminal.console import address_of
 from icehouse_server.config import load_config
 from icehouse_server.config.load import ClientVariable
 from icehouse_server.errors import ConfigError, Reason
-
-if TYPE_CHECKING:
-    from icehouse_server.rpc.client.access import Access
 
 _PANEL = "Server"
 
@@ -78,11 +75,26 @@ Key = Annotated[
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """What a secured server asks of its callers. PEM contents, not paths; empty for an open server.
+
+    `is_tls` alone trusts the authorities that gRPC brings, `root_certificates` others. `certificate` and
+    `key` are the caller's own, for mTLS.
+    """
+
+    is_tls: bool = False
+    root_certificates: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = dataclasses.field(default=None, repr=False)
+    token: str = dataclasses.field(default="", repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Target:
     """A server to call, and what is shown to it."""
 
     address: str
-    access: Access
+    access: Access = Access()
 
 
 def target_of(
@@ -107,9 +119,6 @@ def access_of(
     *, token: Path | None, tls: bool, ca: Path | None, certificate: Path | None, key: Path | None
 ) -> Access:
     """Return the contents of the named files; raises ConfigError where one lacks or cannot be read."""
-    # Imported here, so that commands that need no gRPC start without it.
-    from icehouse_server.rpc.client.access import Access
-
     if (certificate is None) != (key is None):
         missing = "--key" if key is None else "--certificate"
         raise ConfigError(

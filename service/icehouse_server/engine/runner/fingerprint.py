@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 from collections.abc import Callable
@@ -27,10 +28,14 @@ from icehouse_server.domain.ids import AdapterDigest, Fingerprint
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
+from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
 
 _SAMPLED_TAG: Final = b"icehouse.fingerprint.v1\x00"
 _TAG: Final = b"icehouse.fingerprint.v2\x00"
 _ADAPTER_TAG: Final = b"icehouse.adapter.v1\x00"
+_SYSTEM_TAG: Final = b"icehouse.system.v1\x00"
+_COMPUTING: Final = ("icehouse", "mlx", "mlx-lm", "tokenizers", "transformers", "llguidance")
+"""Distributions whose release may change an output."""
 _PLACING_KEYS: Final = ("fine_tune_type", "num_layers", "lora_parameters")
 """Keys of adapter_config.json that say what it computes; the others tell how it was trained."""
 _NAMES_IN_CONFIG: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
@@ -113,6 +118,26 @@ def model_fingerprint(
     book.save()
     value = Fingerprint(hashlib.sha256(_TAG + _canonical(facts)).digest())
     return ModelFingerprint(value, {**details, "weights": _digest(facts["shards"])[:12]}, sampled)
+
+
+def system_digest_hex(model_dir: Path, *, fingerprint_hex: str, device: str) -> str:
+    """Return the SHA-256 of what outputs depend on: the model, what makes tokens of its text, the device and
+    the releases of all that computes. Raises ModelError when the tokenizer's files cannot be read."""
+    facts = {
+        "model": fingerprint_hex,
+        "tokenizer": tokenizer_digest_hex(model_dir),
+        "device": device,
+        "releases": {name: _release(name) for name in _COMPUTING},
+    }
+    return hashlib.sha256(_SYSTEM_TAG + _canonical(facts)).hexdigest()
+
+
+def _release(name: str) -> str:
+    """Return the release of an installed distribution; "" of one that runs from its source."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def adapter_digest(adapter_dir: Path) -> AdapterDigest:

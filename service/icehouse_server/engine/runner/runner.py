@@ -26,6 +26,7 @@ from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
+from icehouse_server.engine.runner.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.forward import (
     Attention,
     Features,
@@ -156,6 +157,9 @@ class ModelRunner:
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
             embedding_size=self._hidden_size(),
+            system_digest_hex=system_digest_hex(
+                self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
+            ),
         )
 
     def _load_draft(self, info: ModelInfo) -> DraftFootprint:

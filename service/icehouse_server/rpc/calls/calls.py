@@ -30,6 +30,7 @@ from icehouse_server.rpc.calls.pace import (
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import cancel_code, current_method
+from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -184,11 +185,8 @@ async def end(context: Context, status: grpc.Status) -> None:
     One who never takes them keeps the call open, and with it its own share of places, until its connection
     ends: nothing in gRPC's Python lets a server reset a single call.
     """
-    try:
+    with disconnect_as_cancel():
         await context.abort_with_status(status)
-    except grpc.aio.InternalError:
-        # The connection ended before the status could leave.
-        raise asyncio.CancelledError from None
 
 
 def _session_id(context: Context, keys: Sequence[str]) -> str:

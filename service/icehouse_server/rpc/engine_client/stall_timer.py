@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from icehouse_server.errors import Overloaded, Reason
+from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
 
 class Writable(Protocol):
@@ -45,15 +46,20 @@ class StallTimer:
         """Send the headers, for a reader who waits for them while there is no message yet."""
         if not self._has_begun:
             self._has_begun = True
-            await context.send_initial_metadata(())
+            with disconnect_as_cancel():
+                await context.send_initial_metadata(())
 
     async def write(self, context: Writable, message: object) -> None:
-        """Hand a message to the connection, which may wait for the reader; only within `guard`."""
+        """Hand a message to the connection, which may wait for the reader; only within `guard`.
+
+        Raises CancelledError where the connection ends first.
+        """
         # Apart from the message: headers that wait with it for the reader would keep the call from being
         # ended with a status (grpc 1.85).
         await self.begin(context)
         self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
-        await context.write(message)
+        with disconnect_as_cancel():
+            await context.write(message)
         self._reschedule(None)
 
     def _reschedule(self, when: float | None) -> None:

@@ -26,6 +26,7 @@ from icehouse_server.domain.events import (
 )
 from icehouse_server.rpc.messages.responses import (
     NO_NOTES,
+    ReplyFacts,
     ReportNotes,
     Spell,
     delta_proto,
@@ -66,31 +67,21 @@ class Reply:
     def __init__(
         self,
         *,
-        request_id: str,
-        model_id: str,
-        seed: int,
+        facts: ReplyFacts,
         splitter: ReplySplitter | None,
         piece: Spell,
         notes: ReportNotes = NO_NOTES,
     ) -> None:
         self._notes = notes
         self._piece = piece
-        self._request_id = request_id
-        self._model_id = model_id
-        self._seed = seed
+        self._facts = facts
         self._splitter = splitter
 
     def responses(self, event: Event) -> list[inference.StreamResponse]:
         """Return what is sent for an event of the engine."""
         match event:
             case Started():
-                started = started_proto(
-                    event,
-                    request_id=self._request_id,
-                    model_id=self._model_id,
-                    seed=self._seed,
-                    notes=self._notes,
-                )
+                started = started_proto(event, self._facts, self._notes)
                 return [inference.StreamResponse(started=started)]
             case PrefillProgress():
                 return [inference.StreamResponse(prefill_progress=progress_proto(event, piece=self._piece))]

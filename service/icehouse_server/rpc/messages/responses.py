@@ -22,7 +22,7 @@ from icehouse_server.domain.events import (
 )
 from icehouse_server.domain.model import AdapterInfo, ModelInfo
 from icehouse_server.domain.request import TokenLogprobs
-from icehouse_server.rpc.messages.proto_map import duration_proto
+from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.speculation import LIMITS
 
 Spell = Callable[[int], str]
@@ -116,17 +116,29 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
     )
 
 
-def started_proto(
-    event: Started, *, request_id: str, model_id: str, seed: int, notes: ReportNotes = NO_NOTES
-) -> inference.Started:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplyFacts:
+    """What is known of a reply before it begins."""
+
+    request_id: str
+    model_id: str
+    seed: int
+    create_time: float
+    """`Clock.wall` when the request reached the edge."""
+    system_fingerprint: str
+
+
+def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOTES) -> inference.Started:
     """Return the first event of a stream."""
     return inference.Started(
-        request_id=request_id,
-        model=model_id,
+        request_id=facts.request_id,
+        model=facts.model_id,
         prompt_tokens=event.prompt_token_count,
         cache=cache_report_proto(event.cache, notes),
         queue_duration=duration_proto(event.queue_s),
-        seed=seed,
+        seed=facts.seed,
+        create_time=timestamp_proto(facts.create_time),
+        system_fingerprint=facts.system_fingerprint,
     )
 
 
@@ -135,6 +147,7 @@ def finished_proto(event: Finished) -> inference.Finished:
     return inference.Finished(
         finish_reason=_FINISH_REASONS[event.reason],
         stop_string=event.stop_string,
+        stop_token_id=event.stop_token_id,
         usage=usage_proto(event.usage),
     )
 

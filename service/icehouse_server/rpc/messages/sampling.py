@@ -23,7 +23,12 @@ PENALTY_LIMIT = 2.0
 
 
 def sampling_of(
-    proto: sampling_pb2.SamplingParams, *, generated_seed: int, max_output_tokens: int, info: ModelInfo
+    proto: sampling_pb2.SamplingParams,
+    *,
+    stop_token_ids: tuple[int, ...] = (),
+    generated_seed: int,
+    max_output_tokens: int,
+    info: ModelInfo,
 ) -> SamplingParams:
     """Return the sampling parameters with the API's defaults filled in; `bad_words` need the tokenizer
     and are read by `spellings`."""
@@ -52,6 +57,7 @@ def sampling_of(
         banned=_banned_of(proto, info),
         min_output_token_count=proto.min_output_tokens,
         ignores_end_tokens=proto.ignore_end_tokens,
+        stop_token_ids=stop_token_ids,
         seed=proto.seed if proto.HasField("seed") else generated_seed,
     )
 

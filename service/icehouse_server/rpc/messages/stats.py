@@ -14,6 +14,7 @@ from icehouse_server.domain.cache_commands import BlockMatch, EvictReport, Expla
 from icehouse_server.domain.cache_stats import CacheStats, TenantShare
 from icehouse_server.domain.stats import ServerStats
 from icehouse_server.rpc.access.tenants import Account, Tenants
+from icehouse_server.rpc.engine_client.cache_commands import Eviction, Verification
 from icehouse_server.rpc.messages.proto_map import duration_proto, fill, to_proto
 from icehouse_server.rpc.messages.responses import NO_NOTES, ReportNotes, cache_report_proto
 
@@ -53,15 +54,13 @@ def evict_response(report: EvictReport) -> cache_service_pb2.EvictResponse:
     return to_proto(report, cache_service_pb2.EvictResponse)
 
 
-def evict_progress(
-    report: EvictReport, *, processed_block_count: int, block_count: int
-) -> cache_service_pb2.EvictProgress:
-    """Return how far a removal of so many blocks is."""
+def evict_progress(now: Eviction) -> cache_service_pb2.EvictProgress:
+    """Return how far a removal is."""
     return cache_service_pb2.EvictProgress(
-        processed_block_count=processed_block_count,
-        block_count=block_count,
-        ram_bytes=report.ram_bytes,
-        ssd_bytes=report.ssd_bytes,
+        processed_block_count=now.processed_block_count,
+        block_count=now.block_count,
+        ram_bytes=now.report.ram_bytes,
+        ssd_bytes=now.report.ssd_bytes,
     )
 
 
@@ -76,13 +75,13 @@ def verify_response(report: VerifyReport) -> cache_service_pb2.VerifyResponse:
     )
 
 
-def verify_progress(report: VerifyReport, *, block_count: int) -> cache_service_pb2.VerifyProgress:
-    """Return how far a check of so many blocks is."""
+def verify_progress(now: Verification) -> cache_service_pb2.VerifyProgress:
+    """Return how far a check is."""
     return cache_service_pb2.VerifyProgress(
-        verified_block_count=report.verified_block_count,
-        verified_bytes=report.verified_bytes,
-        damaged_block_count=len(report.damaged_hashes),
-        block_count=block_count,
+        verified_block_count=now.report.verified_block_count,
+        verified_bytes=now.report.verified_bytes,
+        damaged_block_count=len(now.report.damaged_hashes),
+        block_count=now.block_count,
     )
 
 

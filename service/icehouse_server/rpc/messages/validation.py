@@ -24,6 +24,7 @@ from icehouse_server.rpc.access.caller import Caller, Role
 TENANT_BYTE_LIMIT = 128
 PRIORITY_LIMIT = 100
 TOP_LOGPROB_COUNT_LIMIT = 20
+STOP_TOKEN_COUNT_LIMIT = 128
 WATCH_INTERVAL_RANGE_S = (0.1, 3600.0)
 DEFAULT_WATCH_INTERVAL_S = 1.0
 DEFAULT_PAGE_SIZE = 100
@@ -132,6 +133,19 @@ def check_stop_count(count: int, config: ServerConfig, *, field: str) -> None:
     """Refuse more stop strings than a request may have."""
     if count > config.max_stop_count:
         refuse_value(field, f"{count} strings", f"at most {config.max_stop_count} strings")
+
+
+def stop_token_ids_of(token_ids: Sequence[int], info: ModelInfo) -> tuple[int, ...]:
+    """Return the tokens that end an output, without repetitions."""
+    check_stop_token_count(len(token_ids), field="stop_token_ids")
+    check_token_ids(token_ids, info, field="stop_token_ids")
+    return tuple(dict.fromkeys(token_ids))
+
+
+def check_stop_token_count(count: int, *, field: str) -> None:
+    """Refuse more stop tokens than a request may have."""
+    if count > STOP_TOKEN_COUNT_LIMIT:
+        refuse_value(field, f"{count} tokens", f"at most {STOP_TOKEN_COUNT_LIMIT} tokens")
 
 
 def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> LogprobsWanted:

@@ -5,35 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
 
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2_grpc
 from icehouse.v1 import cache_service_pb2 as messages
 
 from icehouse_server.domain.cache_commands import (
-    CacheAnswer,
     CacheCommand,
-    Evict,
-    EvictBlocks,
-    EvictReport,
     Explain,
     Explanation,
-    KnownBlocks,
     ListKnown,
     ListStored,
     Pin,
     PinReport,
-    StoredBlocks,
     Unpin,
-    Verify,
-    VerifyReport,
 )
 from icehouse_server.domain.events import Finished
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
-from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
+from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
@@ -48,13 +41,6 @@ from icehouse_server.rpc.messages.validation import check_model, refuse_value, t
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prompts import Unread, prompt_of, unchecked
-
-Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, KnownBlocks, VerifyReport, StoredBlocks)
-
-_VERIFY_SLICE_COUNT = 64
-"""Blocks that are read before anybody looks whether the caller is still there."""
-_EVICT_SLICE_COUNT = 256
-"""Blocks that are removed before."""
 
 
 class _Scoped(Protocol):
@@ -77,7 +63,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self._stall_timeout_s = parts.config.stall_timeout_s
         self._generation = parts.generation
         self._router = parts.router
-        self._engine = engine
+        self._commands = CacheCommands(engine=engine, router=parts.router)
         self._stats = stats
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
@@ -89,7 +75,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             kind = request.WhichOneof("prompt")
             read = self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
             token_ids, notes = await read
-            explanation = await self._submit(Explain(token_ids, scope, shared_scope), Explanation)
+            explanation = await self._commands.ask(Explain(token_ids, scope, shared_scope), Explanation)
             return explain_response(explanation, prompt=token_ids, notes=notes)
 
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
@@ -172,14 +158,14 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         scope = scope_of(request, call)
         kind = request.WhichOneof("prompt")
         token_ids, _ = await self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
-        return await self._submit(command(token_ids, scope), PinReport)
+        return await self._commands.ask(command(token_ids, scope), PinReport)
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""
         async with self._calls.call("Evict", context) as call:
-            known = await self._target_of(request, call)
-            command = Evict(known.prompt_token_ids, known.scope)
-            return evict_response(await self._submit(command, EvictReport))
+            async for now in self._commands.evict(await self._target_of(request, call)):
+                removed = now.report
+            return evict_response(removed)
 
     async def EvictWithProgress(  # type: ignore[override]
         self, request: messages.EvictRequest, context: Context
@@ -187,9 +173,9 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         """Remove a prompt's blocks, or everything, and tell how far it is."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
         async with self._calls.call("EvictWithProgress", context) as call, timer.guard():
-            async for report, progress in self._evicted(await self._target_of(request, call)):
-                removed = report
-                await timer.write(context, messages.EvictWithProgressResponse(progress=progress))
+            async for now in self._commands.evict(await self._target_of(request, call)):
+                removed = now.report
+                await timer.write(context, messages.EvictWithProgressResponse(progress=evict_progress(now)))
             await timer.write(context, messages.EvictWithProgressResponse(finished=evict_response(removed)))
 
     async def _target_of(self, request: messages.EvictRequest, call: Call) -> ListKnown:
@@ -211,26 +197,11 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         token_ids, _ = await self._generation.read_prompt(request, kind, tenant=scope.tenant, call=call)
         return ListKnown(token_ids, scope)
 
-    async def _evicted(self, command: ListKnown) -> AsyncIterator[tuple[EvictReport, messages.EvictProgress]]:
-        """Yield what is removed so far, and how far that is, before the first slice and after each.
-
-        One slice is asked for at a time, so that a caller who goes away ends the removal.
-        """
-        known = (await self._submit(command, KnownBlocks)).block_hashes
-        removed = EvictReport()
-        yield removed, evict_progress(removed, processed_block_count=0, block_count=len(known))
-        # One slice where nothing is known, too: it waits for what an order before has yet to remove.
-        for start in range(0, max(1, len(known)), _EVICT_SLICE_COUNT):
-            part = known[start : start + _EVICT_SLICE_COUNT]
-            removed = removed.joined(await self._submit(EvictBlocks(part), EvictReport))
-            done_count = start + len(part)
-            yield removed, evict_progress(removed, processed_block_count=done_count, block_count=len(known))
-
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""
         async with self._calls.call("Verify", context):
-            async for report, _ in self._verified(request):
-                found = report
+            async for now in self._commands.verify(self._check_of(request)):
+                found = now.report
             return verify_response(found)
 
     async def VerifyWithProgress(  # type: ignore[override]
@@ -239,26 +210,16 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         """Have blocks on SSD read and compared, and tell how far it is."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
         async with self._calls.call("VerifyWithProgress", context), timer.guard():
-            async for report, block_count in self._verified(request):
-                found = report
-                progress = verify_progress(report, block_count=block_count)
-                await timer.write(context, messages.VerifyWithProgressResponse(progress=progress))
+            async for now in self._commands.verify(self._check_of(request)):
+                found = now.report
+                await timer.write(context, messages.VerifyWithProgressResponse(progress=verify_progress(now)))
             await timer.write(context, messages.VerifyWithProgressResponse(finished=verify_response(found)))
 
-    async def _verified(self, request: messages.VerifyRequest) -> AsyncIterator[tuple[VerifyReport, int]]:
-        """Yield what is found so far, and of how many blocks, before the first slice and after each.
-
-        One slice is asked for at a time, so that a caller who goes away ends the check.
-        """
+    def _check_of(self, request: messages.VerifyRequest) -> ListStored:
+        """Return what tells the blocks that are to be read."""
         if request.block_limit < 0:
             refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
-        stored = (await self._submit(ListStored(request.block_limit), StoredBlocks)).block_hashes
-        found = VerifyReport(verified_block_count=0, verified_bytes=0, damaged_hashes=(), duration_s=0.0)
-        yield found, len(stored)
-        for start in range(0, len(stored), _VERIFY_SLICE_COUNT):
-            part = await self._submit(Verify(stored[start : start + _VERIFY_SLICE_COUNT]), VerifyReport)
-            found = found.joined(part)
-            yield found, len(stored)
+        return ListStored(request.block_limit)
 
     async def WatchStats(  # type: ignore[override]
         self, request: messages.WatchStatsRequest, context: Context
@@ -273,15 +234,3 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await self._router.left_ready.wait()
-
-    async def _submit(self, command: CacheCommand, answer_type: type[Answer]) -> Answer:
-        self._router.require_model()
-
-        def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-            self._engine.submit_command(command, reply)
-
-        answer = await self._router.ask(send)
-        if isinstance(answer, IcehouseError):
-            raise answer
-        assert isinstance(answer, answer_type), f"{command} was answered by {answer}"
-        return answer

@@ -106,7 +106,7 @@ class Generation:
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
-        return Prepared(model, request, prompt.chat, unread.completion_count, notes)
+        return Prepared(model, request, prompt.chat, call.arrival_wall_time, unread.completion_count, notes)
 
     async def read_prompt(
         self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: Call

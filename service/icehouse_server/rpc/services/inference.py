@@ -24,6 +24,7 @@ from icehouse_server.rpc.messages.validation import (
     max_output_tokens_of,
     session_id_of,
     stop_of,
+    stop_token_ids_of,
 )
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
@@ -142,6 +143,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
         sampling = sampling_of(
             request.sampling,
+            stop_token_ids=stop_token_ids_of(request.stop_token_ids, model.info),
             generated_seed=self._draw_seed(),
             max_output_tokens=max_output_tokens,
             info=model.info,

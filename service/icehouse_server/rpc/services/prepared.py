@@ -12,7 +12,7 @@ from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
-from icehouse_server.rpc.messages.responses import NO_NOTES, ReportNotes
+from icehouse_server.rpc.messages.responses import NO_NOTES, ReplyFacts, ReportNotes
 from icehouse_server.text.reply_parser import ReplySplitter
 
 
@@ -33,6 +33,8 @@ class Prepared:
     model: ServedModel
     request: GenerationRequest
     chat: RenderedConversation | None
+    create_time: float
+    """`Clock.wall` when the request reached the edge."""
     completion_count: int = 1
     notes: ReportNotes = NO_NOTES
     """What its cache reports say beside what the engine tells."""
@@ -47,10 +49,16 @@ class Prepared:
         return Replies([self._new_reply(request) for request in self.requests])
 
     def _new_reply(self, request: GenerationRequest) -> Reply:
-        return Reply(
+        info = self.model.info
+        facts = ReplyFacts(
             request_id=request.request_id,
-            model_id=self.model.info.model_id,
+            model_id=info.model_id,
             seed=request.sampling.seed,
+            create_time=self.create_time,
+            system_fingerprint=info.system_fingerprint(request.adapter),
+        )
+        return Reply(
+            facts=facts,
             splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
             notes=self.notes,

@@ -57,12 +57,15 @@ class ReplySum:
             token_ids=first.token_ids,
             finish_reason=first.finish_reason,
             stop_string=first.stop_string if first.HasField("stop_string") else None,
+            stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
             usage=first.usage,
             cache=first.cache,
             seed=first.seed,
             tool_calls=first.tool_calls,
             reasoning=first.reasoning,
             malformed_tool_calls=first.malformed_tool_calls,
+            create_time=self._started.create_time,
+            system_fingerprint=self._started.system_fingerprint,
         )
         parts = [answer.SerializeToString(), bytes(self._logprobs)]
         if lists_completions:
@@ -111,6 +114,7 @@ class _OutputSum:
             token_ids=self._token_ids,
             finish_reason=finished.finish_reason,
             stop_string=finished.stop_string if finished.HasField("stop_string") else None,
+            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
             usage=finished.usage,
             cache=cache,
             seed=seed,

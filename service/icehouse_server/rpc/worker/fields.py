@@ -26,6 +26,7 @@ SENT_AS = {
     "sampling.ignore_end_tokens": "sampling_params.ignore_eos",
     "sampling.min_output_tokens": "sampling_params.min_tokens",
     "stop": "sampling_params.stop",
+    "stop_token_ids": "sampling_params.stop_token_ids",
     "tokens": "tokenized.input_ids",
     "tokens.ids": "tokenized.input_ids",
 }

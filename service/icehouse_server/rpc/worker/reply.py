@@ -85,11 +85,9 @@ class WorkerReply:
         complete.spec_draft_tokens = event.usage.drafts.proposed_count
         if event.stop_string is not None:
             complete.matched_stop_str = event.stop_string
-        elif event.reason is FinishReason.STOP_TOKEN and self._token_ids:
+        elif event.stop_token_id is not None and event.stop_token_id not in self._eos_token_ids:
             # As vLLM has it: an end token of the model's own is not told.
-            last = self._token_ids[-1]
-            if last in self._request.sampling.stop_token_ids and last not in self._eos_token_ids:
-                complete.matched_token_id = last
+            complete.matched_token_id = event.stop_token_id
         return complete
 
     def _complete(self, finish_reason: str) -> worker.GenerateComplete:

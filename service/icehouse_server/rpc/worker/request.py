@@ -19,7 +19,7 @@ from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.response_format import check_choice_count
 from icehouse_server.rpc.messages.sampling import check_logit_bias_count
-from icehouse_server.rpc.messages.validation import check_stop_count, refuse_value
+from icehouse_server.rpc.messages.validation import check_stop_count, check_stop_token_count, refuse_value
 from icehouse_server.rpc.services.prompts import check_length
 
 NO_EFFECT = frozenset(
@@ -46,7 +46,6 @@ REFUSED = {
 }
 """Fields that cannot be done, and why; set, they end the request."""
 
-STOP_TOKEN_LIMIT = 128
 _UNSET_TEMPERATURE = 1.0
 _ANY_SEED = -1
 
@@ -66,7 +65,6 @@ class WorkerRequest:
 
     native: inference_service_pb2.GenerateRequest
     logprobs: LogprobsShown
-    stop_token_ids: tuple[int, ...]
     shows_markers: bool
     """Whether stop strings may match special tokens."""
 
@@ -93,11 +91,11 @@ def worker_request_of(
         case "text":
             native.text = request.text
     _fill_sampling(native, params)
+    native.stop_token_ids.extend(_ids(params.stop_token_ids, "sampling_params.stop_token_ids", info))
     _fill_format(native, params)
     return WorkerRequest(
         native,
         logprobs=_fill_logprobs(native, params),
-        stop_token_ids=_stop_token_ids(params, info),
         shows_markers=not params.skip_special_tokens,
     )
 
@@ -124,6 +122,7 @@ def _refuse(message: Message, prefix: str) -> None:
 def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
     """Refuse what the API would before it is copied into the API's message, which may take seconds."""
     check_stop_count(len(params.stop), config, field="sampling_params.stop")
+    check_stop_token_count(len(params.stop_token_ids), field="sampling_params.stop_token_ids")
     check_logit_bias_count(len(params.logit_bias), field="sampling_params.logit_bias")
     check_choice_count(len(params.choice.choices), field="sampling_params.choice.choices")
 
@@ -137,13 +136,6 @@ def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: S
         wanted = f"1 to {config.max_output_tokens_limit}, or absent"
         refuse_value("sampling_params.max_tokens", count, wanted)
     return count
-
-
-def _stop_token_ids(params: worker.SamplingParams, info: ModelInfo) -> tuple[int, ...]:
-    field, count = "sampling_params.stop_token_ids", len(params.stop_token_ids)
-    if count > STOP_TOKEN_LIMIT:
-        refuse_value(field, f"{count} tokens", f"at most {STOP_TOKEN_LIMIT} tokens")
-    return tuple(dict.fromkeys(_ids(params.stop_token_ids, field, info)))
 
 
 def _fill_sampling(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:

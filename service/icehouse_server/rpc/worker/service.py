@@ -21,13 +21,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as messages
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.cache_commands import CacheAnswer, Evict
+from icehouse_server.domain.cache_commands import ListKnown
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.monitoring.observation import Observation
@@ -73,7 +74,7 @@ class VllmEngineService:
         self._parts = parts
         self._calls = parts.calls
         self._router = parts.router
-        self._engine = engine
+        self._commands = CacheCommands(engine=engine, router=parts.router)
         self._is_serving = is_serving
         self._observation = observation
         self._inference = inference
@@ -140,8 +141,7 @@ class VllmEngineService:
         read = worker_request_of(request, info=model.info, config=self._parts.config)
         read.native.cache.tenant = _named_tenant(context)
         prepared = await self._inference.prepare(read.native, call)
-        sampling = dataclasses.replace(prepared.request.sampling, stop_token_ids=read.stop_token_ids)
-        whole = dataclasses.replace(prepared.request, sampling=sampling, shows_markers=read.shows_markers)
+        whole = dataclasses.replace(prepared.request, shows_markers=read.shows_markers)
         return dataclasses.replace(prepared, request=whole), read
 
     def _replies(
@@ -273,13 +273,11 @@ class VllmEngineService:
         """Remove every block of the model from both tiers; requests in flight go on."""
         async with self._calls.call("FlushCache", context):
             self._router.require_model()
-
-            def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-                self._engine.submit_command(Evict(None), reply)
-
-            answer = await self._router.ask(send)
-            if isinstance(answer, IcehouseError):
-                return common.FlushCacheResponse(success=False, message=answer.message)
+            try:
+                async for _ in self._commands.evict(ListKnown(None)):
+                    pass
+            except IcehouseError as error:
+                return common.FlushCacheResponse(success=False, message=error.message)
             return common.FlushCacheResponse(success=True, message="")
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:

@@ -16,6 +16,7 @@ import operator
 import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from sqlite_utils import Database
 
@@ -58,7 +59,7 @@ class Manifest:
 
         Raises `ForeignManifest` when its tables are not what this version can write.
         """
-        connection = sqlite3.connect(path, timeout=5.0, cached_statements=64)
+        connection = _connect(path, cached_statements=64)
         try:
             database = Database(connection, execute_plugins=False, strict=True)
             database.enable_wal()
@@ -77,7 +78,7 @@ class Manifest:
     @classmethod
     def open_read_only(cls, path: str) -> Manifest:
         """Open an existing manifest without changing it; one may be open for writing elsewhere."""
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)
+        connection = _connect(f"file:{path}?mode=ro", uri=True)
         return cls(Database(connection, execute_plugins=False))
 
     def close(self, *, checkpoint: bool = True) -> None:
@@ -217,9 +218,9 @@ class Manifest:
             )
 
     def fingerprints(self) -> dict[Fingerprint, dict[str, str]]:
-        """Return all named fingerprints with their human-readable details."""
+        """Return all named fingerprints with their human-readable details; damaged ones have none."""
         rows = self._connection.execute("SELECT fingerprint, details FROM fingerprints ORDER BY id")
-        return {Fingerprint(row[0]): json.loads(row[1]) for row in rows}
+        return {Fingerprint(row[0]): _details(row[1]) for row in rows}
 
     def written_days(self) -> dict[int, int]:
         """Return the bytes committed on each of the last days (days since the epoch, UTC)."""
@@ -264,6 +265,50 @@ class Manifest:
             assert row is not None, f"Fingerprint {fingerprint.hex()} was never named"
             self._fingerprint_ids[fingerprint] = int(row[0])
         return self._fingerprint_ids[fingerprint]
+
+
+def _details(text: str) -> dict[str, str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Connection(sqlite3.Connection):
+    """A connection that raises `sqlite3.Error` also where SQLite's message quotes bytes that are no UTF-8."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        try:
+            return super().execute(sql, parameters)
+        except UnicodeDecodeError as error:
+            raise _damaged(error) from error
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
+        try:
+            return super().executemany(sql, parameters)
+        except UnicodeDecodeError as error:
+            raise _damaged(error) from error
+
+
+def _damaged(unread: UnicodeDecodeError) -> sqlite3.DatabaseError:
+    """Return the error that Python had no words for: what could not be decoded is SQLite's message."""
+    error = sqlite3.DatabaseError(unread.object.decode("utf-8", "backslashreplace"))
+    error.sqlite_errorcode, error.sqlite_errorname = sqlite3.SQLITE_CORRUPT, "SQLITE_CORRUPT"
+    return error
+
+
+def _connect(path: str, *, uri: bool = False, cached_statements: int = 128) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=5.0, uri=uri, cached_statements=cached_statements, factory=_Connection
+    )
+    # A damaged text is a wrong value of its row, not an error of the whole database.
+    connection.text_factory = _text
+    return connection
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")
 
 
 def _columns(database: Database) -> dict[str, dict[str, tuple[str, bool, bool]]]:

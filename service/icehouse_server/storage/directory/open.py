@@ -153,9 +153,6 @@ def _load_manifest(
             # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
             raise
         _log.warning("manifest_moved_aside", extra={"detail": str(error)})
-    except UnicodeDecodeError as error:
-        # SQLite quotes what is damaged in its complaint, and Python cannot read the quotation.
-        _log.warning("manifest_moved_aside", extra={"detail": str(error)})
     _move_aside(files, paths)
     create_private(files, paths)
     return Manifest.open(paths.manifest), [], [], True

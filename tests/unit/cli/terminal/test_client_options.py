@@ -37,7 +37,7 @@ def test_a_file_that_is_not_there_is_named(command: list[str], flag: str, tmp_pa
 
 
 ASKING = (
-    *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health"),
+    *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health", "bench"),
     *("explain", "warm", "pin", "unpin", "evict", "tokenize", "detokenize", "embed"),
 )
 WITHOUT_JSON = {"serve", "demo", "change"}

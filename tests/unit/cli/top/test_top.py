@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_server.cli.client import top
+from icehouse_server.cli.client.connection import open_client
 from icehouse_server.cli.main import app
-from icehouse_server.cli.top import top
+from icehouse_server.cli.terminal.client_options import Target
 from icehouse_server.cli.top.rates import Rates, rates_between
 from icehouse_server.cli.top.view import duration_text, screen, sparkline
 from icehouse_server.config import SecurityConfig
@@ -31,8 +33,6 @@ from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.stats import EngineStats, ServerStats, SlowRequest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
-from icehouse_server.rpc.client.generate import CallFailed
-from icehouse_server.rpc.client.watch_stats import StatsWatch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -221,8 +221,8 @@ async def test_once_asks_a_real_server() -> None:
 async def test_a_server_that_goes_away_is_waited_for() -> None:
     def look(address: str, is_gone: asyncio.Event, stop: Any) -> list[str]:
         notices = []
-        with StatsWatch(address) as watch:
-            for _, notice in top._looks(watch, interval_s=0.1):
+        with open_client(Target(address)) as client:
+            for _, notice in top._looks(client, address, interval_s=0.1):
                 notices.append(notice)
                 if notice:
                     return notices
@@ -245,9 +245,8 @@ async def test_a_server_that_goes_away_is_waited_for() -> None:
 
 
 def test_no_server_at_first_is_an_error_with_the_cure() -> None:
-    refused = pytest.raises(CallFailed, match="icehouse serve")
-    with StatsWatch("127.0.0.1:1") as watch, refused:
-        next(top._looks(watch, interval_s=0.1))
+    result = CliRunner().invoke(app, ["top", "--address", "127.0.0.1:1"])
+    assert result.exit_code == 1 and "icehouse serve" in result.output
 
 
 async def test_a_secured_server_is_asked_with_its_roots_and_a_token(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,13 +15,20 @@ import mlx.core as mx
 import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import root_hash
-from icehouse_server.domain.ids import DEFAULT_TENANT
-from icehouse_server.engine.runner.fingerprint import ModelFingerprint, adapter_digest, model_fingerprint
+from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterDigest, AdapterName
+from icehouse_server.domain.model import AdapterInfo
+from icehouse_server.engine.runner.fingerprint import (
+    ModelFingerprint,
+    adapter_digest,
+    model_fingerprint,
+    system_digest_hex,
+)
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import SystemFiles
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.rpc.fake_engine import MODEL_INFO
 
 
 def _of(folder: Path, **overrides: Any) -> ModelFingerprint:
@@ -206,3 +214,28 @@ def test_adapters_that_samples_take_for_one_have_roots_of_their_own(tmp_path: Pa
         for digest in (before[1], after[1])
     }
     assert len(roots) == 2
+
+
+def test_the_system_s_digest_changes_with_model_template_device_and_releases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+
+    def digest(model: str = "ab", device: str = "cpu") -> str:
+        return system_digest_hex(folder, fingerprint_hex=model, device=device)
+
+    first = digest()
+    assert digest() == first and len({first, digest(model="cd"), digest(device="gpu")}) == 3
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    other = digest()
+    assert other != first
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} of tomorrow")
+    assert digest() != other
+
+
+def test_an_adapter_is_a_part_of_what_outputs_depend_on() -> None:
+    poet = AdapterInfo(AdapterName("poet"), "lora", AdapterDigest(b"p" * 32), 1, 4)
+    info = dataclasses.replace(MODEL_INFO, adapters=(poet,))
+    assert info.system_fingerprint(NO_ADAPTER) == MODEL_INFO.system_fingerprint(NO_ADAPTER)
+    assert info.system_fingerprint(poet.name) != info.system_fingerprint(NO_ADAPTER)
+    assert len(info.system_fingerprint(poet.name)) == 16

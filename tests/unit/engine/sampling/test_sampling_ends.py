@@ -66,7 +66,7 @@ def test_a_stop_token_ends_the_output_and_waits_as_an_end_token_does(running: Ru
     stop = plain[2]
     assert stop not in plain[:2] and EOS_ID not in plain
     tokens, end = ask(running, "stop token", SamplingParams(stop_token_ids=(stop,), ignores_end_tokens=True))
-    assert (tokens, end.reason) == (plain[:3], FinishReason.STOP_TOKEN)
+    assert (tokens, end.reason, end.stop_token_id) == (plain[:3], FinishReason.STOP_TOKEN, stop)
     tokens, _ = ask(running, "later", SamplingParams(stop_token_ids=(stop,), min_output_token_count=5))
     assert stop not in tokens[:5] and len(tokens) >= 5
 

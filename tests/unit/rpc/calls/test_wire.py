@@ -31,6 +31,7 @@ from icehouse_server.rpc.calls.wire import cancel_code
 from icehouse_server.rpc.monitoring.load_report import TRAILER_KEY, report_of
 
 from tests.fixtures.rpc.fake_engine import REPORT, hanging
+from tests.fixtures.rpc.http2 import framed, peer_of
 from tests.unit.rpc.conftest import RunningServer, running
 
 GENERATE = "icehouse.v1.InferenceService/Generate"
@@ -191,6 +192,31 @@ def test_what_was_told_of_a_cancelled_call_is_told_again_when_less_time_is_left(
 
     assert contextvars.copy_context().run(ask) == [grpc.StatusCode.CANCELLED] * 2
     assert contextvars.copy_context().run(ask) == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "request_bytes"),
+    [
+        (STREAM, messages.GenerateRequest(text="Hi").SerializeToString()),
+        ("icehouse.v1.CacheService/WatchStats", b""),
+        ("grpc.health.v1.Health/Watch", b""),
+        ("grpc.reflection.v1.ServerReflection/ServerReflectionInfo", b"\x3a\x00"),
+    ],
+)
+async def test_a_connection_that_goes_away_in_a_blocked_write_is_its_callers_end(
+    method: str, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with watched_server() as (served, notes):
+        served.engine.script = hanging
+        async with peer_of(served.server.address, window_bytes=0) as peer:
+            stream = await peer.open_call(f"/{method}")
+            await peer.send(stream, framed(request_bytes))
+            await peer.until(lambda: stream in peer.headers)
+            await served.settle()
+        await notes.ended(1)
+        assert [record.code for record in notes.wire] == ["CANCELLED"]
+        assert {record.code for record in notes.calls} <= {"CANCELLED"}
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_health_is_watched_and_unknown_names_are_other() -> None:

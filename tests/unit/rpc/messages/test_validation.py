@@ -95,6 +95,7 @@ OUT_OF_RANGE = [
     ("stop", request(stop=[str(i) for i in range(17)])),
     ("stop[1]", request(stop=["a", ""])),
     ("stop[0]", request(stop=["é" * 129])),
+    ("stop_token_ids", request(stop_token_ids=[1] * 129)),
     ("logprobs.top_count", request(logprobs=logprobs_pb2.LogprobsOptions(top_count=21))),
     ("logprobs.top_count", request(logprobs=logprobs_pb2.LogprobsOptions(top_count=-1))),
     ("logprobs.token_ids", request(logprobs=logprobs_pb2.LogprobsOptions(token_ids=[1] * 21))),
@@ -118,6 +119,7 @@ BAD_PROMPTS = [
         "logprobs.token_ids[1]",
         request(logprobs=logprobs_pb2.LogprobsOptions(token_ids=[1, 300])),
     ),
+    (Reason.TOKEN_OUT_OF_RANGE, "stop_token_ids[1]", request(stop_token_ids=[299, 300])),
     (Reason.TOKEN_OUT_OF_RANGE, "sampling.logit_bias[300]", sampled(logit_bias={4: 1.0, 300: 1.0})),
     (
         Reason.TOKEN_OUT_OF_RANGE,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from icehouse.v1 import cache_service_pb2, model_service_pb2
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.domain.cache_commands import Evict, Explain, Pin, Unpin
+from icehouse_server.domain.cache_commands import Explain, ListKnown, Pin, Unpin
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, CacheScope
 from icehouse_server.domain.model import AdapterInfo
 
@@ -50,7 +50,7 @@ async def test_orders_to_the_cache_are_about_its_blocks(adapted: RunningServer) 
         Explain(tokens, scope),
         Pin(tokens, scope),
         Unpin(tokens, scope),
-        Evict(tokens, scope),
+        ListKnown(tokens, scope),
     ]
 
 

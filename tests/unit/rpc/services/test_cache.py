@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,6 @@ from icehouse.v1 import model_service_pb2 as model_messages
 from icehouse_server.domain.cache_commands import (
     BlockMatch,
     CacheCommand,
-    Evict,
     EvictBlocks,
     EvictReport,
     Explain,
@@ -105,10 +105,16 @@ async def test_an_error_for_an_answer_becomes_a_status(served: RunningServer) ->
 
 
 async def test_evict_by_prompt_and_altogether(served: RunningServer) -> None:
+    served.engine.stored = KNOWN[:2]
     served.engine.order_answer = EvictReport(1, 2, 3, 4)
     response = await served.cache.Evict(messages.EvictRequest(text="Hi", cache=BLUE))
-    await served.cache.Evict(messages.EvictRequest(all=True))
-    assert served.engine.orders == [Evict(tuple(b"Hi"), CacheScope(Tenant("blue"))), Evict(None)]
+    await served.cache.Evict(ALL)
+    assert served.engine.orders == [
+        ListKnown(tuple(b"Hi"), CacheScope(Tenant("blue"))),
+        EvictBlocks(KNOWN[:2]),
+        ListKnown(None),
+        EvictBlocks(KNOWN[:2]),
+    ]
     assert (response.ram_block_count, response.ram_bytes) == (1, 2)
     assert (response.ssd_block_count, response.ssd_bytes) == (3, 4)
 
@@ -173,8 +179,9 @@ async def test_evict_tells_how_far_it_is_in_slices(served: RunningServer) -> Non
     assert told[-1].finished == messages.EvictResponse(
         ram_block_count=3, ram_bytes=30, ssd_block_count=600, ssd_bytes=6000
     )
+    assert told[-1].finished == await served.cache.Evict(ALL)
     slices = [EvictBlocks(KNOWN[:256]), EvictBlocks(KNOWN[256:512]), EvictBlocks(KNOWN[512:])]
-    assert served.engine.orders == [ListKnown(None), *slices]
+    assert served.engine.orders == [ListKnown(None), *slices] * 2
 
 
 async def test_evict_of_a_prompt_with_progress_waits_for_orders_before_also_where_nothing_is_known(
@@ -209,11 +216,16 @@ CHECKED = [ListStored(), Verify(STORED[:64]), Verify(STORED[64:128])]
 REMOVED = [ListKnown(None), EvictBlocks(KNOWN[:256]), EvictBlocks(KNOWN[256:512])]
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["cancelled", "connection lost"])
-@pytest.mark.parametrize("method", ["Verify", "VerifyWithProgress", "EvictWithProgress"])
-async def test_an_order_that_may_be_long_ends_with_its_caller(method: str, is_lost: bool) -> None:
+LONG = ("Verify", "VerifyWithProgress", "Evict", "EvictWithProgress")
+
+
+@pytest.mark.parametrize(
+    ("method", "end"),
+    [*itertools.product(LONG, ("cancelled", "connection lost")), ("Evict", "deadline")],
+)
+async def test_an_order_that_may_be_long_ends_with_its_caller(method: str, end: str) -> None:
     async with watched_server() as (served, notes):
-        evicts = method == "EvictWithProgress"
+        evicts = method.startswith("Evict")
         served.engine.stored = KNOWN if evicts else STORED
         served.engine.order_answer = EvictReport() if evicts else VerifyReport(64, 640, (), 0.5)
         reached, go_on = threading.Event(), threading.Event()
@@ -230,20 +242,21 @@ async def test_an_order_that_may_be_long_ends_with_its_caller(method: str, is_lo
 
         original = served.engine.submit_command
         served.engine.submit_command = submit  # type: ignore[method-assign]
-        call = getattr(served.cache, method)(ALL if evicts else messages.VerifyRequest())
-        reading = call if method == "Verify" else call.read()
+        request = ALL if evicts else messages.VerifyRequest()
+        call = getattr(served.cache, method)(request, timeout=2.0 if end == "deadline" else None)
+        reading = call.read() if method.endswith("Progress") else call
         waiting = asyncio.ensure_future(reading)
         await asyncio.to_thread(reached.wait, 20)
-        if is_lost:
+        if end == "connection lost":
             await served.channel.close()
-        else:
+        elif end == "cancelled":
             call.cancel()
         await asyncio.wait([waiting])
         await notes.ended(1)
         go_on.set()
         await served.settle()
     assert served.engine.orders == (REMOVED if evicts else CHECKED)
-    assert notes.calls[0].code == "CANCELLED"
+    assert notes.calls[0].code == ("DEADLINE_EXCEEDED" if end == "deadline" else "CANCELLED")
 
 
 async def test_warm_tells_how_far_it_is(served: RunningServer) -> None:

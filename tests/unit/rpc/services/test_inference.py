@@ -7,11 +7,12 @@ from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.events import Delta, FinishReason, PrefillProgress
 from icehouse_server.domain.events import Finished as FinishedEvent
+from icehouse_server.domain.ids import NO_ADAPTER
 from icehouse_server.domain.request import CacheUse, Logprob, LogprobsWanted, TokenLogprobs
 from icehouse_server.domain.sampling import SamplingParams
 
 from tests.fixtures.rpc.details import refused
-from tests.fixtures.rpc.fake_engine import started, usage_of
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, started, usage_of
 from tests.unit.rpc.conftest import SEED, RunningServer
 
 
@@ -41,6 +42,7 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
         max_output_tokens=3,
         sampling=sampling,
         stop=["x", "y", "x"],
+        stop_token_ids=[9, 7, 9],
         priority=-5,
     )
     wanted.cache.use = cache_policy_pb2.CACHE_USE_READ_ONLY
@@ -52,6 +54,7 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
     assert (request.sampling.top_k, request.sampling.min_p) == (40, 0.05)
     assert request.sampling.seed == 2**64 - 1
     assert request.stop == ("x", "y")
+    assert request.sampling.stop_token_ids == (9, 7)
     assert (request.priority, request.tenant) == (-5, "blue")
     assert request.cache_use is CacheUse.READ_ONLY
 
@@ -114,6 +117,8 @@ async def test_stream_and_generate_say_the_same(served: RunningServer) -> None:
     first, last = responses[0].started, responses[-1].finished
     assert (first.request_id, first.model, first.seed) == (whole.request_id, whole.model, whole.seed)
     assert first.cache == whole.cache
+    assert first.create_time.ToSeconds() == whole.create_time.ToSeconds() == served.clock.wall()
+    assert first.system_fingerprint == whole.system_fingerprint == MODEL_INFO.system_fingerprint(NO_ADAPTER)
     assert (last.usage, last.finish_reason) == (whole.usage, whole.finish_reason)
 
 
@@ -146,6 +151,23 @@ async def test_stop_string_and_progress_are_told(served: RunningServer) -> None:
     assert responses[1].prefill_progress.processed_tokens == 1
     assert responses[-1].finished.stop_string == "END"
     assert responses[-1].finished.finish_reason == usage_pb2.FINISH_REASON_STOP_STRING
+
+
+async def test_the_token_that_ended_an_output_is_told(served: RunningServer) -> None:
+    served.engine.script = lambda request: [
+        started(request),
+        Delta("so", (1, 0)),
+        FinishedEvent(
+            FinishReason.STOP_TOKEN, None, usage_of(request, output_token_count=2), stop_token_id=0
+        ),
+    ]
+    request = messages.GenerateRequest(text="Hi", stop_token_ids=[0])
+    told = (await stream(served, request))[-1].finished
+    whole = await served.inference.Generate(request)
+    for each in (told, whole):
+        assert each.finish_reason == usage_pb2.FINISH_REASON_STOP_TOKEN
+        assert (each.HasField("stop_token_id"), each.stop_token_id) == (True, 0)
+        assert not each.HasField("stop_string")
 
 
 async def test_log_probabilities_are_told_token_by_token(served: RunningServer) -> None:

@@ -49,6 +49,7 @@ MAPPED: dict[str, tuple[Any, dict[str, Any]]] = {
     "max_tokens": (9, {"max_output_tokens": 9}),
     "min_tokens": (3, {"sampling": {"min_output_tokens": 3}}),
     "stop": (["x", "y"], {"stop": ["x", "y"]}),
+    "stop_token_ids": ([7, 9], {"stop_token_ids": [7, 9]}),
     "ignore_eos": (True, {"sampling": {"ignore_end_tokens": True}}),
     "n": (2, {"completions": 2}),
     "seed": (11, {"sampling": {"seed": 11}}),
@@ -64,7 +65,7 @@ MAPPED: dict[str, tuple[Any, dict[str, Any]]] = {
         {"response_format": {"choice": {"texts": ["a", "b"]}}},
     ),
 }
-BESIDE = {"stop_token_ids", "skip_special_tokens"}
+BESIDE = {"skip_special_tokens"}
 """Mapped onto the engine's request, which the API has no field for."""
 
 DEFAULT: dict[str, Any] = {
@@ -109,7 +110,7 @@ def test_a_field_without_effect_changes_nothing(field: str) -> None:
 def test_what_is_unset_is_what_the_protocol_means_by_it() -> None:
     plain = read(text="a")
     assert plain.native == expected({})
-    assert (plain.logprobs, plain.stop_token_ids, plain.shows_markers) == (LogprobsShown(), (), True)
+    assert (plain.logprobs, plain.shows_markers) == (LogprobsShown(), True)
     assert sampled(seed=-1).native == expected({}), "any seed"
     assert sampled(seed=-2).native.sampling.seed == 2**64 - 2
 
@@ -126,9 +127,8 @@ def test_tokens_and_names_are_taken_over() -> None:
     assert (request.request_id, list(request.tokens.ids)) == ("chatcmpl_1", [1, 2, 299])
 
 
-def test_stop_tokens_and_markers_go_beside() -> None:
-    request = sampled(stop_token_ids=[7, 9, 7], skip_special_tokens=True)
-    assert (request.stop_token_ids, request.shows_markers) == ((7, 9), False)
+def test_markers_go_beside() -> None:
+    assert not sampled(skip_special_tokens=True).shows_markers
 
 
 def test_each_part_of_log_probabilities_keeps_its_own_count() -> None:
@@ -168,6 +168,7 @@ def test_what_cannot_be_done_is_refused_by_its_name(field: str) -> None:
 
 UNCOPIED: dict[str, dict[str, Any]] = {
     "sampling_params.stop": {"stop": ["x"] * 100_000},
+    "sampling_params.stop_token_ids": {"stop_token_ids": [1] * 100_000},
     "sampling_params.logit_bias": {"logit_bias": dict.fromkeys(range(100_000), 1.0)},
     "sampling_params.choice.choices": {"choice": {"choices": ["x"] * 100_000}},
 }

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from icehouse.v1 import inference_service_pb2 as native
-from icehouse_server.domain.cache_commands import Evict, EvictReport
+from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown
 from icehouse_server.domain.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
@@ -170,7 +170,9 @@ def ending(reason: FinishReason, *token_ids: int, stop_string: str | None = None
     def script(request: GenerationRequest) -> Iterable[Event]:
         yield started(request)
         yield Delta("", token_ids)
-        yield Finished(reason, stop_string, usage_of(request, output_token_count=len(token_ids)))
+        usage = usage_of(request, output_token_count=len(token_ids))
+        stop_token_id = token_ids[-1] if reason is FinishReason.STOP_TOKEN else None
+        yield Finished(reason, stop_string, usage, stop_token_id=stop_token_id)
 
     return script
 
@@ -434,7 +436,7 @@ async def test_the_tokenizer_comes_in_chunks_with_its_digest_last(served: Runnin
 async def test_flushing_removes_every_block(served: RunningServer) -> None:
     served.engine.order_answer = EvictReport()
     assert (await served.worker.FlushCache(common.FlushCacheRequest())).success
-    assert served.engine.orders == [Evict(None)]
+    assert served.engine.orders == [ListKnown(None), EvictBlocks(())]
     served.engine.order_answer = CannotFit(Reason.CACHE_UNSUPPORTED, "no cache here")
     response = await served.worker.FlushCache(common.FlushCacheRequest())
     assert (response.success, response.message) == (False, "no cache here")

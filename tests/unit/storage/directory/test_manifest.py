@@ -99,6 +99,15 @@ def test_fingerprints_keep_their_details(manifest):
     assert manifest.fingerprints() == {FINGERPRINT: {"model": "a"}, OTHER_FINGERPRINT: {"model": "b"}}
 
 
+@pytest.mark.parametrize("details", ["'{'", "'[]'", "CAST(x'80' AS TEXT)"])
+def test_damaged_details_are_none(manifest, tmp_path, details):
+    other = sqlite3.connect(tmp_path / "manifest.sqlite3")
+    other.execute(f"UPDATE fingerprints SET details = {details}")
+    other.commit()
+    other.close()
+    assert manifest.fingerprints() == {FINGERPRINT: {}}
+
+
 def test_an_unnamed_fingerprint_is_a_broken_invariant(manifest):
     pair = described(fingerprint=OTHER_FINGERPRINT)
     with pytest.raises(AssertionError):
@@ -117,7 +126,15 @@ def test_tables_are_strict_and_the_log_is_ahead(manifest, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["file_bytes = 1", "fingerprint_id = 77", "parent = x'00'", "row_xxh3 = 'no'"]
+    "change",
+    [
+        "file_bytes = 1",
+        "fingerprint_id = 77",
+        "parent = x'00'",
+        "row_xxh3 = 'no'",
+        "row_xxh3 = CAST(x'6180' AS TEXT)",
+        "header_xxh3 = CAST(x'6180' AS TEXT)",
+    ],
 )
 def test_an_edited_row_is_told_apart(manifest, tmp_path, change):
     pairs = [described(seed) for seed in (1, 2)]

@@ -6,9 +6,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from icehouse_server.errors import StorageError
+from icehouse_server.storage.directory.offline import OfflineStore
+from icehouse_server.storage.files import SystemFiles
 
 from tests.fixtures.storage.blocks import make_block, make_chain
-from tests.fixtures.storage.storage_thread import StorageThread
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 from tests.unit.storage.worker.test_crash import check_is_clean
 
 
@@ -84,3 +87,38 @@ def test_a_manifest_that_loses_a_table_at_run_time_is_made_anew(tmp_path: Path) 
         assert not served.stats().disk.writes_off_detail
         assert len(served.take_inventory()) == 4
     check_is_clean(tmp_path)
+
+
+QUOTED = (
+    "PRAGMA writable_schema = ON",
+    "UPDATE sqlite_master SET sql = 'CREATE TABLE written_days ' || CAST(x'80' AS TEXT) "
+    "WHERE name = 'written_days'",
+    "PRAGMA schema_version = 1000",
+)
+"""SQLite reads the tables' definitions anew, and quotes in its error what is wrong there: no UTF-8."""
+
+
+def test_a_manifest_whose_damage_is_quoted_at_run_time_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = make_chain(3)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+        change(tmp_path, *QUOTED)
+        served.spill(make_block(seed=99))
+        assert "the manifest answers SQLITE_CORRUPT" in served.stats().disk.writes_off_detail
+        served.clock.advance(100)
+        served.settle()
+        served.spill(make_block(seed=99))
+        assert not served.stats().disk.writes_off_detail
+        assert len(served.take_inventory()) == 4
+    assert r"\x80" in next(vars(r)["detail"] for r in caplog.records if r.message == "manifest_moved_aside")
+    check_is_clean(tmp_path)
+
+
+def test_a_manifest_whose_damage_is_quoted_is_told_of_offline(tmp_path: Path) -> None:
+    with StorageThread(tmp_path) as served:
+        served.spill(make_block())
+    change(tmp_path, *QUOTED)
+    with pytest.raises(StorageError, match=r"cannot be used: .*\\x80"):
+        OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock()).rows()

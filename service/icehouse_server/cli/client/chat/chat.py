@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,9 +43,7 @@ def chat(
     # Imported here, so that commands that need no gRPC start without it.
     from icehouse_client import Conversation
 
-    from icehouse_server.cli.client.chat.screen import Screen, Style
-    from icehouse_server.cli.client.chat.session import ChatSession, Server
-    from icehouse_server.cli.client.chat.turns import TurnReader
+    from icehouse_server.cli.client.chat.session import Server, converse
     from icehouse_server.cli.client.connection import connected
 
     talk = Conversation() if load is None else read_conversation(load)
@@ -56,12 +53,6 @@ def chat(
         options["tenant"] = tenant
     if thinking is not None:
         options["template_arguments"] = {"enable_thinking": thinking}
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    screen = Screen(Style(is_terminal=is_terminal, is_json=as_json, is_quiet=quiet))
     with connected(target) as client:
-        [served, *_] = client.models()
-        screen.greet(served.id, served.context_tokens)
-        session = ChatSession(
-            Server(client, target.address, options), talk, screen, is_terminal=is_terminal, save_to=save
-        )
-        session.run(TurnReader(sys.stdin, is_terminal=is_terminal))
+        server = Server(client, target.address, options)
+        converse(server, talk, is_json=as_json, is_quiet=quiet, save_to=save)

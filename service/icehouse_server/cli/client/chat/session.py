@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import typer
 from icehouse_client import Client, Conversation, IcehouseClientError, Options
 
-from icehouse_server.cli.client.chat.screen import Screen
-from icehouse_server.cli.client.chat.turns import Command, Turn, Verb
+from icehouse_server.cli.client.chat.screen import Screen, Style
+from icehouse_server.cli.client.chat.turns import Command, Turn, TurnReader, Verb
 from icehouse_server.cli.client.connection import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -30,6 +31,18 @@ class Server:
     client: Client
     address: str
     options: Options
+
+
+def converse(
+    server: Server, talk: Conversation, *, is_json: bool, is_quiet: bool, save_to: Path | None = None
+) -> None:
+    """Go on with a conversation on the terminal, or through a pipe, until its end."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    screen = Screen(Style(is_terminal=is_terminal, is_json=is_json, is_quiet=is_quiet))
+    [served, *_] = server.client.models()
+    screen.greet(served.id, served.context_tokens)
+    session = ChatSession(server, talk, screen, is_terminal=is_terminal, save_to=save_to)
+    session.run(TurnReader(sys.stdin, is_terminal=is_terminal))
 
 
 class ChatSession:

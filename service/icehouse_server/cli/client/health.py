@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from icehouse_server.cli.terminal.client_options import Target, target_of
-from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
+from icehouse_server.cli.terminal.console import AsJson, out, print_json
 from icehouse_server.cli.terminal.option_groups import with_groups
 
 
@@ -19,14 +19,10 @@ def health(
 ) -> None:
     """Ask whether a server takes requests; exit code 0 when it does."""
     # Imported here, so that commands that need no gRPC start without it.
-    from icehouse_server.rpc.client.generate import CallFailed
-    from icehouse_server.rpc.client.health import health_status
+    from icehouse_server.cli.client.connection import connected
 
-    try:
-        status = health_status(target.address, target.access, timeout_s=timeout_s)
-    except CallFailed as error:
-        complain(str(error))
-        raise typer.Exit(1) from error
+    with connected(target) as client:
+        status = client.health(timeout_s=timeout_s)
     if as_json:
         print_json({"status": status})
     else:

@@ -9,10 +9,10 @@ import io
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli import demo
+from icehouse_client import Usage
 from icehouse_server.cli import main as cli
-from icehouse_server.cli.demo import Pass, comparison_table, texts_are_equal, verdict_text
-from icehouse_server.rpc.client.generate import Summary
+from icehouse_server.cli.local import demo
+from icehouse_server.cli.local.demo import Pass, comparison_table, texts_are_equal, verdict_text
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -35,22 +35,25 @@ def test_differing_texts_are_an_exit_code(monkeypatch: pytest.MonkeyPatch, is_eq
     assert CliRunner().invoke(cli.app, ["demo"]).exit_code == code
 
 
-def summary(*, ttft_s: float, ram: int = 0, ssd: int = 0) -> Summary:
-    return Summary(
-        finish_reason="length",
-        prompt_token_count=1000,
-        ram_token_count=ram,
-        ssd_token_count=ssd,
-        output_token_count=16,
-        ttft_s=ttft_s,
+def usage(*, ttft_s: float, ram: int = 0, ssd: int = 0) -> Usage:
+    return Usage(
+        prompt_tokens=1000,
+        cached_tokens=ram + ssd,
+        ram_tokens=ram,
+        ssd_tokens=ssd,
+        output_tokens=16,
+        queue_s=0.0,
+        restore_s=0.0,
         prefill_s=ttft_s,
         decode_s=1.0,
+        ttft_s=ttft_s,
+        total_s=ttft_s + 1.0,
     )
 
 
 def passes(*texts: str) -> list[Pass]:
-    summaries = (summary(ttft_s=12.0), summary(ttft_s=0.1, ram=999), summary(ttft_s=3.0, ram=1, ssd=998))
-    return [Pass(*each) for each in zip(("cold", "from RAM", "from SSD"), texts, summaries, strict=True)]
+    costs = (usage(ttft_s=12.0), usage(ttft_s=0.1, ram=999), usage(ttft_s=3.0, ram=1, ssd=998))
+    return [Pass(*each) for each in zip(("cold", "from RAM", "from SSD"), texts, costs, strict=True)]
 
 
 def shown(*texts: str) -> list[str]:

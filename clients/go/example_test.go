@@ -1,0 +1,93 @@
+package icehouse_test
+
+import (
+	"context"
+	"fmt"
+	"log"
+
+	icehousev1 "icehouse.dev/api/icehouse/v1"
+	"icehouse.dev/icehouse"
+)
+
+func ExampleClient_Stream() {
+	client, err := icehouse.Dial("localhost:50051")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	stream := client.Stream(context.Background(), &icehousev1.GenerateRequest{
+		Prompt: icehouse.Chat(icehouse.Message("user", "Say hello.")),
+	})
+	for text, err := range stream.Texts() {
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Print(text)
+	}
+}
+
+func ExampleClient_Warm() {
+	client, err := icehouse.Dial("localhost:50051")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	request := &icehousev1.GenerateRequest{Prompt: icehouse.Text("You answer from the handbook: ...")}
+	if _, err := client.Warm(context.Background(), request); err != nil {
+		log.Fatal(err)
+	}
+	explained, err := client.Explain(context.Background(), request)
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(explained.GetCache().GetRamTokens(), "tokens will come from RAM")
+}
+
+func ExampleConversation() {
+	client, err := icehouse.Dial("localhost:50051")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	weather, err := icehouse.Tool("get_weather", "Tells the weather.", map[string]any{
+		"type":       "object",
+		"properties": map[string]any{"city": map[string]any{"type": "string"}},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	talk := icehouse.NewConversation("Be brief.")
+	talk.Tools = []*icehousev1.Tool{weather}
+	talk.Say("Is it raining in Oslo?")
+	for {
+		response, err := client.Generate(context.Background(), talk.Request())
+		if err != nil {
+			log.Fatal(err)
+		}
+		reply := icehouse.ReplyOf(response)
+		talk.Add(reply)
+		if len(reply.ToolCalls) == 0 {
+			fmt.Println(reply.Text)
+			return
+		}
+		for _, call := range reply.ToolCalls {
+			talk.Answer(call, "dry")
+		}
+	}
+}
+
+func ExampleReply_Decode() {
+	response := &icehousev1.GenerateResponse{
+		Text:         `{"city": "Oslo", "inhabitants": 717710}`,
+		FinishReason: icehousev1.FinishReason_FINISH_REASON_STOP_TOKEN,
+	}
+	var city struct {
+		City        string
+		Inhabitants int
+	}
+	if err := icehouse.ReplyOf(response).Decode(&city); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(city.City, city.Inhabitants)
+	// Output: Oslo 717710
+}

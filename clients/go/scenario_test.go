@@ -1,0 +1,213 @@
+package icehouse
+
+import (
+	"bytes"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	icehousev1 "icehouse.dev/api/icehouse/v1"
+)
+
+// scenario is an entry of clients/scenarios.json. The two structs have the fields of all entries.
+type scenario struct {
+	About  string
+	Server string
+	Input  struct {
+		Text            string
+		TextUnit        string `json:"text_unit"`
+		Repeat          int
+		MaxOutputTokens int32  `json:"max_output_tokens"`
+		TimeoutMS       int64  `json:"timeout_ms"`
+		IntervalMS      int64  `json:"interval_ms"`
+		AnswerCount     int    `json:"answer_count"`
+		StreamCount     int    `json:"stream_count"`
+		UnknownToken    string `json:"unknown_token"`
+		Model           string
+		Tenant          string
+		Question        string
+		Tool            struct {
+			Name, Description string
+			Parameters        json.RawMessage
+		}
+		Result         string
+		Schema         json.RawMessage
+		Choice         string
+		Texts          []string
+		Dimensions     int32
+		Query          string
+		Documents      []string
+		Template       string
+		PositiveAnswer string `json:"positive_answer"`
+		NegativeAnswer string `json:"negative_answer"`
+	}
+	Expect struct {
+		OutputTokens             int32  `json:"output_tokens"`
+		FinishReason             string `json:"finish_reason"`
+		Code                     string
+		Reason                   string
+		Method                   string
+		Field                    string
+		MetadataKey              string  `json:"metadata_key"`
+		MissingReason            string  `json:"missing_reason"`
+		UnknownReason            string  `json:"unknown_reason"`
+		RetryAfterLimitS         float64 `json:"retry_after_limit_s"`
+		Text                     string
+		Reasoning                string
+		Arguments                json.RawMessage
+		City                     string
+		Inhabitants              int
+		CachedTokens             int32 `json:"cached_tokens"`
+		FirstCachedTokens        int32 `json:"first_cached_tokens"`
+		UncachedTokensLimit      int32 `json:"uncached_tokens_limit"`
+		UncachedKnownTokensLimit int32 `json:"uncached_known_tokens_limit"`
+		UnprocessedTokensLimit   int32 `json:"unprocessed_tokens_limit"`
+		DamagedBlockCount        int64 `json:"damaged_block_count"`
+		VectorCount              int   `json:"vector_count"`
+		VectorSize               int   `json:"vector_size"`
+		Indexes                  []int32
+		State                    string
+		Feature                  string
+		UntrustedCode            string `json:"untrusted_code"`
+	}
+
+	// name and servers are not the file's.
+	name    string
+	servers servers
+}
+
+// readScenarios returns all of them by name. A fact that is not in the structs is refused, so that none
+// goes untested.
+func readScenarios(t *testing.T) map[string]scenario {
+	t.Helper()
+	text, err := os.ReadFile("../scenarios.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found, decoder := map[string]scenario{}, json.NewDecoder(bytes.NewReader(text))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(&found); err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
+
+// run runs a scenario as a test of its name, and appends what it came to to the file that
+// ICEHOUSE_TEST_RESULTS names.
+func (s scenario) run(t *testing.T, test func(*testing.T, scenario)) {
+	t.Run(s.name, func(t *testing.T) {
+		if path := os.Getenv("ICEHOUSE_TEST_RESULTS"); path != "" {
+			t.Cleanup(func() { s.record(t, path) })
+		}
+		test(t, s)
+	})
+}
+
+func (s scenario) record(t *testing.T, path string) {
+	line, err := json.Marshal(map[string]any{"scenario": s.name, "passed": !t.Failed()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	if _, err := file.Write(append(line, '\n')); err != nil {
+		t.Error(err)
+	}
+}
+
+// client returns one of the scenario's server.
+func (s scenario) client(t *testing.T, options ...Option) *Client {
+	t.Helper()
+	address, named := map[string]string{
+		"address":          s.servers.Address,
+		"limited_address":  s.servers.LimitedAddress,
+		"secured_address":  s.servers.SecuredAddress,
+		"chat_address":     s.servers.ChatAddress,
+		"draining_address": s.servers.DrainingAddress,
+		"unused_address":   s.servers.UnusedAddress,
+	}[s.Server]
+	if !named {
+		t.Fatalf("there is no server %q", s.Server)
+	}
+	return dial(t, address, options...)
+}
+
+// trusting returns the option that knows the secured server's authority.
+func (s scenario) trusting(t *testing.T) Option {
+	t.Helper()
+	authority, err := os.ReadFile(s.servers.CAPath)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(authority)
+	return WithTLS(&tls.Config{RootCAs: pool})
+}
+
+// ownName returns a name that no other test has: for a request, or for a tenant of the cache.
+func (s scenario) ownName() string {
+	return fmt.Sprintf("go-%s-%d", s.name, os.Getpid())
+}
+
+// request returns a request for the scenario's prompt.
+func (s scenario) request() *icehousev1.GenerateRequest {
+	text := s.Input.Text
+	if text == "" {
+		text = strings.Repeat(s.Input.TextUnit, s.Input.Repeat)
+	}
+	return &icehousev1.GenerateRequest{
+		RequestId: s.ownName(), Prompt: Text(text), MaxOutputTokens: s.Input.MaxOutputTokens,
+	}
+}
+
+// tenantRequest returns the same with a tenant whose cache, or quota, no other test has used.
+func (s scenario) tenantRequest() *icehousev1.GenerateRequest {
+	request := s.request()
+	request.Cache = &icehousev1.CachePolicy{Tenant: s.ownName()}
+	return request
+}
+
+// checkRefused tells whether a call was refused as the scenario says.
+func (s scenario) checkRefused(t *testing.T, err error) *Error {
+	t.Helper()
+	refused := refusal(t, err)
+	if codeName(refused.Code) != s.Expect.Code || refused.Reason != s.Expect.Reason {
+		t.Errorf("%v is not %s (%s)", refused, s.Expect.Code, s.Expect.Reason)
+	}
+	return refused
+}
+
+// read reads a stream to its end, and checks that its pieces are its reply's text.
+func read(t *testing.T, stream *Stream) (*Reply, []string) {
+	t.Helper()
+	var pieces []string
+	for piece, err := range stream.Texts() {
+		if err != nil {
+			t.Fatal(err)
+		}
+		pieces = append(pieces, piece)
+	}
+	reply, err := stream.Reply()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Join(pieces, "") != reply.Text {
+		t.Errorf("%q is not %q", pieces, reply.Text)
+	}
+	return reply, pieces
+}
+
+// end reads a stream to its end and returns the error that it ended with.
+func end(stream *Stream) (last error) {
+	for _, err := range stream.Texts() {
+		last = err
+	}
+	return last
+}

@@ -1,0 +1,107 @@
+import { create, fromJson, type JsonValue, toJson } from "@bufbuild/protobuf";
+import { randomUUID } from "node:crypto";
+
+import { type ChatMessage, ChatMessageSchema } from "./gen/icehouse/v1/prompt_pb.js";
+import type { ToolCall } from "./gen/icehouse/v1/tool_pb.js";
+
+const KIND = "icehouse-conversation";
+const VERSION = 1;
+
+/** What of an answer goes into the next turn: a GenerateResponse, a Completion or the Reply of a stream. */
+export interface Answer {
+  readonly text: string;
+  readonly reasoning: string;
+  readonly toolCalls: readonly ToolCall[];
+  readonly tokenIds: readonly number[];
+}
+
+export interface ConversationOptions {
+  readonly messages?: readonly ChatMessage[];
+  readonly system?: string;
+  /** Absent: one is made. */
+  readonly sessionId?: string;
+}
+
+/**
+ * The turns so far, each answer with its tokens, reasoning and tool calls, so that each turn starts from the
+ * cached blocks of the one before. It is a prompt.
+ */
+export class Conversation {
+  /** Oldest first. */
+  readonly messages: ChatMessage[];
+  /** Names it to gateways, logs and traces, as the `sessionId` of a request. */
+  readonly sessionId: string;
+
+  constructor({ messages = [], system = "", sessionId }: ConversationOptions = {}) {
+    this.messages = [...messages];
+    this.sessionId = sessionId ?? randomUUID().replaceAll("-", "");
+    if (system) this.system = system;
+  }
+
+  /** The system prompt, empty for none. Another one means that nothing behind it is reused. */
+  get system(): string {
+    const [first] = this.messages;
+    return first?.role === "system" ? first.content : "";
+  }
+
+  set system(text: string) {
+    if (this.messages[0]?.role === "system") this.messages.shift();
+    if (text) this.messages.unshift(create(ChatMessageSchema, { role: "system", content: text }));
+  }
+
+  /** Adds the user's turn. */
+  say(text: string): void {
+    this.messages.push(create(ChatMessageSchema, { role: "user", content: text }));
+  }
+
+  /** Adds the assistant's turn, an answer as it came. */
+  add({ text, reasoning, toolCalls, tokenIds }: Answer): void {
+    const turn = { reasoning, toolCalls: [...toolCalls], tokenIds: [...tokenIds] };
+    this.messages.push(create(ChatMessageSchema, { role: "assistant", content: text, ...turn }));
+  }
+
+  /** Adds the result of a call that the assistant asked for. */
+  answer({ id, name }: ToolCall, content: string): void {
+    this.messages.push(create(ChatMessageSchema, { role: "tool", content, name, toolCallId: id }));
+  }
+
+  /** Takes back the last turn of the user and all that came after it; nothing where there is none. */
+  undo(): void {
+    const turn = this.messages.map(({ role }) => role).lastIndexOf("user");
+    if (turn >= 0) this.messages.length = turn;
+  }
+
+  /** What JSON.stringify writes of it, to be kept; clients of every language read it. */
+  toJSON(): JsonValue {
+    const messages = this.messages.map((message) => {
+      const facts = toJson(ChatMessageSchema, message, { useProtoFieldName: true });
+      return { content: "", ...(facts as Readonly<Record<string, JsonValue>>) };
+    });
+    return { kind: KIND, version: VERSION, session_id: this.sessionId, messages };
+  }
+
+  /** Returns the conversation in a text that was kept, or in a plain list of {"role", "content"}. */
+  static fromJSON(text: string): Conversation {
+    const facts: unknown = JSON.parse(text);
+    if (Array.isArray(facts)) return new Conversation({ messages: facts.map(messageFrom) });
+    const { kind, version, session_id: sessionId, messages } = (facts ?? {}) as Readonly<Record<string, unknown>>;
+    if (kind !== KIND || version !== VERSION) {
+      throw new TypeError(`no conversation: it is of kind ${String(kind)}, version ${String(version)}`);
+    }
+    if (!Array.isArray(messages)) throw new TypeError("no conversation: there is no list of messages");
+    const named = typeof sessionId === "string" && sessionId !== "" ? { sessionId } : {};
+    return new Conversation({ messages: messages.map(messageFrom), ...named });
+  }
+}
+
+function messageFrom(facts: JsonValue, index: number): ChatMessage {
+  const place = `no conversation: messages[${index}]`;
+  let message: ChatMessage;
+  try {
+    message = fromJson(ChatMessageSchema, facts);
+  } catch (error) {
+    throw new TypeError(`${place}: ${error instanceof Error ? error.message : String(error)}`, { cause: error });
+  }
+  if (!message.role) throw new TypeError(`${place} has no role`);
+  return message;
+}

@@ -1,0 +1,72 @@
+/** What a request is made of: prompts in short forms, and keys that no message has. */
+import assert from "node:assert/strict";
+import { type TestContext, test } from "node:test";
+
+import { Client, type GenerateInit, type Prompt, prefixKey } from "../src/index.js";
+import { GenerateRequestSchema } from "../src/gen/icehouse/v1/inference_service_pb.js";
+import { EvictRequestSchema } from "../src/gen/icehouse/v1/cache_service_pb.js";
+import { Conversation } from "../src/index.js";
+import { embedRequestFrom, promptedRequestFrom } from "../src/requests.js";
+
+function clientOf(t: TestContext): Client {
+  const client = new Client("127.0.0.1:1");
+  t.after(() => client.close());
+  return client;
+}
+
+test("an unknown key is refused with the one that may be meant", async (t) => {
+  const client = clientOf(t);
+  const prompt = "Hi";
+  for (const [request, problem] of [
+    [{ prompt, temprature: 1 }, "GenerateRequest: there is no 'temprature'; did you mean 'sampling.temperature'?"],
+    [{ prompt, max_tokens: 1 }, "GenerateRequest: there is no 'max_tokens'; did you mean 'maxOutputTokens'?"],
+    [{ prompt, max_output_tokens: 1 }, "GenerateRequest: there is no 'max_output_tokens'; did you mean 'maxOutputTokens'?"],
+    [{ prompt, n: 2 }, "GenerateRequest: there is no 'n'; did you mean 'completions'?"],
+    [{ messages: [] }, "GenerateRequest: there is no 'messages'; did you mean 'prompt'?"],
+    [{ prompt, sampling: { topp: 1 } }, "SamplingParams: there is no 'topp'; did you mean 'topP'?"],
+    [{ prompt: [{ role: "user", contents: "Hi" }] }, "ChatMessage: there is no 'contents'; did you mean 'content'?"],
+    [{ prompt, responseFormat: { format: { case: "jsonSchem", value: "{}" } } }, /oneof format: there is no 'jsonSchem'; did you mean 'jsonSchema'/],
+    [{ prompt, cache: { zebra: 1 } }, "CachePolicy: there is no 'zebra'; there are use, tenant, sharedPrefixName"],
+  ] as const) {
+    const wanted = { name: "TypeError", message: problem };
+    await assert.rejects(client.generate(request as unknown as GenerateInit), wanted);
+    assert.throws(() => client.stream(request as unknown as GenerateInit), wanted);
+  }
+  await assert.rejects(client.generate({ prompt }, { timeout: 1 } as never), /did you mean 'timeoutMs'/);
+  await assert.rejects(client.cache.evictAll({ onProgres: () => undefined } as never), /there is no 'onProgres'/);
+  await assert.rejects(client.rerank({ query: "q", documents: [], topN: 1 } as never), /did you mean 'topCount'/);
+  assert.throws(() => new Client("127.0.0.1:1", { timeout: 1 } as never), /did you mean 'timeoutMs'/);
+});
+
+test("a template's arguments are the caller's own", () => {
+  const chat = { messages: [{ role: "user", content: "Hi" }], templateArguments: { enable_thinking: false } };
+  const { prompt } = promptedRequestFrom(GenerateRequestSchema, { prompt: chat });
+  assert(prompt.case === "chat");
+  assert.deepEqual(prompt.value.templateArguments, { enable_thinking: false });
+});
+
+test("a prompt may be said in short", () => {
+  const messages = [{ role: "user", content: "Hi" }];
+  const talk = new Conversation();
+  talk.say("Hi");
+  for (const [short, long] of [
+    ["Hi", { case: "text", value: "Hi" }],
+    [[1, 2], { case: "tokens", value: { ids: [1, 2] } }],
+    [messages, { case: "chat", value: { messages } }],
+    [{ messages }, { case: "chat", value: { messages } }],
+    [talk, { case: "chat", value: { messages } }],
+  ] as [Prompt, Prompt][]) {
+    const [one, other] = [short, long].map((prompt) => promptedRequestFrom(GenerateRequestSchema, { prompt }));
+    assert.deepEqual(one, other);
+    assert.equal(promptedRequestFrom(GenerateRequestSchema, one!), one);
+    const evict = promptedRequestFrom(EvictRequestSchema, { prompt: short });
+    assert.deepEqual(evict.target, one!.prompt);
+    assert.equal(prefixKey(evict), prefixKey(one!));
+  }
+  assert.equal(promptedRequestFrom(GenerateRequestSchema, {} as GenerateInit).prompt.case, undefined);
+});
+
+test("an input of Embed is a text or token ids", () => {
+  const { inputs } = embedRequestFrom({ inputs: ["one", [1, 2], { input: { case: "text", value: "three" } }] });
+  assert.deepEqual(inputs.map(({ input }) => input.case), ["text", "tokens", "text"]);
+});

@@ -1,0 +1,295 @@
+/** Each scenario of clients/scenarios.json with this client. */
+import { timestampMs } from "@bufbuild/protobuf/wkt";
+import { status } from "@grpc/grpc-js";
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+
+import { Conversation } from "../src/index.js";
+import { CacheTier } from "../src/gen/icehouse/v1/cache_service_pb.js";
+import { ServerFeature, ServerState } from "../src/gen/icehouse/v1/server_service_pb.js";
+import { ToolChoiceMode } from "../src/gen/icehouse/v1/tool_pb.js";
+import { FinishReason } from "../src/gen/icehouse/v1/usage_pb.js";
+import { scenario } from "./scenario.js";
+import { collect, refusal, servers } from "./servers.js";
+
+scenario("unary", async (s) => {
+  const { usage, finishReason, model, tokenIds } = await s.client().generate(s.request);
+  assert.deepEqual([usage?.outputTokens, tokenIds.length], [s.expect["output_tokens"], s.expect["output_tokens"]]);
+  assert.deepEqual([FinishReason[finishReason], model], [s.expect["finish_reason"], servers.model]);
+});
+
+scenario("stream", async (s) => {
+  const client = s.client();
+  const whole = await client.generate(s.request);
+  const stream = client.stream(s.request);
+  assert.equal((await collect(stream)).join(""), whole.text);
+  const { text, tokenIds, finished } = stream.reply;
+  assert.deepEqual([text, tokenIds], [whole.text, whole.tokenIds]);
+  assert.equal(finished.usage?.outputTokens, s.expect["output_tokens"]);
+  assert.equal(FinishReason[finished.finishReason], s.expect["finish_reason"]);
+});
+
+scenario("cancel", async (s) => {
+  const client = s.client();
+  const isListed = async () => (await client.listRequests()).some(({ requestId }) => requestId === s.ownName);
+  for await (const _ of client.stream(s.request)) {
+    assert(await isListed());
+    break;
+  }
+  while (await isListed());
+});
+
+scenario("deadline", async (s) => {
+  const stream = s.client().stream(s.request, { timeoutMs: s.input["timeout_ms"] });
+  assert.equal(status[(await refusal(collect(stream))).code], s.expect["code"]);
+});
+
+scenario("cancelled_by_id", async (s) => {
+  const client = s.client();
+  const read = async () => {
+    for await (const { event } of client.stream(s.request).events()) {
+      if (event.case !== "started") continue;
+      const listed = (await client.listRequests()).find(({ requestId }) => requestId === s.ownName);
+      assert(listed);
+      const { requestId, method } = await client.cancelRequest(s.ownName);
+      assert.deepEqual([requestId, method], [s.ownName, s.expect["method"]]);
+    }
+  };
+  s.assertRefused(await refusal(read()));
+});
+
+scenario("invalid_argument", async (s) => {
+  const client = s.client();
+  for (const call of [() => client.generate(s.request), () => collect(client.stream(s.request))]) {
+    const error = await refusal(call());
+    s.assertRefused(error);
+    assert.deepEqual([error.field, error.retryAfterMs], [s.expect["field"], undefined]);
+  }
+});
+
+scenario("not_found", async (s) => {
+  const error = await refusal(s.client().generate({ prompt: s.prompt, model: s.input["model"] }));
+  s.assertRefused(error);
+  assert.equal(error.metadata[s.expect["metadata_key"]], servers.model);
+});
+
+scenario("already_exists", async (s) => {
+  const client = s.client();
+  for await (const { event } of client.stream(s.request).events()) {
+    assert.equal(event.case, "started");
+    s.assertRefused(await refusal(client.generate(s.request)));
+    break;
+  }
+});
+
+scenario("unauthenticated", async (s) => {
+  const ca = readFileSync(servers.ca_path);
+  const missing = s.client({ security: { ca } });
+  s.assertRefused(await refusal(missing.generate(s.request)), s.expect["missing_reason"]);
+  const unknown = s.client({ security: { ca, token: s.input["unknown_token"] } });
+  s.assertRefused(await refusal(unknown.generate(s.request)), s.expect["unknown_reason"]);
+});
+
+scenario("permission_denied", async (s) => {
+  const client = s.client({ security: { ca: readFileSync(servers.ca_path), token: servers.token } });
+  s.assertRefused(await refusal(client.generate({ ...s.request, cache: { tenant: s.input["tenant"] } })));
+});
+
+scenario("resource_exhausted", async (s) => {
+  const client = s.client();
+  const request = { ...s.unknown, maxOutputTokens: servers.tokens_per_minute };
+  await client.generate(request);
+  const error = await refusal(client.generate(request));
+  s.assertRefused(error);
+  const { retryAfterMs } = error;
+  assert(retryAfterMs && retryAfterMs > 0 && retryAfterMs <= 1000 * s.expect["retry_after_limit_s"], `${retryAfterMs}`);
+});
+
+scenario("unavailable", async (s) => {
+  s.assertRefused(await refusal(collect(s.client().stream(s.request))));
+});
+
+scenario("retry_on_drain", async (s) => {
+  const client = s.client();
+  assert.equal((await client.generate(s.request)).usage?.outputTokens, s.expect["output_tokens"]);
+  s.assertRefused(await refusal(collect(client.stream(s.request))));
+});
+
+scenario("tools_loop", async (s) => {
+  const client = s.client();
+  const { name, description, parameters } = s.input["tool"];
+  const talk = new Conversation();
+  talk.say(s.input["question"]);
+  const tools = [{ name, description, parametersJson: JSON.stringify(parameters) }];
+  const request = { prompt: talk, tools, cache: { tenant: s.ownName } };
+  const { text, reasoning, toolCalls, finishReason, tokenIds, usage } = await client.generate(request);
+  assert.deepEqual([text, reasoning], [s.expect["text"], s.expect["reasoning"]]);
+  assert.equal(FinishReason[finishReason], s.expect["finish_reason"]);
+  const [call] = toolCalls;
+  assert(call && usage);
+  assert.equal(call.name, name);
+  assert.deepEqual(JSON.parse(call.argumentsJson), s.expect["arguments"]);
+  const stream = client.stream(request);
+  await collect(stream);
+  const { reply } = stream;
+  assert.deepEqual([reply.text, reply.reasoning, reply.tokenIds], [text, reasoning, tokenIds]);
+  assert.deepEqual(reply.toolCalls.map(({ argumentsJson }) => argumentsJson), [call.argumentsJson]);
+  talk.add(reply);
+  for (const asked of reply.toolCalls) talk.answer(asked, s.input["result"]);
+  const { usage: following } = await client.generate({ ...request, toolChoice: { mode: ToolChoiceMode.NONE } });
+  assert(following);
+  const known = usage.promptTokens + usage.outputTokens;
+  assert(following.promptTokens > known);
+  assert(following.cachedTokens > known - s.expect["uncached_known_tokens_limit"], `${following.cachedTokens} of ${known}`);
+});
+
+scenario("structured_output", async (s) => {
+  const format = { case: "jsonSchema", value: JSON.stringify(s.input["schema"]) } as const;
+  const { text } = await s.client().generate({ ...s.request, responseFormat: { format, compact: true } });
+  assert.equal(text, s.expect["text"]);
+  const { city, inhabitants } = JSON.parse(text) as { city: string; inhabitants: number };
+  assert.deepEqual([city, inhabitants], [s.expect["city"], s.expect["inhabitants"]]);
+});
+
+scenario("unicode", async (s) => {
+  const client = s.client();
+  const format = { case: "choice" as const, value: { texts: [String(s.input["choice"])] } };
+  const request = { ...s.request, responseFormat: { format } };
+  assert.equal((await client.generate(request)).text, s.expect["text"]);
+  const pieces = await collect(client.stream(request));
+  assert.equal(pieces.join(""), s.expect["text"]);
+  assert.deepEqual(pieces.filter((piece) => Buffer.from(piece).toString() !== piece || piece.includes("\uFFFD")), []);
+  const { tokens } = await client.tokenize({ prompt: s.prompt });
+  assert.equal((await client.detokenize({ tokenIds: tokens.map(({ id }) => id) })).text, s.prompt);
+});
+
+scenario("hundred_streams", async (s) => {
+  const client = s.client();
+  const { prompt, maxOutputTokens } = s.request;
+  const { text } = await client.generate({ prompt, maxOutputTokens });
+  const streams = Array.from({ length: s.input["stream_count"] }, () => client.stream({ prompt, maxOutputTokens }));
+  await Promise.all(streams.map(collect));
+  for (const { reply } of streams) {
+    assert.deepEqual([reply.text, reply.finished.usage?.outputTokens], [text, s.expect["output_tokens"]]);
+  }
+});
+
+scenario("cache_report", async (s) => {
+  const client = s.client();
+  const request = { ...s.unknown, maxOutputTokens: s.input["max_output_tokens"] };
+  assert.equal((await client.generate(request)).cache?.cachedTokens, s.expect["first_cached_tokens"]);
+  const stream = client.stream(request);
+  const events = await collect(stream.events());
+  assert.equal(events[0]?.event.case, "started");
+  const { promptTokens, cache } = stream.reply.started;
+  assert(cache && promptTokens - cache.ramTokens <= s.expect["uncached_tokens_limit"], `${cache?.ramTokens}`);
+});
+
+scenario("warm", async (s) => {
+  const progress: [number, number][] = [];
+  const { usage } = await s.client().cache.warm(s.unknown, {
+    onProgress: ({ processedTokens, promptTokens }) => progress.push([processedTokens, promptTokens]),
+  });
+  assert(usage);
+  assert.equal(usage.outputTokens, s.expect["output_tokens"]);
+  const [processedTokens = 0, promptTokens] = progress.at(-1) ?? [];
+  assert.equal(promptTokens, usage.promptTokens);
+  assert(usage.promptTokens - processedTokens <= s.expect["unprocessed_tokens_limit"], `${processedTokens}`);
+});
+
+scenario("explain", async (s) => {
+  const { cache } = s.client();
+  assert.equal((await cache.explain(s.unknown)).cache?.cachedTokens, s.expect["first_cached_tokens"]);
+  await cache.warm(s.unknown);
+  const { promptTokens, cache: report, blocks } = await cache.explain(s.unknown);
+  assert(report && promptTokens - report.ramTokens <= s.expect["uncached_tokens_limit"], `${report?.ramTokens}`);
+  assert(blocks.every(({ tier }) => tier === CacheTier.RAM));
+  assert.equal(sum(blocks.map(({ tokenCount }) => tokenCount)), report.ramTokens);
+});
+
+scenario("pin", async (s) => {
+  const { cache } = s.client();
+  await cache.warm(s.unknown);
+  const { blockCount, tokenCount } = await cache.pin(s.unknown);
+  const { blocks } = await cache.explain(s.unknown);
+  assert(blockCount > 0);
+  assert.deepEqual(blocks.map(({ pinned }) => pinned), Array(blockCount).fill(true));
+  assert.equal(tokenCount, sum(blocks.map((block) => block.tokenCount)));
+});
+
+scenario("unpin", async (s) => {
+  const { cache } = s.client();
+  await cache.warm(s.unknown);
+  const { blockCount } = await cache.pin(s.unknown);
+  assert.equal((await cache.unpin(s.unknown)).blockCount, blockCount);
+  const { blocks } = await cache.explain(s.unknown);
+  assert.deepEqual(blocks.map(({ pinned }) => pinned), Array(blockCount).fill(false));
+});
+
+scenario("evict", async (s) => {
+  const { cache } = s.client();
+  await cache.warm(s.unknown);
+  const { blocks } = await cache.explain(s.unknown);
+  const steps: bigint[] = [];
+  const { ramBlockCount } = await cache.evict(s.unknown, { onProgress: (step) => steps.push(step.processedBlockCount) });
+  assert.deepEqual([ramBlockCount, steps[0], steps.at(-1)], [BigInt(blocks.length), 0n, ramBlockCount]);
+  assert.equal((await cache.explain(s.unknown)).cache?.cachedTokens, s.expect["cached_tokens"]);
+});
+
+scenario("verify", async (s) => {
+  const steps: bigint[] = [];
+  const { verifiedBlockCount, damagedBlockCount } = await s.client().cache.verify({}, {
+    onProgress: (step) => steps.push(step.verifiedBlockCount),
+  });
+  assert.deepEqual([damagedBlockCount, steps.at(-1)], [BigInt(s.expect["damaged_block_count"]), verifiedBlockCount]);
+});
+
+scenario("watch_stats", async (s) => {
+  const times: number[] = [];
+  for await (const { collectTime } of s.client().cache.watchStats({ intervalMs: s.input["interval_ms"] })) {
+    assert(collectTime);
+    times.push(timestampMs(collectTime));
+    if (times.length === s.input["answer_count"]) break;
+  }
+  assert.equal(new Set(times).size, s.input["answer_count"]);
+});
+
+scenario("embed", async (s) => {
+  const { texts: inputs, dimensions } = s.input;
+  const { embeddings, promptTokens } = await s.client().embed({ inputs, dimensions });
+  const sizes = embeddings.map(({ values }) => values.length);
+  assert.deepEqual(sizes, Array(s.expect["vector_count"]).fill(s.expect["vector_size"]));
+  assert.equal(promptTokens, sum(embeddings.map((embedding) => embedding.promptTokens)));
+  assert(promptTokens > 0);
+});
+
+scenario("rerank", async (s) => {
+  const { query, documents, template, positive_answer: positiveAnswer, negative_answer: negativeAnswer } = s.input;
+  const form = { case: "text", value: template } as const;
+  const answer = await s.client().rerank({ query, documents, form, positiveAnswer, negativeAnswer });
+  assert.deepEqual(answer.results.map(({ index }) => index).sort(), s.expect["indexes"]);
+  const scores = answer.results.map(({ score }) => score);
+  assert.deepEqual(scores, [...scores].sort((one, other) => other - one));
+  assert(answer.promptTokens > 0);
+});
+
+scenario("get_server", async (s) => {
+  const client = s.client();
+  await client.waitReady();
+  const { version, state, features, limits } = await client.getServer();
+  assert(version && limits && limits.maxOutputTokens > 0);
+  assert.equal(ServerState[state], s.expect["state"]);
+  assert(features.map((feature) => ServerFeature[feature]).includes(s.expect["feature"]));
+});
+
+scenario("tls_and_token", async (s) => {
+  const { token } = servers;
+  const trusting = s.client({ security: { ca: readFileSync(servers.ca_path), token } });
+  assert.equal((await trusting.generate(s.request)).usage?.outputTokens, s.expect["output_tokens"]);
+  const untrusting = s.client({ security: { tls: true, token } });
+  assert.equal(status[(await refusal(untrusting.generate(s.request))).code], s.expect["untrusted_code"]);
+});
+
+function sum(counts: readonly number[]): number {
+  return counts.reduce((total, count) => total + count, 0);
+}

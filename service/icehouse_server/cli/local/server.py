@@ -1,0 +1,129 @@
+"""Server of a command's own: `icehouse serve` as a process on a free loopback port, while a block runs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from icehouse_client import Client, IcehouseClientError
+
+from icehouse_server.cli.client.connection import open_client
+from icehouse_server.cli.terminal.client_options import Target
+from icehouse_server.cli.terminal.console import err, out
+from icehouse_server.demo.models import SMOLLM2
+from icehouse_server.errors import Reason, StartError
+
+_STOP_TIMEOUT_S = 60.0
+"""The server's own grace is shorter; past this it is stuck and is killed."""
+
+_WATCH_SLICE_S = 1.0
+"""How long one look at the server's health may take before its process is looked at again."""
+
+
+@contextlib.contextmanager
+def serving(
+    status: str, *, scratch: Path, model: str = SMOLLM2.name, options: Sequence[str] = ()
+) -> Iterator[tuple[Client, str]]:
+    """Run a server and yield a client of it, and its address, once it serves; stop it in order at the end.
+
+    Raises StartError when it ends before, or with another code than 0.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stopping, contextlib.ExitStack() as stack:
+        with err.status(status):
+            server = stack.enter_context(
+                running_server(address=address, scratch=scratch, model=model, options=options)
+            )
+            client = stack.enter_context(open_client(Target(address)))
+            is_serving = wait_until_serving(client, is_alive=lambda: server.poll() is None)
+        if not is_serving:
+            # Closing reports the server's code and log; what is left is code 0 without having served.
+            stack.close()
+            raise StartError(Reason.ENGINE_FAILED, "the server ended before it served")
+        yield client, address
+        stopping.enter_context(err.status("stopping the server, which first writes its blocks to SSD"))
+
+
+def wait_until_serving(client: Client, *, is_alive: Callable[[], bool]) -> bool:
+    """Return True once the server takes requests, False when `is_alive` says that it is gone."""
+    while is_alive():
+        try:
+            client.wait_until_serving(timeout_s=_WATCH_SLICE_S)
+        except IcehouseClientError as error:
+            # A server that ends takes its connections along; its process tells why.
+            if error.code.name not in ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED"):
+                raise
+        else:
+            return True
+    return False
+
+
+def free_port() -> int:
+    """Return a loopback TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_server(
+    *, address: str, scratch: Path, model: str = SMOLLM2.name, options: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `icehouse serve` with a demo model at `address`, with its blocks in `scratch`; at the end stop it.
+
+    Raises StartError with the server's log when it did not end with code 0.
+    """
+    host, _, port = address.rpartition(":")
+    command = [sys.executable, "-m", "icehouse_server.cli.main", "serve", "--model", model, "--uds", ""]
+    command += ["--host", host, "--port", port, "--cache-directory", str(scratch / "blocks")]
+    # What is shown must not depend on the settings that somebody happens to have in the environment.
+    command += ["--cache", "--ssd", "--spill-policy", "on_evict", *options]
+    log_file = scratch / "server.log"
+    with _signals_raised(), log_file.open("ab") as log:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops the server in order.
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
+        try:
+            yield server
+        finally:
+            _stop(server)
+    if server.returncode != 0:
+        out.print(log_file.read_text(encoding="utf-8", errors="replace"), markup=False, style="dim")
+        raise StartError(
+            Reason.ENGINE_FAILED, f"the server ended with code {server.returncode}; its log stands above"
+        )
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Have what would end this process at once, as a closed terminal does, leave the block in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is None:
+        server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()

@@ -1,1 +1,0 @@
-"""A small client of our own API, for the command line."""

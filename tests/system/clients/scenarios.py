@@ -1,0 +1,72 @@
+"""Scenarios that every client runs, and the table of who passed which.
+
+`clients/scenarios.json` says what happens in each; `clients/README.md` says how a client runs them and writes
+its results down. A cell of the table that is empty is a failure, except in the columns of `NOT_YET`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+SCENARIOS_PATH: Final = Path(__file__).parents[3] / "clients" / "scenarios.json"
+RESULTS_VARIABLE: Final = "ICEHOUSE_TEST_RESULTS"
+"""Names the file to which a client's tests append a line for each scenario that they ran."""
+
+NOT_YET: Final[Collection[str]] = ("java",)
+"""Clients whose tests do not run every scenario yet. To be emptied."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What one client's test of a scenario came to: a line of its results."""
+
+    scenario: str
+    passed: bool
+
+
+def scenario_names() -> tuple[str, ...]:
+    """Return the names of all, in the order of the file."""
+    return tuple(json.loads(SCENARIOS_PATH.read_text(encoding="utf-8")))
+
+
+def read_results(path: Path) -> tuple[Result, ...]:
+    """Return what one client's tests wrote down; nothing where they ran no scenario."""
+    if not path.exists():
+        return ()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return tuple(Result(str(line["scenario"]), line["passed"] is True) for line in map(json.loads, lines))
+
+
+def table_of(names: Iterable[str], results: Mapping[str, Sequence[Result]]) -> str:
+    """Return a line for each scenario with a column for each language: ok, FAIL or an empty cell."""
+    names = tuple(names)
+    width = max(map(len, names))
+    rows = [f"{'':{width}}" + "".join(f"  {language:6}" for language in results)]
+    for name in names:
+        cells = "".join(f"  {_cell(name, told):6}" for told in results.values())
+        rows.append(f"{name:{width}}{cells}")
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def faults_of(names: Iterable[str], results: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Return what is wrong with the table: failures, unknown names, and cells that are empty."""
+    names = tuple(names)
+    faults = []
+    for language, told in results.items():
+        faults += [f"{language}: {result.scenario} failed" for result in told if not result.passed]
+        ran = {result.scenario for result in told}
+        faults += [f"{language}: {name} is no scenario" for name in sorted(ran - set(names))]
+        if language not in NOT_YET:
+            faults += [f"{language}: {name} was not run" for name in names if name not in ran]
+    return faults
+
+
+def _cell(name: str, told: Iterable[Result]) -> str:
+    passed = [result.passed for result in told if result.scenario == name]
+    if not passed:
+        return ""
+    return "ok" if all(passed) else "FAIL"

@@ -1,0 +1,56 @@
+"""The scenarios that every client runs: their file is well formed, and no empty cell goes unnoticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.system.clients import scenarios
+from tests.system.clients.languages import LANGUAGES
+from tests.system.clients.live_servers import Servers
+from tests.system.clients.scenarios import Result, faults_of, read_results, scenario_names, table_of
+
+NAMES = ("unary", "stream")
+
+
+def test_every_scenario_says_what_happens_where_and_what_must_be_true() -> None:
+    found = json.loads(scenarios.SCENARIOS_PATH.read_text(encoding="utf-8"))
+    servers = {field.name for field in dataclasses.fields(Servers)}
+    for name, scenario in found.items():
+        assert name.isidentifier() and name.islower()
+        assert set(scenario) == {"about", "server", "input", "expect"}, name
+        assert scenario["about"].endswith(".") and scenario["server"] in servers, name
+    assert scenario_names() == tuple(found)
+
+
+def test_the_columns_are_clients() -> None:
+    assert set(scenarios.NOT_YET) <= {language.folder for language in LANGUAGES}
+
+
+def test_a_full_table_has_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"scenario": "unary", "passed": true}\n{"scenario": "stream", "passed": true}\n')
+    results = {"go": read_results(path)}
+    assert faults_of(NAMES, results) == []
+    assert table_of(NAMES, results).splitlines() == ["        go", "unary   ok", "stream  ok"]
+
+
+def test_a_failure_an_unknown_name_and_an_empty_cell_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "NOT_YET", ("java",))
+    results = {
+        "go": [Result("unary", False), Result("unary", True), Result("other", True)],
+        "java": [],
+    }
+    assert faults_of(NAMES, results) == [
+        "go: unary failed",
+        "go: other is no scenario",
+        "go: stream was not run",
+    ]
+    assert table_of(NAMES, results).splitlines()[1:] == ["unary   FAIL", "stream"]
+
+
+def test_no_results_are_an_empty_column(tmp_path: Path) -> None:
+    assert read_results(tmp_path / "none") == ()
