@@ -186,14 +186,18 @@ class PrefixCache:
 
     def reusable(self, sequence: Sequence) -> list[BlockHash]:
         """Return the names of the blocks that a plan for this sequence would use; nothing is counted."""
-        request = sequence.request
-        plan = self._planner.plan(
-            root=self.root(request.scope),
-            token_ids=sequence.input_token_ids,
-            with_ssd=self.storage is not None,
-            shared_root=self.shared_root(request.shared_scope),
+        return [entry.hash for entry in self._reusable(sequence).entries]
+
+    def reusable_token_count(self, sequence: Sequence) -> int:
+        """Return how many tokens a plan for this sequence would use; nothing is counted."""
+        return self._reusable(sequence).token_count
+
+    def _reusable(self, sequence: Sequence) -> PrefixPlan:
+        root, shared_root = self.root(sequence.request.scope), self.shared_root(sequence.request.shared_scope)
+        with_ssd = self.storage is not None
+        return self._planner.plan(
+            root=root, token_ids=sequence.input_token_ids, with_ssd=with_ssd, shared_root=shared_root
         )
-        return [entry.hash for entry in plan.entries]
 
     def explain(self, command: Explain) -> Explanation:
         """Say what would be reused of a prompt, and how long that would take; notes no use."""
