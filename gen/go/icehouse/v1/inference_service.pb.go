@@ -53,7 +53,8 @@ type GenerateRequest struct {
 	// is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
 	// bytes in UTF-8 by default. Absent: none.
 	Stop []string `protobuf:"bytes,8,rep,name=stop,proto3" json:"stop,omitempty"`
-	// The form the output must have. Absent: any.
+	// The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+	// too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
 	ResponseFormat *ResponseFormat `protobuf:"bytes,9,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
 	// Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
 	// refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.

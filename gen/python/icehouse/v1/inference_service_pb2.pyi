@@ -112,7 +112,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def response_format(self) -> _response_format_pb2.ResponseFormat:
-        """The form the output must have. Absent: any."""
+        """The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+        too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+        """
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:

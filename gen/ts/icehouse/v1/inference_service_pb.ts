@@ -122,7 +122,8 @@ export type GenerateRequest = Message<"icehouse.v1.GenerateRequest"> & {
   stop: string[];
 
   /**
-   * The form the output must have. Absent: any.
+   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
    *
    * @generated from field: icehouse.v1.ResponseFormat response_format = 9;
    */
