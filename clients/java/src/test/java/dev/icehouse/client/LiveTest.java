@@ -11,6 +11,9 @@ import dev.icehouse.v1.CacheServiceGrpc;
 import dev.icehouse.v1.CacheStatsRequest;
 import dev.icehouse.v1.ChatMessage;
 import dev.icehouse.v1.ChatPrompt;
+import dev.icehouse.v1.EmbedInput;
+import dev.icehouse.v1.EmbedRequest;
+import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.ExplainRequest;
 import dev.icehouse.v1.FinishReason;
 import dev.icehouse.v1.GenerateRequest;
@@ -18,8 +21,15 @@ import dev.icehouse.v1.GetModelRequest;
 import dev.icehouse.v1.InferenceServiceGrpc;
 import dev.icehouse.v1.ListModelsRequest;
 import dev.icehouse.v1.ModelServiceGrpc;
+import dev.icehouse.v1.PinRequest;
+import dev.icehouse.v1.RerankRequest;
 import dev.icehouse.v1.SamplingParams;
+import dev.icehouse.v1.Token;
 import dev.icehouse.v1.TokenPrompt;
+import dev.icehouse.v1.TokenizeRequest;
+import dev.icehouse.v1.UnpinRequest;
+import dev.icehouse.v1.VerifyRequest;
+import dev.icehouse.v1.WarmRequest;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.TlsChannelCredentials;
@@ -27,6 +37,7 @@ import java.io.File;
 import java.net.InetAddress;
 import java.net.ServerSocket;
 import java.time.Duration;
+import java.util.ArrayList;
 import java.util.List;
 import java.util.Optional;
 import org.junit.jupiter.api.Test;
@@ -203,6 +214,67 @@ class LiveTest {
       var none = GetModelRequest.newBuilder().setModel("none").build();
       var failure = assertThrows(StatusRuntimeException.class, () -> models.getModel(none));
       assertEquals("MODEL_NOT_FOUND", new IcehouseException(failure).reason());
+    }
+  }
+
+  @Test
+  void theCacheTakesOrdersAndTellsHowFarTheyAre() {
+    String text = "The ice house keeps what was cut in winter. ".repeat(8);
+    var tenant = CachePolicy.newBuilder().setTenant("java-cache-" + ProcessHandle.current().pid());
+    try (var client = IcehouseClient.connect(servers.address)) {
+      var progress = new ArrayList<Integer>();
+      var warm = WarmRequest.newBuilder().setText(text).setCache(tenant).build();
+      var warmed = client.cache().warm(warm, done -> progress.add(done.getPromptTokens()));
+      assertEquals(warmed.getUsage().getPromptTokens(), progress.get(0));
+      var explain = ExplainRequest.newBuilder().setText(text).setCache(tenant).build();
+      int blockCount = client.cache().explain(explain).getBlocksCount();
+      assertTrue(blockCount > 0);
+      var pin = PinRequest.newBuilder().setText(text).setCache(tenant).build();
+      assertEquals(blockCount, client.cache().pin(pin).getBlockCount());
+      var unpin = UnpinRequest.newBuilder().setText(text).setCache(tenant).build();
+      assertEquals(blockCount, client.cache().unpin(unpin).getBlockCount());
+      var evict = EvictRequest.newBuilder().setText(text).setCache(tenant).build();
+      assertEquals(blockCount, client.cache().evict(evict, done -> {}).getRamBlockCount());
+      assertEquals(0, client.cache().explain(explain).getCache().getCachedTokens());
+      var verified = client.cache().verify(VerifyRequest.getDefaultInstance(), done -> {});
+      assertEquals(0, verified.getDamagedBlockCount());
+      try (var counters = client.cache().watchStats(Duration.ofSeconds(1))) {
+        assertTrue(counters.iterator().next().getStats().hasEngine());
+      }
+    }
+  }
+
+  @Test
+  void aServerTellsWhatItIsAndWorksOnAndEndsIt() {
+    var request = ENDLESS.toBuilder().setRequestId("java-" + ProcessHandle.current().pid()).build();
+    try (var client = IcehouseClient.connect(servers.address); var stream = client.stream(request)) {
+      assertFalse(client.waitReady(Duration.ofMinutes(1)).getVersion().isEmpty());
+      assertEquals(servers.model, client.listModels().get(0).getId());
+      assertTrue(client.cacheStats().hasEngine());
+      var texts = stream.iterator();
+      assertTrue(texts.hasNext());
+      assertTrue(client.listRequests().stream().anyMatch(info -> info.getRequestId().equals(request.getRequestId())));
+      assertEquals(request.getRequestId(), client.cancelRequest(request.getRequestId()).getRequestId());
+      var ended = assertThrows(IcehouseException.class, () -> texts.forEachRemaining(text -> {}));
+      assertEquals(Status.Code.CANCELLED, ended.code());
+    }
+  }
+
+  @Test
+  void textsBecomeVectorsRankingsAndTokens() {
+    try (var client = IcehouseClient.connect(servers.address)) {
+      var embed = EmbedRequest.newBuilder().addInputs(EmbedInput.newBuilder().setText("ice")).build();
+      assertEquals(1, client.embed(embed).getEmbeddingsCount());
+      var rerank =
+          RerankRequest.newBuilder()
+              .setQuery("ice")
+              .addDocuments("a house")
+              .setText("{query} {document}")
+              .setPositiveAnswer("y")
+              .setNegativeAnswer("n");
+      assertTrue(client.rerank(rerank.build()).getPromptTokens() > 0);
+      var tokens = client.tokenize(TokenizeRequest.newBuilder().setText("Once upon a time").build());
+      assertEquals("Once upon a time", client.detokenize(tokens.getTokensList().stream().map(Token::getId).toList()));
     }
   }
 
