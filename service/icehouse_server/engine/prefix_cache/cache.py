@@ -388,9 +388,9 @@ class PrefixCache:
 
     # What commands ask for.
 
-    def blocks(self) -> list[Entry]:
-        """Return every known block."""
-        return list(self._index)
+    def blocks(self, *, limit: int | None = None) -> list[Entry]:
+        """Return every known block, or so many that were used or found last; one may be there twice."""
+        return list(self._index) if limit is None else [*self._ram.latest(limit), *self._index.latest(limit)]
 
     def known_chain(self, token_ids: ReadSequence[int], scope: CacheScope) -> list[Entry]:
         """Return every known block that is wholly part of this prompt, in order."""
