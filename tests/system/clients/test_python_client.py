@@ -31,10 +31,11 @@ from icehouse_client.embeddings import embed_request
 from icehouse_client.requests import Options, generate_request
 from icehouse_client.reranking import RerankOptions, rerank_request
 from icehouse_server.domain.cache_commands import (
-    Evict,
+    EvictBlocks,
     EvictReport,
     Explain,
     Explanation,
+    ListKnown,
     ListStored,
     Pin,
     PinReport,
@@ -296,7 +297,7 @@ def test_a_prompt_of_no_known_kind_is_refused_here(prompt: Any, wanted: str) -> 
         ("generate", "temprature", "did you mean 'temperature'?"),
         ("generate", "n", "did you mean 'completions'?"),
         ("stream", "timeout", "did you mean 'timeout_s'?"),
-        ("chat", "zzzz", "there are adapter, bad_token_sequences"),
+        ("chat", "zzzz", "there are adapter, allowed_tools"),
         ("embed", "dimension", "did you mean 'dimensions'?"),
         ("embed", "temperature", "there is no option 'temperature'"),
         ("rerank", "top_n", "did you mean 'top_count'?"),
@@ -410,7 +411,8 @@ async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) 
         Unpin((1, 2), default),
         Pin(tuple(b"user:Hi;"), default),
         Unpin(tuple(b"user:Hi;"), default),
-        Evict(tuple(b"Hi"), default),
+        ListKnown(tuple(b"Hi"), default),
+        EvictBlocks(()),
         Explain((1, 2), default),
     ]
     for method in ("explain", "evict", "pin", "warm"):
