@@ -193,8 +193,9 @@ def has_its_form(command: str, answer: str) -> bool:
 def grpcurl_commands(page: Path) -> list[str]:
     """Return the grpcurl commands in a page's code blocks that call this server, lines joined."""
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shown = [block for language, block in blocks if language in ("", "sh", "console")]
+    lines = "\n".join(shown).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith("grpcurl ") and SHOWN_ADDRESS in line]
 
 
