@@ -19,7 +19,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.adapters import tiny_adapter_dir
-from tests.fixtures.models.chat_templates import REMEMBERING
+from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.pages import Block, blocks_of
 from tests.fixtures.rpc.authority import Authority
 from tests.system.crash.server_process import ServerProcess
@@ -64,15 +64,8 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
 }
 """What a page's output must have."""
 
-SCRIPT = (
-    "Wait. ",
-    "<tool_call>",
-    '{"name": "get_weather", "arguments": ',
-    '{"city": "Oslo"}',
-    "}",
-    "</tool_call>",
-    "<eos>",
-)
+SCRIPT = TOOL_CALL[3:]
+"""Without its thoughts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 
 BLOCK_LIMIT = 1024
-"""Blocks that are asked for: a few milliseconds of the engine's at most."""
+"""Blocks that are asked for: a millisecond of the engine's (2-core x86)."""
 
 _PATIENCE_S = 1.0
 
