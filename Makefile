@@ -24,7 +24,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-fleet test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages clean
+.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,9 @@ test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)
 
+test-docs: $(STAMP) ## Run the Python and the commands that the pages show, against live servers: a minute or two.
+	@$(BIN)/python -m pytest -q -m docs tests/system/docs $(ARGS)
+
 test-clients: $(STAMP) ## Run each client's tests and scenarios, where its tool chain is here (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
 
@@ -75,7 +78,7 @@ fresh: $(STAMP) ## Are gen/ and docs/ what protos/ and the code say?
 	@$(BIN)/python protos/generate.py --check
 	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py --check
 
-gen: $(STAMP) ## Write gen/ from protos/, docs/errors.md from the code.
+gen: $(STAMP) ## Write gen/ from protos/, and what pages of docs/ take from the code.
 	@$(BIN)/python protos/generate.py
 	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py
 
@@ -134,12 +137,21 @@ bench-blas: $(STAMP) ## What OpenBLAS is worth on a CPU: prefill of Gemma 3 270M
 fuzz: $(STAMP) ## Mutated requests over every RPC against a real server (ARGS="--requests 1000000 --seed 2").
 	@$(BIN)/python -m tests.system.fuzz $(ARGS)
 
-smoke: $(STAMP) ## The README's grpcurl lines and bad inputs against a live server (needs grpcurl).
+smoke: $(STAMP) ## The pages' grpcurl lines and bad inputs against a live server (needs grpcurl).
 	@$(BIN)/python .ci/smoke.py $(ARGS)
 
 build/audit/.stamp: .ci/audit-requirements.txt
 	@$(PYTHON) -m venv build/audit/venv
 	@build/audit/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# Of mkdocs 1: nothing of what it warns of is used here.
+docs: build/docs/.stamp ## Build the pages as a site in build/site; a dead link fails it (ARGS=serve shows it as you write).
+	@NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs $(if $(ARGS),$(ARGS),build --quiet --strict)
+
+build/docs/.stamp: .ci/docs-requirements.txt
+	@$(PYTHON) -m venv build/docs/venv
+	@build/docs/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 packages: $(STAMP) ## Build the three distributions; install and remove them in every order.

@@ -62,7 +62,11 @@ SERVER = Distribution(
     name="icehouse",
     folder=".",
     package="icehouse_server",
-    files=("icehouse_server/py.typed", "icehouse_server/demo/story.txt"),
+    files=(
+        "icehouse_server/py.typed",
+        "icehouse_server/demo/story.txt",
+        "icehouse_server/telemetry/status_page/page.html",
+    ),
     imports="icehouse_server.cli.main, icehouse_server.storage.worker.storage",
 )
 DISTRIBUTIONS = (PROTOS, CLIENT, SERVER)

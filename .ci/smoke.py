@@ -1,4 +1,4 @@
-"""Smoke test from outside: the README's grpcurl lines, then wrong inputs, against a live server.
+"""Smoke test from outside: the grpcurl lines of README and docs/, then wrong inputs, against a live server.
 
 Usage: python .ci/smoke.py [--grpcurl PATH]. Starts `icehouse serve` with the demo model on a free
 loopback port, finds the services by reflection alone, stops the server and wants exit code 0.
@@ -23,10 +23,11 @@ from icehouse_server.demo.models import SMOLLM2
 from safetensors.numpy import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
-README_ADDRESS = "localhost:50051"
+README = ROOT / "README.md"
+SHOWN_ADDRESS = "localhost:50051"
 CALL_TIMEOUT_S = 120
 
-# What the answer of each method in the README must contain.
+# What the answer of each method that is shown must contain.
 EXPECTED = {
     "InferenceService/Generate": '"text"',
     "InferenceService/Stream": '"finished"',
@@ -109,20 +110,28 @@ class Smoke:
         self._address = address
         self.failure_count = 0
 
-    def readme(self) -> None:
-        """Run every grpcurl line of the README, with this server's address in place of the written one."""
-        commands = readme_commands()
-        self._check("the README has its grpcurl lines", len(commands) >= 6, f"found {len(commands)}")
-        for command in commands:
-            line = command.replace(README_ADDRESS, self._address).replace("grpcurl", self._grpcurl, 1)
-            done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
-            method = next((name for name in EXPECTED if command.rstrip().endswith(name)), None)
-            wanted = EXPECTED[method] if method else ""
-            code = DEADLINE_EXIT_CODE if method == ENDLESS else 0
-            besides = [answer for words, answer in EXPECTED_TOO.items() if words in command]
-            good = done.returncode == code and all(text in done.stdout for text in (wanted, *besides))
-            good = good and has_its_form(command, done.stdout)
-            self._check(command.replace("\n", " ")[:110], good, done.stdout[-500:] + done.stderr[-500:])
+    def pages(self) -> None:
+        """Run every grpcurl line that is shown, with this server's address in place of the written one."""
+        readme, others = grpcurl_commands(README), []
+        for page in sorted((ROOT / "docs").rglob("*.md")):
+            others += grpcurl_commands(page)
+        self._check("the README has a grpcurl line", bool(readme), "found none")
+        methods = {name for name in EXPECTED for command in others if command.rstrip().endswith(name)}
+        lacking = sorted(set(EXPECTED) - methods)
+        self._check("the pages show every method", not lacking, f"not {', '.join(lacking)}")
+        for command in [*readme, *others]:
+            self._run_shown(command)
+
+    def _run_shown(self, command: str) -> None:
+        line = command.replace(SHOWN_ADDRESS, self._address).replace("grpcurl", self._grpcurl, 1)
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
+        method = next((name for name in EXPECTED if command.rstrip().endswith(name)), None)
+        wanted = EXPECTED[method] if method else ""
+        code = DEADLINE_EXIT_CODE if method == ENDLESS else 0
+        besides = [answer for words, answer in EXPECTED_TOO.items() if words in command]
+        good = done.returncode == code and all(text in done.stdout for text in (wanted, *besides))
+        good = good and has_its_form(command, done.stdout)
+        self._check(command.replace("\n", " ")[:110], good, done.stdout[-500:] + done.stderr[-500:])
 
     def wrong_inputs(self) -> None:
         """Send what must be refused."""
@@ -181,12 +190,13 @@ def has_its_form(command: str, answer: str) -> bool:
     return True
 
 
-def readme_commands() -> list[str]:
-    """Return the grpcurl commands in the README's code blocks, continuation lines joined."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith("grpcurl ")]
+def grpcurl_commands(page: Path) -> list[str]:
+    """Return the grpcurl commands in a page's code blocks that call this server, lines joined."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shown = [block for language, block in blocks if language in ("", "sh", "console")]
+    lines = "\n".join(shown).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("grpcurl ") and SHOWN_ADDRESS in line]
 
 
 def write_adapter(folder: Path, model_folder: Path) -> Path:
@@ -228,7 +238,7 @@ def main() -> int:
         ) as (_, address),
     ):
         smoke = Smoke(grpcurl=grpcurl, address=address)
-        smoke.readme()
+        smoke.pages()
         smoke.wrong_inputs()
         smoke.top()
         smoke.still_alive()

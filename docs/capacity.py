@@ -1,6 +1,7 @@
-"""What models' KV takes, computed from the numbers of their public config.json. Tables for docs/capacity.md.
+"""What models' KV takes, computed from the numbers of their public config.json.
 
-The formula is tested against what the server measures on tiny models of the same architectures.
+The formula is tested against what the server measures on tiny models of the same architectures. Tables for
+docs/capacity.md and docs/sizes.md.
 """
 
 from __future__ import annotations
@@ -158,6 +159,74 @@ def wear_table(
         lines.append(
             f"| {rate:,.0f} | {daily_bytes / 1e12:.2f} TB | {_time(years)} | {allowed / _GIB:.0f}GiB |"
         )
+    return "\n".join(lines)
+
+
+PARAMETER_COUNTS: Mapping[str, float] = {
+    "Llama 3.2 3B": 3.2e9,
+    "Qwen3 8B": 8.2e9,
+    "Llama 3.1 8B": 8.0e9,
+    "gpt-oss 20B": 20.9e9,
+    "Mistral Small 24B": 23.6e9,
+    "Qwen3 30B-A3B": 30.5e9,
+    "Qwen3 32B": 32.8e9,
+    "Llama 3.3 70B": 70.6e9,
+    "Qwen3-Next 80B-A3B": 80e9,
+    "gpt-oss 120B": 117e9,
+}
+"""As their makers give them."""
+
+_WEIGHT_BYTES = quantized_value_bytes(bits=4, group_size=64, scale_bytes=_BF16)
+_LIMIT_SHARE = 0.9
+_RAM_TIER_SHARE = 0.2
+"""Of the working set: `bootstrap/machine.py` has both as the server's defaults."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mac:
+    """A Mac: its memory, and the share of it that Metal recommends a process to use at most."""
+
+    memory_bytes: int
+    working_set_share: float
+    models: tuple[str, ...]
+
+    @property
+    def working_set_bytes(self) -> float:
+        """What Metal recommends."""
+        return self.working_set_share * self.memory_bytes
+
+
+MACS = (
+    Mac(16 * _GIB, 2 / 3, ("Llama 3.2 3B", "Llama 3.1 8B", "Qwen3 8B")),
+    Mac(64 * _GIB, 3 / 4, ("Qwen3 8B", "gpt-oss 20B", "Mistral Small 24B", "Qwen3 30B-A3B", "Qwen3 32B")),
+    Mac(192 * _GIB, 3 / 4, ("Qwen3 32B", "Llama 3.3 70B", "Qwen3-Next 80B-A3B", "gpt-oss 120B")),
+)
+
+
+def mac_table() -> str:
+    """Return what of a Mac's memory is left for KV beside a model of 4 bits, and how many tokens that is."""
+    lines = [
+        "| Mac | model, 4 bits | weights | left for KV | tokens in it, bf16 "
+        "| of it RAM tier | tokens in the tier |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mac in MACS:
+        for name in mac.models:
+            weights = PARAMETER_COUNTS[name] * _WEIGHT_BYTES
+            left = _LIMIT_SHARE * mac.working_set_bytes - weights
+            tier = _RAM_TIER_SHARE * mac.working_set_bytes
+            token = kv_bytes_per_token(MODELS[name], value_bytes=_BF16)
+            assert 0 < tier < left, f"{name} leaves no room on this Mac"
+            cells = (
+                f"{mac.memory_bytes // _GIB} GB",
+                name,
+                f"{weights / _GIB:.1f} GiB",
+                f"{left / _GIB:.1f} GiB",
+                f"{left / token:,.0f}",
+                f"{tier / _GIB:.1f} GiB",
+                f"{tier / token:,.0f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

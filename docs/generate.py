@@ -9,15 +9,15 @@ from pathlib import Path
 
 from icehouse_server.rpc.calls import methods, reason_table
 
-from docs import capacity
+from docs import api_reference, capacity, tables
 
 DOCS = Path(__file__).resolve().parent
 
 
-def _with_tables(page: Path, tables: Mapping[str, Callable[[], str]]) -> str:
+def _with_tables(page: Path, makers: Mapping[str, Callable[[], str]]) -> str:
     """Return a page with each table between its two marks made anew."""
     text = page.read_text(encoding="utf-8")
-    for name, make in tables.items():
+    for name, make in makers.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         text, count = pattern.subn(f"{begin}\n{make()}\n{end}", text)
@@ -25,29 +25,42 @@ def _with_tables(page: Path, tables: Mapping[str, Callable[[], str]]) -> str:
     return text
 
 
+TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "capacity.md": {"kv": capacity.kv_table, "wear": capacity.wear_table},
+    "models.md": {"architectures": tables.architectures},
+    "settings.md": {"settings": tables.settings},
+    "sizes.md": {"macs": capacity.mac_table},
+}
+"""What is made of pages whose rest is written by hand."""
+
+
 def pages() -> dict[Path, str]:
     """Return every page that is made here, wholly or in part, as it should be."""
-    capacity_page = DOCS / "capacity.md"
-    tables = {"kv": capacity.kv_table, "wear": capacity.wear_table}
     return {
         DOCS / "errors.md": reason_table.markdown(),
         DOCS / "methods.md": methods.markdown(),
-        capacity_page: _with_tables(capacity_page, tables),
+        **{DOCS / name: _with_tables(DOCS / name, makers) for name, makers in TABLES.items()},
+        **{DOCS / "api" / name: text for name, text in api_reference.pages().items()},
     }
 
 
 def main() -> int:
     """Run; the exit code says whether the pages were fresh, when asked."""
+    made = pages()
     stale = {
-        page: text for page, text in pages().items() if not page.is_file() or page.read_text("utf-8") != text
+        page: text for page, text in made.items() if not page.is_file() or page.read_text("utf-8") != text
     }
+    left_over = sorted(set((DOCS / "api").glob("*.md")) - made.keys())
     if "--check" not in sys.argv[1:]:
         for page, text in stale.items():
+            page.parent.mkdir(exist_ok=True)
             page.write_text(text, encoding="utf-8")
+        for page in left_over:
+            page.unlink()
         return 0
-    for page in stale:
-        print(f"docs/{page.name} is stale; run make gen", file=sys.stderr)
-    return 1 if stale else 0
+    for page in [*stale, *left_over]:
+        print(f"{page.relative_to(DOCS.parent)} is stale; run make gen", file=sys.stderr)
+    return 1 if stale or left_over else 0
 
 
 if __name__ == "__main__":

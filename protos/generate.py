@@ -76,6 +76,13 @@ def describe(path: pathlib.Path) -> None:
     _protoc("--include_imports", f"--descriptor_set_out={path.resolve()}", *_proto_files(), ERROR_PROTOS[0])
 
 
+def describe_with_comments(path: pathlib.Path) -> list[str]:
+    """Write a FileDescriptorSet of the API alone, comments included; return its files in order."""
+    files = _proto_files()
+    _protoc("--include_source_info", f"--descriptor_set_out={path.resolve()}", *files)
+    return files
+
+
 LANGUAGES = {"python": generate, "go": generate_go, "ts": generate_ts}
 """Folder in gen/ -> what fills it."""
 

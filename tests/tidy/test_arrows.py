@@ -17,6 +17,7 @@ ROOMS = (
     "config",
     "domain",
     "telemetry",
+    "telemetry.status_page",
     "demo",
     "text",
     "vision",

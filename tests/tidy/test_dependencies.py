@@ -60,9 +60,9 @@ def test_constraints_pin_every_dependency() -> None:
     assert wanted - pinned - {"icehouse", "icehouse-client", "icehouse-protos"} == set()
 
 
-def test_the_cuda_build_of_the_readme_is_of_the_pinned_mlx() -> None:
+def test_the_cuda_build_that_is_named_is_of_the_pinned_mlx() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     (version,) = re.findall(r"^mlx==(\S+)$", pins, re.MULTILINE)
-    for path in ("README.md", "deploy/docker/Dockerfile.cuda"):
+    for path in ("docs/start.md", "deploy/docker/Dockerfile.cuda"):
         told = re.findall(r"mlx-cuda-1\d==([\d.]+)", (ROOT / path).read_text(encoding="utf-8"))
         assert set(told) == {version}, path

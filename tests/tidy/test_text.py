@@ -1,4 +1,4 @@
-"""What no file of the repository may say, and what the README promises."""
+"""What no file of the repository may say, and what README and pages promise."""
 
 from __future__ import annotations
 
@@ -37,37 +37,48 @@ def test_text_files_end_with_a_newline() -> None:
     assert [str(path) for path, text in text_files() if text and not text.endswith("\n")] == []
 
 
-def test_every_make_target_of_the_readme_exists() -> None:
+README = ROOT / "README.md"
+PAGES = {path: path.read_text(encoding="utf-8") for path in (README, *sorted((ROOT / "docs").rglob("*.md")))}
+SHOWN = "\n".join(PAGES.values())
+
+
+def test_every_make_target_that_pages_name_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    readme = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", readme))
-    assert {"demo", "test"} <= named <= targets
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", PAGES[README])) <= targets
+    named = set(re.findall(r"(?:^|`|&& (?:sudo )?)make ([a-z][a-z-]*)", SHOWN, re.MULTILINE))
+    assert {"demo", "test", "check", "bench", "soak", "audit"} <= named <= targets
 
 
 def test_the_readme_begins_with_the_two_commands() -> None:
-    commands = re.findall(r"^(make \w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = re.findall(r"^(make \w+)", PAGES[README], re.MULTILINE)
     assert commands[:2] == ["make demo", "make test"]
 
 
-def test_every_command_of_the_readme_exists() -> None:
+def test_the_readme_is_short() -> None:
+    assert PAGES[README].count("\n") <= 140
+
+
+def test_every_command_that_pages_name_exists() -> None:
     commands = {c.name or (c.callback.__name__ if c.callback else "") for c in cli.app.registered_commands}
     commands |= {group.name or "" for group in cli.app.registered_groups}
-    named = set(re.findall(r"`?icehouse ([a-z]+)\b", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"`icehouse ([a-z]+)\b", SHOWN))
     assert {"serve", "demo", "generate", "doctor", "config"} <= named <= commands
+    table = PAGES[ROOT / "docs" / "terminal.md"]
+    assert [name for name in commands if f"`icehouse {name}" not in table and f"`{name}`" not in table] == []
 
 
-def test_the_readme_shows_every_cache_command() -> None:
+def test_the_page_on_the_cache_shows_every_cache_command() -> None:
     commands = {c.name or (c.callback.__name__ if c.callback else "") for c in cache.app.registered_commands}
-    named = set(re.findall(r"icehouse cache ([a-z]+)", (ROOT / "README.md").read_text()))
-    assert named == commands
+    page = PAGES[ROOT / "docs" / "cache.md"]
+    assert set(re.findall(r"icehouse cache ([a-z]+)", page)) == commands
 
 
-def test_the_table_of_the_readme_has_every_setting_as_it_is() -> None:
+def test_the_tables_of_the_settings_page_have_every_setting_as_it_is() -> None:
     rows = [
         f"| `{s.key}` | `{s.flag}` | `{s.variable}` | {value_text(s, s.default)} | {s.help} |"
         for s in SETTINGS
     ]
-    written = (ROOT / "README.md").read_text().splitlines()
+    written = PAGES[ROOT / "docs" / "settings.md"].splitlines()
     assert [row for row in written if row.startswith("| `") and "ICEHOUSE_" in row] == rows
 
 

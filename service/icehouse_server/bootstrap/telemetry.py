@@ -6,18 +6,20 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from icehouse_server.bootstrap.status_page import open_status_page
+from icehouse_server.clock import Clock
 from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
 from icehouse_server.errors import ConfigError, Reason, extra_command
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.monitoring.server_service import server_version
-from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
+from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.messages import Outcome, Persisted
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
 if TYPE_CHECKING:
-    from icehouse_server.telemetry.prometheus import PrometheusEndpoint
+    from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
     from icehouse_server.telemetry.spans import Spans
 
 _log = logging.getLogger("icehouse.boot")
@@ -28,15 +30,23 @@ class TelemetryParts:
 
     def __init__(self, config: Config) -> None:
         settings = config.telemetry
+        self._config = config
         self._endpoint: PrometheusEndpoint | None = None
+        self._meter: PrometheusMeter | None = None
         metrics: tuple[CallMetrics, ...] = ()
         if settings.metrics_port is not None:
             # Slow to import: only who asks for metrics pays for it.
             from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
 
-            meter = PrometheusMeter()
+            self._meter = meter = PrometheusMeter()
             self._endpoint = PrometheusEndpoint(meter, host=settings.metrics_host, port=settings.metrics_port)
             metrics = (CallMetrics(meter),)
+        elif settings.status_page_enabled:
+            raise ConfigError(
+                Reason.CONFIG_INVALID,
+                "telemetry.status_page_enabled is on, and the page has no port; set telemetry.metrics_port",
+                field="telemetry.metrics_port",
+            )
         self._spans = _open_spans(settings)
         wants_samples = (
             self._endpoint is not None or settings.load_report_enabled or config.fleet.worker_enabled
@@ -71,11 +81,18 @@ class TelemetryParts:
 
         return pass_on
 
-    def start(self, poller: StatsPoller) -> None:
-        """Open the metrics endpoint; raises StartError when its address cannot be had."""
-        if self._endpoint is not None:
-            url = self._endpoint.start(lambda: poller.latest)
-            _log.info("metrics_opened", extra={"url": url})
+    def start(self, rpc: RpcServer, clock: Clock) -> None:
+        """Open the metrics endpoint; raises StartError when its address cannot be had. Event loop only."""
+        if self._endpoint is None or self._meter is None:
+            return
+        page = None
+        if self._config.telemetry.status_page_enabled:
+            page = open_status_page(self._config, rpc.status, meter=self._meter, clock=clock)
+        poller = rpc.poller
+        url = self._endpoint.start(lambda: poller.latest, None if page is None else page.pages)
+        _log.info("metrics_opened", extra={"url": url})
+        if page is not None:
+            _log.info("status_page_opened", extra={"url": url.removesuffix("metrics")})
 
     def stop(self) -> None:
         """Close the endpoint, send the last spans. May wait for seconds: not for the event loop."""

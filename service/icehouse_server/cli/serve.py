@@ -65,7 +65,7 @@ async def _serve(config: Config, clock: Clock) -> None:
     stop_signal = _listen_for_signals()
     address = await server.rpc.start()
     try:
-        server.telemetry.start(server.rpc.poller)
+        server.telemetry.start(server.rpc, clock)
         server.kv_events.start(address)
         _open_storage(server, config, narrator)
     except IcehouseError:

@@ -275,4 +275,4 @@ SECTIONS: dict[str, type[Any]] = {
 }
 
 SETTINGS: tuple[Setting, ...] = tuple(s for name, owner in SECTIONS.items() for s in settings_of(name, owner))
-"""Every declaration, in the order of `icehouse config` and of the README's table."""
+"""Every declaration, in the order of `icehouse config` and of docs/settings.md."""

@@ -1,6 +1,6 @@
 """Setting: its kind, default, unit, range and help, declared once beside the field it fills.
 
-Flags, environment variables, TOML keys, `icehouse config` and the README's table are all
+Flags, environment variables, TOML keys, `icehouse config` and docs/settings.md are all
 derived from these declarations.
 """
 

@@ -21,6 +21,12 @@ class TelemetryConfig:
     metrics_host: str = setting(
         "127.0.0.1", Kind.TEXT, "Address of the Prometheus endpoint; loopback unless you mean otherwise."
     )
+    status_page_enabled: bool = setting(
+        False,
+        Kind.SWITCH,
+        "Show a page for people at / of the Prometheus endpoint: tiers, hit rate, times to first token, "
+        "shared prefixes without their text, slow requests.",
+    )
     traces_endpoint: str | None = setting(
         None,
         Kind.TEXT,

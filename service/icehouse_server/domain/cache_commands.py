@@ -129,6 +129,38 @@ class KnownBlocks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ListRecent:
+    """Which blocks were used last? Those in RAM first, then those on SSD. Answered by `RecentBlocks`."""
+
+    block_limit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecentBlock:
+    """One known block, without its tokens."""
+
+    hash: BlockHash
+    parent: BlockHash
+    start_token_index: int
+    token_count: int
+    hit_count: int
+    """Prompts that reused it."""
+    is_in_ram: bool
+    is_on_ssd: bool
+
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + self.token_count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecentBlocks:
+    """The blocks that were used last, of every tenant."""
+
+    blocks: tuple[RecentBlock, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EvictBlocks:
     """Remove these blocks from both tiers, pinned ones too; those that are gone meanwhile are passed over.
 
@@ -228,6 +260,7 @@ CacheCommand = (
     | Unpin
     | Evict
     | ListKnown
+    | ListRecent
     | EvictBlocks
     | Verify
     | ListStored
@@ -236,5 +269,13 @@ CacheCommand = (
     | ReadTokens
 )
 CacheAnswer = (
-    Explanation | PinReport | EvictReport | KnownBlocks | VerifyReport | StoredBlocks | Listing | BlockTokens
+    Explanation
+    | PinReport
+    | EvictReport
+    | KnownBlocks
+    | RecentBlocks
+    | VerifyReport
+    | StoredBlocks
+    | Listing
+    | BlockTokens
 )

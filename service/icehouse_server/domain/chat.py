@@ -10,6 +10,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from icehouse_server.domain.response_format import TaggedJson
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -72,6 +74,8 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, Any]
+    is_strict: bool = False
+    """Whether the arguments of its calls are kept to the schema."""
 
 
 class ToolMode(enum.Enum):
@@ -89,6 +93,10 @@ class ToolChoice:
 
     mode: ToolMode = ToolMode.AUTO
     name: str = ""
+    allowed: frozenset[str] = frozenset()
+    """Names of those that may be called; empty for all."""
+    is_parallel: bool = True
+    """Whether an output may have several calls."""
 
     @property
     def is_forced(self) -> bool:
@@ -118,6 +126,20 @@ class Conversation:
         """Whether calls in the reply are told as calls."""
         return bool(self.tools) and self.tool_choice.mode is not ToolMode.NONE
 
+    @property
+    def callable_tools(self) -> tuple[tuple[int, Tool], ...]:
+        """The tools that the reply may call, each with its place among all."""
+        choice = self.tool_choice
+        names = {choice.name} if choice.mode is ToolMode.NAMED else choice.allowed
+        return tuple((i, tool) for i, tool in enumerate(self.tools) if not names or tool.name in names)
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether what the reply calls has to be held to what was said of it."""
+        choice = self.tool_choice
+        is_bound = bool(choice.allowed) or not choice.is_parallel
+        return self.reads_tool_calls and (is_bound or any(tool.is_strict for _, tool in self.callable_tools))
+
 
 class PromptChangeKind(enum.Enum):
     """What a conversation may be relieved of before it is rendered."""
@@ -144,6 +166,8 @@ class RenderedChat:
     """Text at the prompt's end that is a part of the reply: the beginning of a tool call."""
     is_reasoning: bool = False
     """The prompt ends within the model's reasoning."""
+    call_form: TaggedJson | None = None
+    """What holds the reply's calls to what was said of the tools, where that is wanted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

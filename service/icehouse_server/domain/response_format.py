@@ -62,6 +62,8 @@ class JsonTag:
     schema: str
     """A JSON schema (JSON text) for what is in between."""
     end: str = ""
+    field: str = ""
+    """Where the request has the schema, for refusals."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +75,13 @@ class TaggedJson:
     """Several may follow each other, white space between them."""
     may_begin_with_text: bool = False
     """Any text may come before the first one, such as reasoning. It must contain no `begin`."""
+    trigger: str = ""
+    """What every `begin` begins with. Where it is given text alone will do, text may come before each tag and
+    behind the last, and wherever the trigger comes it begins a tag; without `may_repeat` only once."""
+    markers: tuple[str, ...] = ()
+    """Special tokens that text may contain; for a form with a trigger."""
+    opening: str = ""
+    """What of the first `begin` stands before the output; each of them begins with it."""
 
 
 ResponseFormat = JsonSchema | JsonObject | Regex | LarkGrammar | Choice | TaggedJson
@@ -93,6 +102,7 @@ def size_bytes(form: ResponseFormat) -> int:
             return sum(max(1, len(text.encode("utf-8"))) for text in form.texts)
         case TaggedJson():
             texts = tuple(text for tag in form.tags for text in (tag.begin, tag.schema, tag.end))
+            texts += (form.trigger, *form.markers)
     return sum(len(text.encode("utf-8")) for text in texts)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState, ModelInfo
@@ -153,3 +154,15 @@ class ServerStats:
     engine: EngineStats | None = None
     cache: CacheStats | None = None
     slowest_requests: tuple[SlowRequest, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """What the status page is made of."""
+
+    collect_time: float
+    """`Clock.wall`."""
+    snapshot: Snapshot
+    slowest_requests: tuple[SlowRequest, ...] = ()
+    recent_blocks: tuple[RecentBlock, ...] | None = None
+    """Of every tenant; None when the engine did not tell, or keeps no prefixes."""

@@ -36,6 +36,7 @@ from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.monitoring.observation import Observation
 from icehouse_server.rpc.monitoring.server_service import ServerService, facts_of
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
+from icehouse_server.rpc.monitoring.status import StatusReader
 from icehouse_server.rpc.oneof_interceptor import OneofInterceptor
 from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache import CacheService
@@ -160,6 +161,11 @@ class RpcServer:
     def poller(self) -> StatsPoller:
         """What is known of the engine without asking it."""
         return self._observation.poller
+
+    @property
+    def status(self) -> StatusReader:
+        """What a status page shows."""
+        return self._observation.status
 
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""

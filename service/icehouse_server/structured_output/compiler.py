@@ -173,7 +173,7 @@ class GrammarCompiler:
         elif isinstance(form, TaggedJson):
             for index, tag in enumerate(form.tags):
                 # A whole of many parts could not tell which of them is wrong.
-                self._compile_tag(tag.schema, field=f"{field}[{index}]")
+                self._compile_tag(tag.schema, field=tag.field or f"{field}[{index}]")
         try:
             source = grammar_source(form, pieces=self._pieces)
         except ValueError as error:
@@ -279,8 +279,9 @@ def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: st
 
 def _invalid(mistake: Mistake, *, field: str) -> InvalidRequest:
     where = f" (at {mistake.place})" if mistake.place else ""
+    is_tool = field.startswith(_FIELDS[TaggedJson])
     return InvalidRequest(
-        Reason.RESPONSE_FORMAT_INVALID,
+        Reason.TOOL_INVALID if is_tool else Reason.RESPONSE_FORMAT_INVALID,
         f"{field} cannot be used: {mistake.detail}{where}",
         field=field,
         metadata={"detail": mistake.detail, "place": mistake.place},

@@ -65,18 +65,57 @@ def _choice_lark(texts: Iterable[str]) -> str:
 
 
 def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
+    if form.trigger:
+        return _triggered_lark(form, pieces)
     names = [f"tag_{index}" for index in range(len(form.tags))]
     tag = f"({' | '.join(names)})"
     more = f" (WHITE? {tag})*" if form.may_repeat else ""
     lines = ["WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/"]
-    if form.may_begin_with_text:
+    if form.opening:
+        begun = [f"begun_{name}" for name in names]
+        lines.append(f"start: ({' | '.join(begun)}){more}")
+        lines += [
+            f"{name}: {_body(item, pieces, begin=item.begin.removeprefix(form.opening))}"
+            for name, item in zip(begun, form.tags, strict=True)
+        ]
+    elif form.may_begin_with_text:
         first = f"({' | '.join(f'first_{name}' for name in names)})"
         lines.append(f"start: {first}{more}")
         for name, item in zip(names, form.tags, strict=True):
             lines += _after_text(name, item, pieces)
     else:
         lines.append(f"start: {tag}{more}")
-    lines += [f"{name}: {_body(item, pieces)}" for name, item in zip(names, form.tags, strict=True)]
+    lines += [
+        f"{name}: {_body(item, pieces, begin=item.begin)}"
+        for name, item in zip(names, form.tags, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _triggered_lark(form: TaggedJson, pieces: Pieces) -> str:
+    """Return the grammar of text in which tags may come, wherever the trigger does.
+
+    As llguidance's structural tags have it: of two lexemes that match, the lazy one counts.
+    """
+    markers = [piece for marker in form.markers for piece in pieces(marker) if isinstance(piece, int)]
+    text = "TEXT"
+    lines = ["WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/"]
+    if markers:
+        lines.append(f"marked: TEXT ({' | '.join(_literal(marker) for marker in markers)})")
+        text = "marked* TEXT"
+    first, *rest = pieces(form.trigger)
+    if isinstance(first, int):
+        lead = f"{text} {_literal(first)}"
+    else:
+        lines.append(f"lead[lazy]: TEXT {_literal(first)}")
+        lead = f"{'marked* ' if markers else ''}lead"
+    tags = " | ".join(f"tag_{index}" for index in range(len(form.tags)))
+    lines.append(f"call: {lead} {' '.join(_literal(piece) for piece in rest)} ({tags})")
+    lines.append(f"start: call* {text}" if form.may_repeat else f"start: {text} | call WHITE?")
+    lines += [
+        f"tag_{index}: {_body(item, pieces, begin=item.begin.removeprefix(form.trigger))}"
+        for index, item in enumerate(form.tags)
+    ]
     return "\n".join(lines)
 
 
@@ -95,8 +134,8 @@ def _after_text(name: str, item: JsonTag, pieces: Pieces) -> list[str]:
     return [f"lead_{name}[lazy]: TEXT {_literal(begin[0])}", f"first_{name}: lead_{name} {rest}"]
 
 
-def _body(item: JsonTag, pieces: Pieces) -> str:
-    parts = [*_literals(item.begin, pieces), f"%json {_as_object(item.schema)}", *_literals(item.end, pieces)]
+def _body(item: JsonTag, pieces: Pieces, *, begin: str) -> str:
+    parts = [*_literals(begin, pieces), f"%json {_as_object(item.schema)}", *_literals(item.end, pieces)]
     return " ".join(parts)
 
 

@@ -45,3 +45,35 @@ class Metric:
     def prometheus_labels(self) -> tuple[str, ...]:
         """The labels as Prometheus spells them."""
         return tuple(label.replace(".", "_") for label in self.labels)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HistogramSeries:
+    """What was recorded of a histogram for one value of its labels."""
+
+    labels: tuple[str, ...]
+    bounds: tuple[float, ...]
+    """Upper bounds of the buckets; one more holds what is above the last."""
+    cumulative_counts: tuple[int, ...]
+    """Values up to each bound, then all of them."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Values in each bucket, the last for what is above all bounds."""
+        before = (0, *self.cumulative_counts)
+        return tuple(now - below for below, now in zip(before, self.cumulative_counts, strict=False))
+
+    def quantile(self, share: float) -> float | None:
+        """Return the value below which `share` of them lie, even within a bucket, as Prometheus does.
+
+        What lies above all bounds counts as the last of them; None without values.
+        """
+        total = self.cumulative_counts[-1]
+        if not total:
+            return None
+        rank, lower = share * total, 0.0
+        for bound, reached, count in zip(self.bounds, self.cumulative_counts, self.counts, strict=False):
+            if reached >= rank and count:
+                return lower + (bound - lower) * (rank - (reached - count)) / count
+            lower = bound
+        return lower

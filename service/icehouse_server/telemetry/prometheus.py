@@ -7,8 +7,9 @@ prometheus_client's own locks and the latest snapshot, a frozen value; they neve
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from wsgiref.simple_server import WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,7 +19,7 @@ from prometheus_client.registry import Collector
 from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
-from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.metric import HistogramSeries, Kind, Metric
 from icehouse_server.telemetry.observed import Observed
 from icehouse_server.telemetry.table import OBSERVED_METRICS
 
@@ -43,6 +44,19 @@ class PrometheusMeter:
     def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
         counter = self._counters[metric.name]
         (counter.labels(*labels) if labels else counter).inc(value)
+
+    def series(self, metric: Metric) -> tuple[HistogramSeries, ...]:
+        """Return what was recorded of a histogram, one series for each value of its labels."""
+        [family] = self._histograms[metric.name].collect()
+        counts: dict[tuple[str, ...], list[float]] = {}
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                labels = tuple(sample.labels[label] for label in metric.prometheus_labels)
+                counts.setdefault(labels, []).append(sample.value)
+        return tuple(
+            HistogramSeries(labels, metric.buckets, tuple(int(count) for count in cumulative))
+            for labels, cumulative in counts.items()
+        )
 
     def observe(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
         histogram = self._histograms[metric.name]
@@ -79,8 +93,13 @@ class PrometheusEndpoint:
         self._server: WSGIServer | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, latest: Callable[[], Snapshot]) -> str:
-        """Listen and return the URL; raises StartError when the address cannot be had."""
+    def start(
+        self, latest: Callable[[], Snapshot], pages: Mapping[str, WSGIApplication] | None = None
+    ) -> str:
+        """Listen and return the URL; raises StartError when the address cannot be had.
+
+        `pages` are by path; every other path answers with the metrics.
+        """
         self._meter.registry.register(SnapshotCollector(latest))
         try:
             self._server, self._thread = start_http_server(
@@ -93,6 +112,8 @@ class PrometheusEndpoint:
                 "choose another --metrics-port, or stop what listens there",
                 metadata={"host": self._host, "port": self._port},
             ) from error
+        if pages:
+            self._server.set_app(_routed(pages, self._server.get_app()))
         return f"http://{self._host}:{self._server.server_port}/metrics"
 
     def stop(self) -> None:
@@ -102,6 +123,15 @@ class PrometheusEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _routed(pages: Mapping[str, WSGIApplication], metrics: WSGIApplication | None) -> WSGIApplication:
+    assert metrics is not None, "the endpoint has no metrics"
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        return pages.get(environ["PATH_INFO"], metrics)(environ, start_response)
+
+    return app
 
 
 def _family(row: Observed) -> CounterMetricFamily | GaugeMetricFamily:

@@ -14,23 +14,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from icehouse_server.domain.chat import (
-    ChatMessage,
-    Conversation,
-    ImageTexts,
-    RenderedChat,
-    ToolCall,
-    ToolMode,
-)
+from icehouse_server.domain.chat import ChatMessage, Conversation, ImageTexts, RenderedChat, ToolCall
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.call_form import EXAMPLE_NAME as _NAME
+from icehouse_server.text.call_form import call_form_of
 from icehouse_server.text.chat_template import ChatTemplate, TemplateTraits, fit
 from icehouse_server.text.reply_format import ReplyFormat
 
 CommonTokens = Callable[[Sequence[str]], int]
 """Characters of the first text whose tokens all the others begin with."""
 
-# A call in the template's own form; its name and argument stand for those of the tools on offer.
-_NAME, _ARGUMENT, _ID = "qzcalledqz", "qzargumentqz", "000000000"
+_ARGUMENT, _ID = "qzargumentqz", "000000000"
+
+
+def _example_call(arguments_json: str) -> ChatMessage:
+    """Return a call for the template to write; its name and arguments stand for those of the tools."""
+    return ChatMessage("assistant", "", tool_calls=(ToolCall(_ID, _NAME, arguments_json),))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +66,11 @@ class ChatRenderer:
             is_reasoning = False
         text = _with_images(text, conversation.image_texts)
         tokens = self.turns.tokens(text, turns=drawn, headers=[header, self._unthinking(header)])
-        return RenderedChat(tuple(tokens), opening=opening, is_reasoning=is_reasoning)
+        call_form = None
+        if conversation.constrains_calls:
+            shown = self._text(conversation, [*messages, _example_call("{}")])
+            call_form = call_form_of(conversation, self.format, shown=shown, opening=opening)
+        return RenderedChat(tuple(tokens), opening, is_reasoning, call_form)
 
     def _text(
         self,
@@ -121,17 +124,18 @@ class ChatRenderer:
         start = self.format.call_start
         replies = []
         for arguments in ("{}", f'{{"{_ARGUMENT}": "{_ARGUMENT}"}}'):
-            call = ChatMessage("assistant", "", tool_calls=(ToolCall(_ID, _NAME, arguments),))
-            text = self._text(conversation, [*messages, call])
+            text = self._text(conversation, [*messages, _example_call(arguments)])
             if not text.startswith(base):
                 base = begun
             if text.startswith(base):
                 replies.append(text[len(base) :])
             elif start in text[: text.find(_NAME)]:
                 replies.append(text[text.rindex(start, 0, text.index(_NAME)) :])
-        choice = conversation.tool_choice
-        names = [choice.name] if choice.mode is ToolMode.NAMED else [t.name for t in conversation.tools]
+        names = [tool.name for _, tool in conversation.callable_tools]
         texts = [reply.replace(_NAME, name) for reply in replies for name in names]
+        if texts and conversation.constrains_calls:
+            # Not a character of the arguments, which are the constraint's.
+            texts.append(texts[0][: texts[0].find("{", texts[0].find(names[0]) + len(names[0]))])
         common = texts[0][: self.common_tokens(texts)] if texts else ""
         if start not in common:
             raise InvalidRequest(

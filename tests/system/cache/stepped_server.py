@@ -75,6 +75,7 @@ class SteppedServer:
         ram_blocks: float = 1000,
         spill_policy: str = "on_evict",
         chunk: int = BLOCK,
+        block: int = BLOCK,
         fingerprint: Fingerprint = FINGERPRINT,
         min_prefix_token_count: int = 0,
         spill_queue_limit_bytes: int = 1 << 30,
@@ -119,7 +120,7 @@ class SteppedServer:
         self.cache = PrefixCache(
             settings=PrefixSettings(
                 fingerprint=fingerprint,
-                block_token_count=BLOCK,
+                block_token_count=block,
                 is_enabled=True,
                 ram_limit_bytes=int(ram_blocks * BLOCK_BYTES),
                 checkpoint_interval_tokens=checkpoint_interval_tokens,

@@ -13,9 +13,11 @@ from icehouse_server.domain.cache_commands import (
     Explanation,
     KnownBlocks,
     ListKnown,
+    ListRecent,
     ListStored,
     Pin,
     PinReport,
+    RecentBlocks,
     StoredBlocks,
     Tier,
     Unpin,
@@ -63,6 +65,27 @@ def test_a_pinned_prompt_outlives_every_other(tmp_path: Path) -> None:
         for turn, tokens in enumerate(other):
             served.ask(f"more {turn}", tokens)
         assert served.ask("kept no more", kept).cache.limit is ReuseLimit.NO_MATCH
+
+
+def test_the_blocks_used_last_are_named_once_those_in_ram_first_with_their_hits(tmp_path: Path) -> None:
+    shared, other = prompt(2 * BLOCK + 1), prompt(2 * BLOCK + 1, salt=1)
+    with SteppedServer(tmp_path) as served:
+        served.ask("other", other, max_output_tokens=0)
+        for turn in range(3):
+            served.ask(f"turn {turn}", shared, max_output_tokens=0)
+        told = served.order(ListRecent(100))
+        assert isinstance(told, RecentBlocks)
+        blocks = {block.hash: block for block in told.blocks}
+        assert len(blocks) == len(told.blocks) == served.stats().ram.block_count
+        first, second = told.blocks[:2]
+        assert (first.start_token_index, first.hit_count, first.is_in_ram) == (0, 2, True)
+        assert (second.parent, second.end_token_index) == (first.hash, 2 * BLOCK)
+        few = served.order(ListRecent(1))
+        assert isinstance(few, RecentBlocks) and few.blocks == (first,)
+    with SteppedServer(tmp_path) as served:
+        kept = served.order(ListRecent(100))
+        assert isinstance(kept, RecentBlocks) and {block.hash for block in kept.blocks} >= {first.hash}
+        assert all(block.is_on_ssd and not block.is_in_ram for block in kept.blocks)
 
 
 def test_a_pin_set_in_ram_goes_with_the_block_to_ssd(tmp_path: Path) -> None:

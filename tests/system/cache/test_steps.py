@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from icehouse_server.domain.events import Failed, Finished, ReuseLimit
 from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 
 from tests.system.cache.stepped_server import (
@@ -57,7 +58,9 @@ def test_callers_are_told_before_blocks_are_copied(tmp_path: Path, facts: CacheF
             return cut(sequence_id, stop=stop, **wanted)
 
         served.runner.cut = watched  # type: ignore[method-assign]
-        served.ask("a", tokens, max_output_tokens=2)
+        served.submit("a", tokens, max_output_tokens=2)
+        served.submit("waits", tokens, cache_use=CacheUse.READ_ONLY)
+        served.step_until_idle()
         stop, drawn, end = told[-1]
         assert stop > len(tokens) and len(drawn) == 2 and isinstance(end, Finished)
         if facts == KV:

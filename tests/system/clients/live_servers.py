@@ -20,7 +20,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models import tiny_model_dir
-from tests.fixtures.models.chat_templates import REMEMBERING
+from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.rpc.authority import Authority
 from tests.system.clients.draining import draining_front
 from tests.system.crash.server_process import ServerProcess
@@ -29,19 +29,6 @@ from tests.system.mesh.envoy import free_ports
 TENANT = "clients"
 TOKENS_PER_MINUTE = 60
 BLOCK_TOKENS = 16
-TOOL_CALL_SCRIPT = (
-    "<think>",
-    "rain?",
-    "</think>",
-    "Wait. ",
-    "<tool_call>",
-    '{"name": "get_weather", "arguments": ',
-    '{"city": "Oslo"}',
-    "}",
-    "</tool_call>",
-    "<eos>",
-)
-"""What the chat model answers to every prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +73,7 @@ def live_servers() -> Iterator[Servers]:
         tokens.touch(mode=0o600)
         tokens.write_text(line_of(token, tenant=TENANT, role=Role.TENANT, expire_date=None) + "\n")
         model = tiny_model_dir(folder, "llama")
-        chat_model = chain_model_dir(folder / "chat", REMEMBERING, TOOL_CALL_SCRIPT, first="Ċ")
+        chat_model = chain_model_dir(folder / "chat", REMEMBERING, TOOL_CALL, first="Ċ")
         plain_port, secured_port, unused_port = free_ports(3)
         small_blocks = ("--block-token-count", str(BLOCK_TOKENS))
 

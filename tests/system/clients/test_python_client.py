@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import pytest
+from icehouse.v1 import tool_pb2
 from icehouse.v1.inference_service_pb2 import GenerateRequest
 from icehouse.v1.rerank_service_pb2 import RerankRequest
 from icehouse_client import (
@@ -21,18 +22,20 @@ from icehouse_client import (
     FinishReason,
     IcehouseClientError,
     Message,
+    Tool,
     formats,
     options,
     prefix_key,
 )
 from icehouse_client.embeddings import embed_request
-from icehouse_client.requests import Options
+from icehouse_client.requests import Options, generate_request
 from icehouse_client.reranking import RerankOptions, rerank_request
 from icehouse_server.domain.cache_commands import (
-    Evict,
+    EvictBlocks,
     EvictReport,
     Explain,
     Explanation,
+    ListKnown,
     ListStored,
     Pin,
     PinReport,
@@ -294,7 +297,7 @@ def test_a_prompt_of_no_known_kind_is_refused_here(prompt: Any, wanted: str) -> 
         ("generate", "temprature", "did you mean 'temperature'?"),
         ("generate", "n", "did you mean 'completions'?"),
         ("stream", "timeout", "did you mean 'timeout_s'?"),
-        ("chat", "zzzz", "there are adapter, bad_token_sequences"),
+        ("chat", "zzzz", "there are adapter, allowed_tools"),
         ("embed", "dimension", "did you mean 'dimensions'?"),
         ("embed", "temperature", "there is no option 'temperature'"),
         ("rerank", "top_n", "did you mean 'top_count'?"),
@@ -307,6 +310,18 @@ async def test_an_option_that_no_request_has_is_refused(call: str, option: str, 
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match=re.escape(wanted)):
             await getattr(client, call)(*arguments, **{option: 1})
+
+
+def test_what_constrains_tool_calls_is_written_into_the_choice() -> None:
+    tools = [Tool("f", strict=True), Tool("g")]
+    request = generate_request(
+        [Message("user", "Hi")],
+        {"tools": tools, "tool_choice": "required", "allowed_tools": tools[:1], "parallel_tool_calls": False},
+    )
+    assert [tool.strict for tool in request.tools] == [True, False]
+    choice = request.tool_choice
+    assert (choice.mode, list(choice.allowed)) == (tool_pb2.TOOL_CHOICE_MODE_REQUIRED, ["f"])
+    assert choice.HasField("parallel_tool_calls") and not choice.parallel_tool_calls
 
 
 def test_names_of_other_apis_are_hints_to_options_that_exist() -> None:
@@ -396,7 +411,8 @@ async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) 
         Unpin((1, 2), default),
         Pin(tuple(b"user:Hi;"), default),
         Unpin(tuple(b"user:Hi;"), default),
-        Evict(tuple(b"Hi"), default),
+        ListKnown(tuple(b"Hi"), default),
+        EvictBlocks(()),
         Explain((1, 2), default),
     ]
     for method in ("explain", "evict", "pin", "warm"):

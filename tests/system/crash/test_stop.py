@@ -44,6 +44,7 @@ def test_stopped_in_the_middle_of_a_stream(
         has_finished = ask(server.address, reference, seen, on_event=trigger.count)
         assert server.wait() == 0
     assert has_finished or grace_s == 0
+    assert "abandoned" not in (tmp_path / "1.log").read_text()
     found, file_count = OfflineStore(str(directory), files=SystemFiles(), clock=SystemClock()).check(
         progress=lambda count: None
     )

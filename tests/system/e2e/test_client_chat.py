@@ -11,31 +11,19 @@ import pytest
 from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientError, Message, Tool, tool_result
 
 from tests.fixtures.chat.chain_model import chain_model_dir
-from tests.fixtures.models.chat_templates import REMEMBERING
+from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.whole_server import whole_server
 from tests.unit.cli.client.test_generate import invoke
 
 WEATHER = Tool(
     "get_weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}}
 )
-SCRIPT = (
-    "<think>",
-    "rain?",
-    "</think>",
-    "Wait. ",
-    "<tool_call>",
-    '{"name": "get_weather", "arguments": ',
-    '{"city": "Oslo"}',
-    "}",
-    "</tool_call>",
-    "<eos>",
-)
 ASKED = Message("user", "Is it raining in Oslo?")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chain_model_dir(tmp_path_factory.mktemp("model"), REMEMBERING, SCRIPT, first="Ċ")
+    return chain_model_dir(tmp_path_factory.mktemp("model"), REMEMBERING, TOOL_CALL, first="Ċ")
 
 
 async def test_a_call_is_answered_and_the_conversation_goes_on(folder: Path, tmp_path: Path) -> None:

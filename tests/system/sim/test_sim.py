@@ -1,4 +1,7 @@
-"""Hundreds of seeded stories. ICEHOUSE_SIM_SEED=n plays one of them and prints what happened in it."""
+"""Hundreds of seeded stories, thousands in `make test-slow`, a hundred times SIM_CHUNKS.
+
+ICEHOUSE_SIM_SEED=n plays one of them and prints what happened in it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 20
 _CHUNK_SEED_COUNT = 30
-_SLOW_CHUNK_COUNT = 200
+_SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "100"))
 _SLOW_CHUNK_SEED_COUNT = 100
 _PIECES_SEED_COUNT = 30
 _ONE = os.environ.get("ICEHOUSE_SIM_SEED")

@@ -240,6 +240,7 @@ def check_status(path: str, error: Any) -> None:
 @example(("/icehouse.v1.InferenceService/Generate", b"\x1a\xff\xff\xff\xff\x0f"))
 @example(("/icehouse.v1.InferenceService/Generate", b"\x0b" * 200))
 @example(("/icehouse.v1.CacheService/Evict", b"\x28\x00"))
+@example(("/icehouse.v1.InferenceService/Detokenize", b"\x12\x02\x80\x02"))
 @given(calls())
 def test_every_answer_is_a_status_of_ours(target: Target, call: tuple[str, bytes]) -> None:
     with broken_calls() as broken:

@@ -108,6 +108,26 @@ TAKEN = [
         ['<call>{"x":1}</call>', 'a <call\n<call>{"x":1}</call>', "so\n<|im_start|>run 7<pad>"],
         ["no call", '<call>{"x":1}</call>x'],
     ),
+    (
+        TaggedJson((CALL,), may_repeat=True, trigger="<call>", markers=("<pad>",)),
+        ["", "so <call", "a<pad>b", 'so<pad>\n<call>{"x":1}</call> and <call>{"x":2}</call>.'],
+        ["<call>", '<call>{"x":"1"}</call>', "a <call>b", 'a<call>{"x":1}</call> <call>no', "<|im_start|>"],
+    ),
+    (
+        TaggedJson((CALL,), trigger="<call>"),
+        ["no <call", 'so <call>{"x":1}</call>\n'],
+        ['<call>{"x":1}</call><call>{"x":1}</call>', '<call>{"x":1}</call> so', "a<pad>b"],
+    ),
+    (
+        TaggedJson((TURN,), may_repeat=True, trigger="<|im_start|>"),
+        ["run 7", "so <|im_start|>run 7<pad> and\n<|im_start|>run 8<pad>"],
+        ["so <|im_start|>go", "<|im_start|>run x<pad>"],
+    ),
+    (
+        TaggedJson((CALL,), may_repeat=True, opening="<ca"),
+        ['ll>{"x":1}</call>', 'll>{"x":1}</call>\n<call>{"x":2}</call>'],
+        ['<call>{"x":1}</call>', 'll>{"x":1}</call>ll>{"x":2}</call>'],
+    ),
 ]
 
 
@@ -224,7 +244,8 @@ def test_a_mistake_is_named_with_its_place(form: ResponseFormat, place: str, det
     with pytest.raises(InvalidRequest) as refused:
         COMPILER.compile(form)
     error = refused.value
-    assert error.reason is Reason.RESPONSE_FORMAT_INVALID, error.message
+    is_tool = isinstance(form, TaggedJson)
+    assert error.reason is (Reason.TOOL_INVALID if is_tool else Reason.RESPONSE_FORMAT_INVALID)
     assert error.metadata["place"] == place, error.message
     assert detail in error.message and "\n" not in error.message and "verbose" not in error.message
     assert error.field and error.message.startswith(error.field)
@@ -234,6 +255,9 @@ def test_a_mistake_in_a_tag_names_the_tag() -> None:
     with pytest.raises(InvalidRequest) as refused:
         COMPILER.compile(TaggedJson((CALL, JsonTag("<x>", "{"))))
     assert refused.value.field == "tools[1]"
+    with pytest.raises(InvalidRequest) as refused:
+        COMPILER.compile(TaggedJson((JsonTag("<x>", "{", field="tools[7].parameters_json"),)))
+    assert refused.value.field == "tools[7].parameters_json"
 
 
 COSTLY = [

@@ -36,6 +36,7 @@ from icehouse_client.requests import (
 )
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
+from icehouse_client.retries import RetryPolicy
 from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
 
@@ -49,10 +50,12 @@ class AsyncClient:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         order_timeout_s: float | None = DEFAULT_ORDER_TIMEOUT_S,
+        retry_limit: int = 0,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
     ) -> None:
         self._timeout_s = timeout_s
+        self._retries = RetryPolicy(retry_limit)
         self._metadata = security.metadata
         self._channel = _open_channel(address, security, watches_health=watches_health)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
@@ -79,9 +82,11 @@ class AsyncClient:
         """Return the whole output."""
         request = generate_request(prompt, options)
         metadata = metadata_of(request, self._metadata)
-        with translated():
-            call = self._inference.Generate(request, timeout=self._deadline(options), metadata=metadata)
-            return reply_from(await call)
+
+        async def attempt(left_s: float | None) -> Reply:
+            return reply_from(await self._inference.Generate(request, timeout=left_s, metadata=metadata))
+
+        return await self._retries.run_async(attempt, self._deadline(options))
 
     async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
@@ -99,19 +104,22 @@ class AsyncClient:
     ) -> Embeddings:
         """Return a vector for each input, a text or token ids."""
         request = embed_request(inputs, options)
-        timeout_s = options.get("timeout_s", self._timeout_s)
-        with translated():
-            return Embeddings.of(
-                await self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata)
-            )
+
+        async def attempt(left_s: float | None) -> Embeddings:
+            call = self._embeddings.Embed(request, timeout=left_s, metadata=self._metadata)
+            return Embeddings.of(await call)
+
+        return await self._retries.run_async(attempt, options.get("timeout_s", self._timeout_s))
 
     async def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> Ranking:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
-        timeout_s = options.get("timeout_s", self._timeout_s)
         metadata = metadata_of(request, self._metadata)
-        with translated():
-            return Ranking.of(await self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
+
+        async def attempt(left_s: float | None) -> Ranking:
+            return Ranking.of(await self._reranking.Rerank(request, timeout=left_s, metadata=metadata))
+
+        return await self._retries.run_async(attempt, options.get("timeout_s", self._timeout_s))
 
     async def tokenize(
         self,

@@ -56,11 +56,13 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may ask to be called. `parameters` is the JSON schema of its arguments."""
+    """A function that the model may ask to be called. `parameters` is the JSON schema of its arguments, which
+    those of a `strict` tool always fit."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
+    strict: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:
             name=tool.name,
             description=tool.description,
             parameters_json="" if tool.parameters is None else json.dumps(tool.parameters),
+            strict=tool.strict,
         )
         for tool in tools
     ]

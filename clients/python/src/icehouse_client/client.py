@@ -39,6 +39,7 @@ from icehouse_client.requests import (
 )
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
+from icehouse_client.retries import RetryPolicy
 from icehouse_client.security import NO_SECURITY, Metadata, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
 
@@ -52,7 +53,8 @@ class Client:
     `timeout_s` is the deadline of calls that name none; those that may be long (`cache.warm`, `evict`,
     `verify`) have `order_timeout_s` instead, unless `timeout_s` is None. Every method raises
     IcehouseClientError. A Generate that no server took is tried again as the published service config says,
-    streams never.
+    streams never. `retry_limit`: how often `generate`, `chat`, `embed` and `rerank` are sent again where the
+    server refuses them for now and says when (`RetryPolicy`).
     Set `watches_health` to False for servers that answer health checks with credentials only.
     """
 
@@ -62,10 +64,12 @@ class Client:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         order_timeout_s: float | None = DEFAULT_ORDER_TIMEOUT_S,
+        retry_limit: int = 0,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
     ) -> None:
         self._timeout_s = timeout_s
+        self._retries = RetryPolicy(retry_limit)
         self._metadata = security.metadata
         self._channel = open_channel(address, security, watches_health=watches_health)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
@@ -94,10 +98,11 @@ class Client:
         """Return the whole output."""
         request = generate_request(prompt, options)
         metadata = metadata_of(request, self._metadata)
-        with translated():
-            return reply_from(
-                self._inference.Generate(request, timeout=self._deadline(options), metadata=metadata)
-            )
+
+        def attempt(left_s: float | None) -> Reply:
+            return reply_from(self._inference.Generate(request, timeout=left_s, metadata=metadata))
+
+        return self._retries.run(attempt, self._deadline(options))
 
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
@@ -113,17 +118,21 @@ class Client:
     def embed(self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
         """Return a vector for each input, a text or token ids."""
         request = embed_request(inputs, options)
-        timeout_s = options.get("timeout_s", self._timeout_s)
-        with translated():
-            return Embeddings.of(self._embeddings.Embed(request, timeout=timeout_s, metadata=self._metadata))
+
+        def attempt(left_s: float | None) -> Embeddings:
+            return Embeddings.of(self._embeddings.Embed(request, timeout=left_s, metadata=self._metadata))
+
+        return self._retries.run(attempt, options.get("timeout_s", self._timeout_s))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> Ranking:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
-        timeout_s = options.get("timeout_s", self._timeout_s)
         metadata = metadata_of(request, self._metadata)
-        with translated():
-            return Ranking.of(self._reranking.Rerank(request, timeout=timeout_s, metadata=metadata))
+
+        def attempt(left_s: float | None) -> Ranking:
+            return Ranking.of(self._reranking.Rerank(request, timeout=left_s, metadata=metadata))
+
+        return self._retries.run(attempt, options.get("timeout_s", self._timeout_s))
 
     def tokenize(
         self,

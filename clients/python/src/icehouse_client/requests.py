@@ -57,6 +57,10 @@ class Options(SamplingOptions, PromptOptions, total=False):
     """The conversation that this is a turn of, for gateways, logs and traces."""
     priority: int
     tool_choice: ToolChoice
+    allowed_tools: Sequence[Tool]
+    """Those of `tools` that may be called; left out: all. The prompt is the same, and so are its blocks."""
+    parallel_tool_calls: bool
+    """False holds an output to one call."""
     response_format: ResponseFormat
     speculation: Speculation
 
@@ -87,6 +91,10 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.speculation.CopyFrom(options["speculation"])
     if "tool_choice" in options:
         request.tool_choice.CopyFrom(choice_proto(options["tool_choice"]))
+    if "allowed_tools" in options:
+        request.tool_choice.allowed.extend(tool.name for tool in options["allowed_tools"])
+    if "parallel_tool_calls" in options:
+        request.tool_choice.parallel_tool_calls = options["parallel_tool_calls"]
     set_prompt(request, prompt, options)
     return request
 

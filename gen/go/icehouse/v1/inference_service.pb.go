@@ -29,7 +29,10 @@ const (
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-	// Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
+	// Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name waits or runs on this
+	// server, whoever's it is: sent again before the first one has ended, a request does not run twice, and
+	// nothing of the first one is answered. Once that has ended the name is free, and the same request runs
+	// anew. Absent: one is made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
@@ -53,7 +56,8 @@ type GenerateRequest struct {
 	// is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
 	// bytes in UTF-8 by default. Absent: none.
 	Stop []string `protobuf:"bytes,8,rep,name=stop,proto3" json:"stop,omitempty"`
-	// The form the output must have. Absent: any.
+	// The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+	// too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
 	ResponseFormat *ResponseFormat `protobuf:"bytes,9,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
 	// Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
 	// refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.

@@ -95,8 +95,14 @@ type Tool struct {
 	// The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
 	// Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
 	ParametersJson string `protobuf:"bytes,3,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
+	// ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+	// tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
+	// request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+	// model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+	Strict        bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tool) Reset() {
@@ -150,6 +156,13 @@ func (x *Tool) GetParametersJson() string {
 	return ""
 }
 
+func (x *Tool) GetStrict() bool {
+	if x != nil {
+		return x.Strict
+	}
+	return false
+}
+
 // Whether, and which tool, the model calls.
 type ToolChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -158,9 +171,16 @@ type ToolChoice struct {
 	Mode ToolChoiceMode `protobuf:"varint,1,opt,name=mode,proto3,enum=icehouse.v1.ToolChoiceMode" json:"mode,omitempty"`
 	// The tool to call: required for TOOL_CHOICE_MODE_NAMED, where it must be one of the request's tools;
 	// empty for every other mode. Refused with TOOL_CHOICE_INVALID.
-	Name          string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
+	// request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
+	// turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+	Allowed []string `protobuf:"bytes,3,rep,name=allowed,proto3" json:"allowed,omitempty"`
+	// Whether one output may have several calls. Where it is false the output is constrained to one, as by a
+	// `strict` tool. Absent: true.
+	ParallelToolCalls *bool `protobuf:"varint,4,opt,name=parallel_tool_calls,json=parallelToolCalls,proto3,oneof" json:"parallel_tool_calls,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *ToolChoice) Reset() {
@@ -207,6 +227,20 @@ func (x *ToolChoice) GetName() string {
 	return ""
 }
 
+func (x *ToolChoice) GetAllowed() []string {
+	if x != nil {
+		return x.Allowed
+	}
+	return nil
+}
+
+func (x *ToolChoice) GetParallelToolCalls() bool {
+	if x != nil && x.ParallelToolCalls != nil {
+		return *x.ParallelToolCalls
+	}
+	return false
+}
+
 // A call that a model has made.
 type ToolCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -215,7 +249,8 @@ type ToolCall struct {
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	// The tool called. A model can invent one: compare it with what was offered.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// The arguments, the text of one JSON object. It is JSON, but not checked against the tool's schema.
+	// The arguments, the text of one JSON object. It is JSON; that it fits the tool's
+	// schema is certain of a `strict` tool only.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -414,15 +449,19 @@ var File_icehouse_v1_tool_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_tool_proto_rawDesc = "" +
 	"\n" +
-	"\x16icehouse/v1/tool.proto\x12\vicehouse.v1\"e\n" +
+	"\x16icehouse/v1/tool.proto\x12\vicehouse.v1\"}\n" +
 	"\x04Tool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
-	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\"Q\n" +
+	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\x12\x16\n" +
+	"\x06strict\x18\x04 \x01(\bR\x06strict\"\xb8\x01\n" +
 	"\n" +
 	"ToolChoice\x12/\n" +
 	"\x04mode\x18\x01 \x01(\x0e2\x1b.icehouse.v1.ToolChoiceModeR\x04mode\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"U\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
+	"\aallowed\x18\x03 \x03(\tR\aallowed\x123\n" +
+	"\x13parallel_tool_calls\x18\x04 \x01(\bH\x00R\x11parallelToolCalls\x88\x01\x01B\x16\n" +
+	"\x14_parallel_tool_calls\"U\n" +
 	"\bToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
@@ -479,6 +518,7 @@ func file_icehouse_v1_tool_proto_init() {
 	if File_icehouse_v1_tool_proto != nil {
 		return
 	}
+	file_icehouse_v1_tool_proto_msgTypes[1].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

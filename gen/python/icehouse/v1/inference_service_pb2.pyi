@@ -60,7 +60,10 @@ class GenerateRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-    Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
+    Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name waits or runs on this
+    server, whoever's it is: sent again before the first one has ended, a request does not run twice, and
+    nothing of the first one is answered. Once that has ended the name is free, and the same request runs
+    anew. Absent: one is made.
     """
     model: _builtins.str
     """Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model."""
@@ -112,7 +115,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def response_format(self) -> _response_format_pb2.ResponseFormat:
-        """The form the output must have. Absent: any."""
+        """The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+        too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+        """
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:

@@ -3,8 +3,10 @@
 isort:skip_file
 Functions that a model may ask its caller to call."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -62,6 +64,7 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID."""
     description: _builtins.str
@@ -70,16 +73,24 @@ class Tool(_message.Message):
     """The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
     Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
     """
+    strict: _builtins.bool
+    """Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
+    ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+    tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
+    request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+    model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,6 +104,8 @@ class ToolChoice(_message.Message):
 
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     mode: Global___ToolChoiceMode.ValueType
     """How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
     TOOL_CHOICE_INVALID.
@@ -101,17 +114,32 @@ class ToolChoice(_message.Message):
     """The tool to call: required for TOOL_CHOICE_MODE_NAMED, where it must be one of the request's tools;
     empty for every other mode. Refused with TOOL_CHOICE_INVALID.
     """
+    parallel_tool_calls: _builtins.bool
+    """Whether one output may have several calls. Where it is false the output is constrained to one, as by a
+    `strict` tool. Absent: true.
+    """
+    @_builtins.property
+    def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
+        request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
+        turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+        """
+
     def __init__(
         self,
         *,
         mode: Global___ToolChoiceMode.ValueType = ...,
         name: _builtins.str = ...,
+        allowed: _abc.Iterable[_builtins.str] | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "allowed", b"allowed", "mode", b"mode", "name", b"name", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
@@ -131,7 +159,9 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """The tool called. A model can invent one: compare it with what was offered."""
     arguments_json: _builtins.str
-    """The arguments, the text of one JSON object. It is JSON, but not checked against the tool's schema."""
+    """The arguments, the text of one JSON object. It is JSON; that it fits the tool's
+    schema is certain of a `strict` tool only.
+    """
     def __init__(
         self,
         *,

@@ -50,7 +50,10 @@ export const file_icehouse_v1_inference_service: GenFile = /*@__PURE__*/
 export type GenerateRequest = Message<"icehouse.v1.GenerateRequest"> & {
   /**
    * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-   * Refused with REQUEST_ID_IN_USE while another request of this name runs. Absent: one is made.
+   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name waits or runs on this
+   * server, whoever's it is: sent again before the first one has ended, a request does not run twice, and
+   * nothing of the first one is answered. Once that has ended the name is free, and the same request runs
+   * anew. Absent: one is made.
    *
    * @generated from field: string request_id = 1;
    */
@@ -122,7 +125,8 @@ export type GenerateRequest = Message<"icehouse.v1.GenerateRequest"> & {
   stop: string[];
 
   /**
-   * The form the output must have. Absent: any.
+   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
    *
    * @generated from field: icehouse.v1.ResponseFormat response_format = 9;
    */

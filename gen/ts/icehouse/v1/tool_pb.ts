@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/tool.proto.
  */
 export const file_icehouse_v1_tool: GenFile = /*@__PURE__*/
-  fileDesc("ChZpY2Vob3VzZS92MS90b29sLnByb3RvEgtpY2Vob3VzZS52MSJCCgRUb29sEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSFwoPcGFyYW1ldGVyc19qc29uGAMgASgJIkUKClRvb2xDaG9pY2USKQoEbW9kZRgBIAEoDjIbLmljZWhvdXNlLnYxLlRvb2xDaG9pY2VNb2RlEgwKBG5hbWUYAiABKAkiPAoIVG9vbENhbGwSCgoCaWQYASABKAkSDAoEbmFtZRgCIAEoCRIWCg5hcmd1bWVudHNfanNvbhgDIAEoCSJjCg1Ub29sQ2FsbERlbHRhEg0KBWluZGV4GAEgASgFEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkSEQoJd2l0aGRyYXduGAUgASgIIjIKEU1hbGZvcm1lZFRvb2xDYWxsEgwKBHRleHQYASABKAkSDwoHcHJvYmxlbRgCIAEoCSqjAQoOVG9vbENob2ljZU1vZGUSIAocVE9PTF9DSE9JQ0VfTU9ERV9VTlNQRUNJRklFRBAAEhkKFVRPT0xfQ0hPSUNFX01PREVfQVVUTxABEhkKFVRPT0xfQ0hPSUNFX01PREVfTk9ORRACEh0KGVRPT0xfQ0hPSUNFX01PREVfUkVRVUlSRUQQAxIaChZUT09MX0NIT0lDRV9NT0RFX05BTUVEEARiBnByb3RvMw");
+  fileDesc("ChZpY2Vob3VzZS92MS90b29sLnByb3RvEgtpY2Vob3VzZS52MSJSCgRUb29sEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSFwoPcGFyYW1ldGVyc19qc29uGAMgASgJEg4KBnN0cmljdBgEIAEoCCKQAQoKVG9vbENob2ljZRIpCgRtb2RlGAEgASgOMhsuaWNlaG91c2UudjEuVG9vbENob2ljZU1vZGUSDAoEbmFtZRgCIAEoCRIPCgdhbGxvd2VkGAMgAygJEiAKE3BhcmFsbGVsX3Rvb2xfY2FsbHMYBCABKAhIAIgBAUIWChRfcGFyYWxsZWxfdG9vbF9jYWxscyI8CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJImMKDVRvb2xDYWxsRGVsdGESDQoFaW5kZXgYASABKAUSCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIWCg5hcmd1bWVudHNfanNvbhgEIAEoCRIRCgl3aXRoZHJhd24YBSABKAgiMgoRTWFsZm9ybWVkVG9vbENhbGwSDAoEdGV4dBgBIAEoCRIPCgdwcm9ibGVtGAIgASgJKqMBCg5Ub29sQ2hvaWNlTW9kZRIgChxUT09MX0NIT0lDRV9NT0RFX1VOU1BFQ0lGSUVEEAASGQoVVE9PTF9DSE9JQ0VfTU9ERV9BVVRPEAESGQoVVE9PTF9DSE9JQ0VfTU9ERV9OT05FEAISHQoZVE9PTF9DSE9JQ0VfTU9ERV9SRVFVSVJFRBADEhoKFlRPT0xfQ0hPSUNFX01PREVfTkFNRUQQBGIGcHJvdG8z");
 
 /**
  * A function that the caller offers. The model's chat template shows it to the model.
@@ -41,6 +41,17 @@ export type Tool = Message<"icehouse.v1.Tool"> & {
    * @generated from field: string parameters_json = 3;
    */
   parametersJson: string;
+
+  /**
+   * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
+   * ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+   * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
+   * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+   * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+   *
+   * @generated from field: bool strict = 4;
+   */
+  strict: boolean;
 };
 
 /**
@@ -71,6 +82,23 @@ export type ToolChoice = Message<"icehouse.v1.ToolChoice"> & {
    * @generated from field: string name = 2;
    */
   name: string;
+
+  /**
+   * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
+   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   *
+   * @generated from field: repeated string allowed = 3;
+   */
+  allowed: string[];
+
+  /**
+   * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
+   * `strict` tool. Absent: true.
+   *
+   * @generated from field: optional bool parallel_tool_calls = 4;
+   */
+  parallelToolCalls?: boolean | undefined;
 };
 
 /**
@@ -102,7 +130,8 @@ export type ToolCall = Message<"icehouse.v1.ToolCall"> & {
   name: string;
 
   /**
-   * The arguments, the text of one JSON object. It is JSON, but not checked against the tool's schema.
+   * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
+   * schema is certain of a `strict` tool only.
    *
    * @generated from field: string arguments_json = 3;
    */

@@ -186,14 +186,18 @@ class PrefixCache:
 
     def reusable(self, sequence: Sequence) -> list[BlockHash]:
         """Return the names of the blocks that a plan for this sequence would use; nothing is counted."""
-        request = sequence.request
-        plan = self._planner.plan(
-            root=self.root(request.scope),
-            token_ids=sequence.input_keys,
-            with_ssd=self.storage is not None,
-            shared_root=self.shared_root(request.shared_scope),
+        return [entry.hash for entry in self._reusable(sequence).entries]
+
+    def reusable_token_count(self, sequence: Sequence) -> int:
+        """Return how many tokens a plan for this sequence would use; nothing is counted."""
+        return self._reusable(sequence).token_count
+
+    def _reusable(self, sequence: Sequence) -> PrefixPlan:
+        root, shared_root = self.root(sequence.request.scope), self.shared_root(sequence.request.shared_scope)
+        with_ssd = self.storage is not None
+        return self._planner.plan(
+            root=root, token_ids=sequence.input_keys, with_ssd=with_ssd, shared_root=shared_root
         )
-        return [entry.hash for entry in plan.entries]
 
     def explain(self, command: Explain) -> Explanation:
         """Say what would be reused of a prompt, and how long that would take; notes no use."""
@@ -384,9 +388,9 @@ class PrefixCache:
 
     # What commands ask for.
 
-    def blocks(self) -> list[Entry]:
-        """Return every known block."""
-        return list(self._index)
+    def blocks(self, *, limit: int | None = None) -> list[Entry]:
+        """Return every known block, or so many that were used or found last; one may be there twice."""
+        return list(self._index) if limit is None else [*self._ram.latest(limit), *self._index.latest(limit)]
 
     def known_chain(self, token_ids: ReadSequence[int], scope: CacheScope) -> list[Entry]:
         """Return every known block that is wholly part of this prompt, in order."""

@@ -6,6 +6,7 @@ Inference thread only. What needs the storage thread is answered when its outcom
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 from icehouse_server.clock import Clock
@@ -23,10 +24,12 @@ from icehouse_server.domain.cache_commands import (
     KnownBlocks,
     KnownTokens,
     ListKnown,
+    ListRecent,
     ListStored,
     Pin,
     PinReport,
     ReadTokens,
+    RecentBlocks,
     StoredBlocks,
     Unpin,
     VerifyReport,
@@ -36,7 +39,7 @@ from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.listing import BlockListing
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.entry import Entry, recent_block
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.loads import HeadRequest, HeadsRead, LoadId
 from icehouse_server.storage.messages import (
@@ -242,6 +245,8 @@ class CacheCommands:
             return self._evict(self._known(command), reply)
         if isinstance(command, ListKnown):
             return KnownBlocks(tuple(entry.hash for entry in reversed(self._known(command))))
+        if isinstance(command, ListRecent):
+            return self._recent(command.block_limit)
         if isinstance(command, EvictBlocks):
             found = (self._cache.find(name) for name in command.block_hashes)
             return self._evict([entry for entry in found if entry is not None], reply)
@@ -261,6 +266,10 @@ class CacheCommands:
             raise _storage_busy()
         self._verifications[task_id] = (self._clock.monotonic(), reply)
         return None
+
+    def _recent(self, block_limit: int) -> RecentBlocks:
+        found = {entry.hash: entry for entry in self._cache.blocks(limit=block_limit)}
+        return RecentBlocks(tuple(recent_block(e) for e in itertools.islice(found.values(), block_limit)))
 
     def _explain(self, command: Explain, reply: _Reply) -> Explanation | None:
         """Answer now, or when the headers of blocks that this process never saw whole are read."""

@@ -76,7 +76,7 @@ class CacheController:
         known first, RESTORING when something is reused, PREFILLING when nothing is."""
         restore = self._restores.get(sequence.sequence_id)
         if self.cache.may_read(sequence):
-            if self._in_flight.follow(sequence, self.cache.root(sequence.request.scope)):
+            if self._wait_for_shared(sequence):
                 return Phase.FOLLOWING
             if restore is None and self._header_fetches.ask(sequence):
                 return Phase.LOADING
@@ -180,21 +180,60 @@ class CacheController:
         return is_due and self.cache.may_write(sequence)
 
     def capture_input(self, sequence: Sequence) -> None:
-        """Keep the blocks of its input that are complete now, with the tail at its end."""
-        self._capture(sequence, sequence.processed_token_count, is_end=sequence.is_prefilled)
+        """Keep the blocks of its input that are complete now, and the tail at its end.
+
+        Where the tail can be cut later as well, only if somebody waits for it: it stays in the caches of the
+        sequence, which goes on to draw, and becomes a part of what that leaves.
+        """
+        self._capture(sequence, sequence.processed_token_count)
+        if sequence.is_prefilled and (
+            not self._can_cut_tail_later(sequence) or self._in_flight.has_followers(sequence)
+        ):
+            self._cut_tail(sequence, sequence.processed_token_count)
 
     def capture(self, sequence: Sequence, *, is_end: bool) -> None:
         """Keep the complete blocks of a sequence that draws; with `is_end` the tail too."""
-        self._capture(sequence, sequence.kv_token_count, is_end=is_end)
+        reached = sequence.kv_token_count
+        has_completed = self._capture(sequence, reached)
+        if is_end:
+            self._cut_tail(sequence, reached)
+        elif has_completed:
+            self._in_flight.withdraw(sequence)  # the tail of its input is in that block
 
-    def _capture(self, sequence: Sequence, reached: int, *, is_end: bool) -> None:
+    def _capture(self, sequence: Sequence, reached: int) -> bool:
+        """Keep the blocks that are complete, and a tail where one was asked for; return whether any was."""
         self._promotions.step(sequence)
         is_point = reached in sequence.capture_points
         if is_point:
             sequence.capture_points.remove(reached)
-        self._in_flight.complete(self.cache.capture(sequence, reached, is_end=is_end or is_point))
-        if is_end:
-            self._in_flight.withdraw(sequence)
+        names = self.cache.capture(sequence, reached, is_end=is_point)
+        self._in_flight.complete(names)
+        return bool(names)
+
+    def _cut_tail(self, sequence: Sequence, reached: int) -> None:
+        """Keep all up to where a sequence is, whose caches have `reached`; whoever waits for it is ready."""
+        self._in_flight.complete(self.cache.capture(sequence, reached, is_end=True))
+        self._in_flight.withdraw(sequence)
+
+    def _can_cut_tail_later(self, sequence: Sequence) -> bool:
+        """Whether the caches of a sequence hold the tail of its input for as long as it draws."""
+        facts = self.cache.facts
+        is_append_only = facts.has_kv and facts.cuttable_inside and not facts.window_token_count
+        return is_append_only and sequence.input_end > sequence.prefill_target
+
+    def _wait_for_shared(self, sequence: Sequence) -> bool:
+        """Whether a sequence is to wait for what another one computes; of one that draws already, the tail
+        that is still in its caches is kept now."""
+        shared = self._in_flight.shared(sequence, self.cache.root(sequence.request.scope))
+        if shared is None:
+            return False
+        leader = shared.leader
+        if leader.phase is Phase.DECODING:
+            if self.cache.reusable_token_count(sequence) < shared.token_count:
+                self._cut_tail(leader, leader.prefill_target)
+            return False
+        self._in_flight.follow(sequence, shared)
+        return True
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
@@ -223,10 +262,14 @@ class CacheController:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
         restore = self._restores.pop(sequence.sequence_id, None)
         self._header_fetches.forget(sequence)
-        # Before its first token a decoding sequence may have no row yet, and its prompt is kept already.
-        has_row = sequence.phase is Phase.DECODING and sequence.output_token_ids
-        if restore is None and (has_row or sequence.phase is Phase.PREFILLING):
+        if restore is not None:
+            return
+        if sequence.phase is Phase.PREFILLING or (
+            sequence.phase is Phase.DECODING and sequence.output_token_ids
+        ):
             self.cache.capture(sequence, sequence.kv_token_count, is_end=True)
+        elif sequence.phase is Phase.DECODING and self._can_cut_tail_later(sequence):
+            self.cache.capture(sequence, sequence.prefill_target, is_end=True)  # what was drawn is not known
 
     def discard(self, sequence: Sequence) -> None:
         """Remove every block that a decoding sequence computed or began with: what came of them is no number,

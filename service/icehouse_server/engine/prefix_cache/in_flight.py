@@ -4,6 +4,9 @@ Inference thread only. A prefill leads with every block of its input that is sti
 end among them. A request whose prompt begins like it follows: it waits until the last block it shares is
 kept, or the leader ends, and is planned then. Where the two part inside a block, the leader is asked to stop
 and to leave a tail just there (`Sequence.capture_points`), so that who follows computes only what is its own.
+
+A leader that draws may have left the tail of its input in its own caches (`CacheController.capture_input`).
+That is computed and not kept yet: nobody waits for it, and whoever shares it has it cut.
 """
 
 from __future__ import annotations
@@ -41,6 +44,15 @@ class _Block:
     @property
     def token_ids(self) -> TokenKeys:
         return self.sequence.input_keys[self.start : self.stop]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """How far the prompt of a newcomer is what another sequence computes, and what to wait for."""
+
+    leader: Sequence
+    block: BlockHash
+    token_count: int
 
 
 class InFlightPrefixes:
@@ -82,16 +94,17 @@ class InFlightPrefixes:
         """Whether anybody waits for what this sequence leads."""
         return any(self._followers.get(name) for name in self._names.get(sequence.sequence_id, ()))
 
-    def follow(self, sequence: Sequence, root: BlockHash) -> bool:
-        """Have a sequence wait for the last token it shares with a running prefill; False for none."""
+    def shared(self, sequence: Sequence, root: BlockHash) -> SharedPrefix | None:
+        """Return up to which token a prompt is what another sequence computes; None for none, and for one
+        that has waited often enough."""
         if not self._led or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
-            return False
-        name = self._last_shared(self._blocks(sequence, root))
-        if name is None:
-            return False
-        self._followers.setdefault(name, []).append(sequence)
+            return None
+        return self._last_shared(self._blocks(sequence, root))
+
+    def follow(self, sequence: Sequence, shared: SharedPrefix) -> None:
+        """Have a sequence wait for the last token it shares."""
+        self._followers.setdefault(shared.block, []).append(sequence)
         self._follow_counts[sequence.sequence_id] = self._follow_counts.get(sequence.sequence_id, 0) + 1
-        return True
 
     def complete(self, names: ReadSequence[BlockHash]) -> None:
         """Note that blocks were completed; whoever waits for them is ready."""
@@ -132,17 +145,18 @@ class InFlightPrefixes:
         if not blocks:
             self._led_below.pop(block.parent, None)
 
-    def _last_shared(self, blocks: ReadSequence[_Block]) -> BlockHash | None:
-        """Return what to wait for: the last block that is led, whole or up to where the prompts part."""
-        if not self._can_share:
-            return next((block.name for block in blocks[-1:] if block.name in self._led), None)
-        for block in reversed(blocks):
-            name = block.name if block.name in self._led else self._shared_inside(block)
-            if name is not None:
-                return name
+    def _last_shared(self, blocks: ReadSequence[_Block]) -> SharedPrefix | None:
+        """Return the last block that is led, whole or up to where the prompts part."""
+        for block in reversed(blocks if self._can_share else blocks[-1:]):
+            led = self._led.get(block.name)
+            if led is not None:
+                return SharedPrefix(led.sequence, block.name, block.stop)
+            inside = self._shared_inside(block) if self._can_share else None
+            if inside is not None:
+                return inside
         return None
 
-    def _shared_inside(self, block: _Block) -> BlockHash | None:
+    def _shared_inside(self, block: _Block) -> SharedPrefix | None:
         """Return what holds the tokens that a block of a prompt begins with like one that is led: a tail that
         its leader will leave there, or the whole of it where the leader is past that point."""
         candidates = itertools.islice(self._led_below.get(block.parent, {}).values(), _CANDIDATE_LIMIT)
@@ -156,16 +170,15 @@ class InFlightPrefixes:
             return None
         leader = led.sequence
         if point == led.stop:
-            return led.name
+            return SharedPrefix(leader, led.name, point)
+        tail = self._name(led.parent, led.token_ids[:count])
         if point not in leader.capture_points:
             is_ahead = point > leader.processed_token_count
             if not is_ahead or len(leader.capture_points) >= _CAPTURE_POINT_LIMIT:
-                return led.name if self._can_cut_inside else None
+                return SharedPrefix(leader, led.name, point) if self._can_cut_inside else None
             leader.capture_points.append(point)
-            tail = _Block(leader, led.parent, self._name(led.parent, led.token_ids[:count]), led.start, point)
-            self._note_led(tail)
-            return tail.name
-        return self._name(led.parent, led.token_ids[:count])
+            self._note_led(_Block(leader, led.parent, tail, led.start, point))
+        return SharedPrefix(leader, tail, point)
 
     def _blocks(self, sequence: Sequence, root: BlockHash) -> list[_Block]:
         """Return the blocks before the last input token, the tail's last."""

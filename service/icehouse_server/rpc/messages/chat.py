@@ -121,7 +121,8 @@ def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
                 f"{field}.name is {proto.name!r}, and so is an earlier tool's; names are unique",
                 field=f"{field}.name",
             )
-        tools[proto.name] = Tool(proto.name, proto.description, _schema_of(proto, field))
+        schema = _schema_of(proto, field)
+        tools[proto.name] = Tool(proto.name, proto.description, schema, is_strict=proto.strict)
     return tuple(tools.values())
 
 
@@ -144,19 +145,30 @@ def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> Tool
         raise _bad_choice(
             f"tool_choice.mode is {int(proto.mode)}; it is no ToolChoiceMode of this API", "mode"
         )
+    offered_names = {tool.name for tool in tools}
+    for index, name in enumerate(proto.allowed):
+        if mode not in (ToolMode.AUTO, ToolMode.REQUIRED):
+            wanted = "TOOL_CHOICE_MODE_AUTO or TOOL_CHOICE_MODE_REQUIRED"
+            raise _bad_choice(f"tool_choice.allowed is set; it needs the mode {wanted}", "allowed")
+        if name not in offered_names:
+            raise _bad_choice(
+                f"tool_choice.allowed[{index}] is {shown(name)}; it is none of the tools offered",
+                f"allowed[{index}]",
+            )
+    is_parallel = proto.parallel_tool_calls or not proto.HasField("parallel_tool_calls")
     if mode is not ToolMode.NAMED:
         if proto.name:
             wanted = "TOOL_CHOICE_MODE_NAMED"
             raise _bad_choice(f"tool_choice.name is {shown(proto.name)}; it needs the mode {wanted}", "name")
         if mode is ToolMode.REQUIRED and not tools:
             raise _bad_choice("a tool call is required, but no tool is offered; send `tools`", "mode")
-        return ToolChoice(mode)
-    if proto.name not in {tool.name for tool in tools}:
+        return ToolChoice(mode, allowed=frozenset(proto.allowed), is_parallel=is_parallel)
+    if proto.name not in offered_names:
         offered = shown(", ".join(tool.name for tool in tools)) if tools else "none"
         raise _bad_choice(
             f"tool_choice.name is {shown(proto.name)}; it is none of the tools offered: {offered}", "name"
         )
-    return ToolChoice(mode, proto.name)
+    return ToolChoice(mode, proto.name, is_parallel=is_parallel)
 
 
 def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) -> ChatMessage:

@@ -16,6 +16,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.monitoring.load_report import LoadReport
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
+from icehouse_server.rpc.monitoring.status import StatusReader
 
 _UNUSED_INTERVAL_S = 1.0
 """For a sampler that nobody starts."""
@@ -39,6 +40,7 @@ class Observation:
             interval_s=telemetry.sample_interval_s or _UNUSED_INTERVAL_S,
             kv_events=telemetry.kv_events,
         )
+        self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
         self.watchers = Watchers(
             calls=(slow, *telemetry.calls),
             tracer=telemetry.tracer,

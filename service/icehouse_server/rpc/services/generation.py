@@ -14,7 +14,8 @@ from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.errors import Cancelled, Reason
+from icehouse_server.domain.response_format import Grammar, ResponseFormat
+from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.calls import Call
@@ -29,7 +30,7 @@ from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.messages.sampling import spellings
 from icehouse_server.rpc.messages.validation import check_adapter, check_model, shared_tenant_of
 from icehouse_server.rpc.services.grammars import GrammarCompilers
-from icehouse_server.rpc.services.prepared import Prepared
+from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
     PromptMessage,
     PromptReader,
@@ -102,11 +103,26 @@ class Generation:
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
             sampling=sampling,
-            grammar=await self._grammars.compile(unread.form) if unread.form is not None else None,
+            grammar=await self._grammar(unread.form, prompt.chat),
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
         return Prepared(model, request, prompt.chat, call.arrival_wall_time, unread.completion_count, notes)
+
+    async def _grammar(
+        self, form: ResponseFormat | None, chat: RenderedConversation | None
+    ) -> Grammar | None:
+        """Return what the output must be: of a form asked for, or what holds calls to their tools."""
+        call_form = None if chat is None else chat.rendered.call_form
+        if call_form is None:
+            return None if form is None else await self._grammars.compile(form)
+        if form is not None:
+            raise InvalidRequest(
+                Reason.RESPONSE_FORMAT_INVALID,
+                "response_format is set, and the tools constrain the output as well; leave one out",
+                field="response_format",
+            )
+        return await self._grammars.compile(call_form, field="tools")
 
     async def read_prompt(
         self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: Call

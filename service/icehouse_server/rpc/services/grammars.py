@@ -54,16 +54,17 @@ class GrammarCompilers:
         finally:
             threading.stack_size(usual)
 
-    async def compile(self, form: ResponseFormat) -> Grammar:
-        """Return the form's grammar; raises InvalidRequest, or Overloaded when its turn does not come."""
+    async def compile(self, form: ResponseFormat, *, field: str = _FIELD) -> Grammar:
+        """Return the form's grammar; raises InvalidRequest that names the field, or Overloaded when its turn
+        does not come."""
         if self._compiler is None:
-            raise InvalidRequest(Reason.UNSUPPORTED, "this server cannot constrain outputs", field=_FIELD)
+            raise InvalidRequest(Reason.UNSUPPORTED, "this server cannot constrain outputs", field=field)
         size = size_bytes(form)
         if size > self._byte_limit:
             raise InvalidRequest(
                 Reason.GRAMMAR_TOO_COMPLEX,
-                f"{_FIELD} has {size} bytes in UTF-8; the limit is {self._byte_limit}; shorten it",
-                field=_FIELD,
+                f"{field} has {size} bytes in UTF-8; the limit is {self._byte_limit}; shorten it",
+                field=field,
                 metadata={"size_bytes": size, "limit_bytes": self._byte_limit},
             )
         if (kept := self._compiler.kept(form)) is not None:
@@ -87,7 +88,7 @@ class GrammarCompilers:
                     task.add_done_callback(lambda _: on_loop(loop, done))
                     return await asyncio.wrap_future(task)
             except TimeoutError as error:
-                raise (self._too_slow() if has_begun else self._busy()) from error
+                raise (self._too_slow(field) if has_begun else self._busy()) from error
 
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
@@ -96,11 +97,11 @@ class GrammarCompilers:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _too_slow(self) -> IcehouseError:
+    def _too_slow(self, field: str) -> IcehouseError:
         return InvalidRequest(
             Reason.GRAMMAR_TOO_COMPLEX,
-            f"{_FIELD} was not compiled within {self._timeout_s:g} s; simplify it",
-            field=_FIELD,
+            f"{field} was not compiled within {self._timeout_s:g} s; simplify it",
+            field=field,
             metadata={"timeout_s": f"{self._timeout_s:g}"},
         )
 

@@ -21,6 +21,13 @@ def sequence(number: int, tokens: list[int]) -> Sequence:
     return Sequence(SequenceId(number), request(f"r{number}", tokens), text, output_token_limit=5)
 
 
+def follows(in_flight: InFlightPrefixes, newcomer: Sequence, root: BlockHash = ROOT) -> bool:
+    shared = in_flight.shared(newcomer, root)
+    if shared is not None:
+        in_flight.follow(newcomer, shared)
+    return shared is not None
+
+
 def names(tokens: list[int]) -> list:
     chain: list = []
     for start in range(0, len(tokens) - 1, BLOCK):
@@ -35,7 +42,7 @@ def test_a_follower_waits_for_the_last_block_it_shares() -> None:
     leader = sequence(0, [*shared, 1, 2, 3, 4, 5])
     follower = sequence(1, [*shared, 9, 9, 9, 9, 9])
     in_flight.lead(leader, ROOT)
-    assert in_flight.follow(follower, ROOT)
+    assert follows(in_flight, follower)
     first, second, _ = names(list(leader.input_token_ids))
     in_flight.complete([first])
     assert in_flight.take_ready() == []
@@ -47,22 +54,22 @@ def test_a_follower_waits_for_the_last_block_it_shares() -> None:
 def test_nobody_follows_what_is_not_in_flight_or_another_tenant() -> None:
     in_flight = InFlightPrefixes(SETTINGS, can_share=True)
     leader = sequence(0, list(range(10, 30)))
-    assert not in_flight.follow(sequence(1, list(range(10, 30))), ROOT), "nothing is in flight yet"
+    assert not follows(in_flight, sequence(1, list(range(10, 30)))), "nothing is in flight yet"
     in_flight.lead(leader, ROOT)
-    assert not in_flight.follow(sequence(2, list(range(50, 70))), ROOT)
+    assert not follows(in_flight, sequence(2, list(range(50, 70))))
     other_root = root_hash(fingerprint=Fingerprint(b"f" * 32), tenant=Tenant("other"))
-    assert not in_flight.follow(sequence(3, list(range(10, 30))), other_root)
+    assert not follows(in_flight, sequence(3, list(range(10, 30))), other_root)
 
 
 def test_a_leader_that_goes_away_frees_its_followers() -> None:
     in_flight = InFlightPrefixes(SETTINGS, can_share=True)
     leader, follower, gone = (sequence(i, list(range(10, 30))) for i in range(3))
     in_flight.lead(leader, ROOT)
-    assert in_flight.follow(follower, ROOT) and in_flight.follow(gone, ROOT)
+    assert follows(in_flight, follower) and follows(in_flight, gone)
     in_flight.forget(gone)
     in_flight.forget(leader)
     assert in_flight.take_ready() == [follower]
-    assert not in_flight.follow(follower, ROOT), "nothing is in flight any more"
+    assert not follows(in_flight, follower), "nothing is in flight any more"
 
 
 def test_following_is_bounded() -> None:
@@ -72,7 +79,7 @@ def test_following_is_bounded() -> None:
     for number in range(10):
         leader = sequence(number, list(range(10, 30)))
         in_flight.lead(leader, ROOT)
-        rounds += in_flight.follow(follower, ROOT)
+        rounds += follows(in_flight, follower)
         in_flight.forget(leader)
         in_flight.take_ready()
     assert rounds == 3
@@ -83,7 +90,7 @@ def test_only_the_first_promise_of_a_block_counts() -> None:
     first, second, follower = (sequence(i, list(range(10, 30))) for i in range(3))
     in_flight.lead(first, ROOT)
     in_flight.lead(second, ROOT)
-    assert in_flight.follow(follower, ROOT)
+    assert follows(in_flight, follower)
     in_flight.forget(second)
     assert in_flight.take_ready() == [], "the first leader still computes it"
 
@@ -96,7 +103,7 @@ def test_a_leader_that_goes_away_leaves_what_others_lead_alone() -> None:
     # The first one's blocks are kept, and let go of at once; the second computes them again.
     in_flight.complete(names(tokens))
     in_flight.lead(second, ROOT)
-    assert in_flight.follow(follower, ROOT)
+    assert follows(in_flight, follower)
     in_flight.forget(first)
     assert in_flight.take_ready() == [], "the second one still computes what the follower waits for"
     in_flight.forget(second)
@@ -120,7 +127,7 @@ def led_and_followed(
     leader.processed_token_count = processed_token_count
     followers = [sequence(1 + i, tokens) for i, tokens in enumerate(follower_tokens)]
     for follower in followers:
-        in_flight.follow(follower, ROOT)
+        follows(in_flight, follower)
     return in_flight, leader, followers
 
 
@@ -172,13 +179,13 @@ def test_a_leader_leaves_a_few_tails_only_and_none_when_it_is_gone() -> None:
     assert len(leader.capture_points) == 8
     in_flight.forget(leader)
     assert leader.capture_points == [] and set(in_flight.take_ready()) == set(followers)
-    assert not in_flight.follow(sequence(99, others[0]), ROOT)
+    assert not follows(in_flight, sequence(99, others[0]))
 
 
 def test_a_few_tokens_of_a_block_are_computed_sooner_than_waited_for() -> None:
     in_flight = InFlightPrefixes(settings(block_token_count=256), can_share=True)
     leader, tokens = sequence(0, list(range(1000))), list(range(1000))
     in_flight.lead(leader, ROOT)
-    assert not in_flight.follow(sequence(1, [*tokens[:63], 5000, 5000]), ROOT)
-    assert in_flight.follow(sequence(2, [*tokens[:64], 5000, 5000]), ROOT)
+    assert not follows(in_flight, sequence(1, [*tokens[:63], 5000, 5000]))
+    assert follows(in_flight, sequence(2, [*tokens[:64], 5000, 5000]))
     assert leader.capture_points == [64]

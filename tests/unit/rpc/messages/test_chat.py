@@ -13,6 +13,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
 
 from tests.fixtures.rpc.details import refused
+from tests.fixtures.rpc.fake_engine import CALL_FORM
 from tests.unit.rpc.conftest import RunningServer
 
 USER = {"role": "user", "content": "Hi"}
@@ -198,6 +199,18 @@ NAMED = "TOOL_CHOICE_MODE_NAMED"
         ),
         (None, {"tools": [TOOL], "tool_choice": {"mode": 99}}, "TOOL_CHOICE_INVALID", "tool_choice.mode"),
         (
+            None,
+            {"tools": [TOOL], "tool_choice": {"allowed": ["f", "g"]}},
+            "TOOL_CHOICE_INVALID",
+            "tool_choice.allowed[1]",
+        ),
+        (
+            None,
+            {"tools": [TOOL], "tool_choice": {"mode": NAMED, "name": "f", "allowed": ["f"]}},
+            "TOOL_CHOICE_INVALID",
+            "tool_choice.allowed",
+        ),
+        (
             {"messages": [USER, ASSISTANT], "continue_final_message": True},
             {"tools": [TOOL], "tool_choice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}},
             "TOOL_CHOICE_INVALID",
@@ -211,6 +224,31 @@ async def test_misuse_is_refused_and_names_its_field(
     refusal = await refused(served.inference.Generate(request(chat, **fields)))
     assert (refusal.code, refusal.reason, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, reason, field)
     assert refusal.info.metadata and not served.engine.submitted
+
+
+async def test_what_constrains_calls_reaches_the_template_and_the_compiler(served: RunningServer) -> None:
+    choice = {"mode": "TOOL_CHOICE_MODE_REQUIRED", "allowed": ["f"], "parallel_tool_calls": False}
+    fields = {"tools": [{**TOOL, "strict": True}, {"name": "g"}], "tool_choice": choice}
+    await served.inference.Generate(request(None, **fields))
+    [conversation] = served.tokenizer.conversations
+    assert [tool.is_strict for tool in conversation.tools] == [True, False]
+    assert conversation.tool_choice == ToolChoice(
+        ToolMode.REQUIRED, allowed=frozenset({"f"}), is_parallel=False
+    )
+    assert served.grammars.compiled == [CALL_FORM]
+    assert served.engine.submitted[0].grammar is not None
+
+
+async def test_calls_that_are_free_are_not_constrained(served: RunningServer) -> None:
+    choice = {"parallel_tool_calls": True}
+    await served.inference.Generate(request(None, tools=[TOOL], tool_choice=choice))
+    assert served.engine.submitted[0].grammar is None and not served.grammars.compiled
+
+
+async def test_tools_and_a_format_cannot_both_constrain(served: RunningServer) -> None:
+    fields = {"tools": [{**TOOL, "strict": True}], "response_format": {"json_object": {}}}
+    refusal = await refused(served.inference.Generate(request(None, **fields)))
+    assert (refusal.reason, refusal.field) == ("RESPONSE_FORMAT_INVALID", "response_format")
 
 
 async def test_tools_beside_plain_text_are_refused(served: RunningServer) -> None:

@@ -194,6 +194,13 @@ def test_a_manifest_whose_making_was_cut_short_has_no_rows(directory: Path) -> N
     assert [item.finding for item in found] == [Finding.ADOPTABLE] * 3
 
 
+def test_a_directory_without_a_manifest_has_nothing_to_verify(directory: Path) -> None:
+    """A purge that was killed leaves one."""
+    store = offline(directory)
+    lose_the_manifest(store.paths)
+    assert list(store.verify(store.rows().records)) == []
+
+
 def test_the_keys_go_before_the_blocks(tmp_path: Path, directory: Path) -> None:
     files, paths = SystemFiles(), StorePaths(str(directory))
     data_keys.open_key(files, paths, master_key=bytes(32))

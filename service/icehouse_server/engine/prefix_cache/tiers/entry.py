@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, TokenKeys, has_image, split_keys
-from icehouse_server.domain.cache_commands import BlockMatch, Tier
+from icehouse_server.domain.cache_commands import BlockMatch, RecentBlock, Tier
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.engine.core.block_log import Came, KvTier
 
@@ -100,4 +100,17 @@ def block_match(entry: Entry) -> BlockMatch:
         tier=Tier.RAM if entry.ram else Tier.SSD,
         has_checkpoint=entry.has(RegionKind.CHECKPOINT, with_ssd=True),
         pinned=entry.is_pinned,
+    )
+
+
+def recent_block(entry: Entry) -> RecentBlock:
+    """Return what an operator is shown of a block: nothing that its tokens could be read from."""
+    return RecentBlock(
+        hash=entry.hash,
+        parent=entry.parent,
+        start_token_index=entry.start_token_index,
+        token_count=entry.token_count,
+        hit_count=entry.hit_count,
+        is_in_ram=bool(entry.ram),
+        is_on_ssd=bool(entry.ssd),
     )

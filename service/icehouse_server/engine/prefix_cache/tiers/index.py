@@ -127,6 +127,10 @@ class BlockIndex:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    def latest(self, limit: int) -> Iterator[Entry]:
+        """Yield at most so many blocks, those that became known last first."""
+        return itertools.islice(reversed(self._entries.values()), limit)
+
     def get(self, block: BlockHash) -> Entry | None:
         """Return the entry of this hash."""
         return self._entries.get(block)

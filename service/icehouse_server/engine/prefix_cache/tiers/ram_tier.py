@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 
 from icehouse_server.domain.blocks import Region, RegionKind
@@ -58,6 +58,10 @@ class RamTier:
     def __iter__(self) -> Iterator[Entry]:
         """Yield all blocks: least recently used first, pinned ones behind them."""
         return chain(self._order.values(), self._pinned.values())
+
+    def latest(self, limit: int) -> Iterator[Entry]:
+        """Yield at most so many blocks: pinned ones, then the most recently used."""
+        return islice(chain(self._pinned.values(), reversed(self._order.values())), limit)
 
     @property
     def pinned(self) -> Collection[Entry]:

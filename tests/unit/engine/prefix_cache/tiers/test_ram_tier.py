@@ -37,6 +37,13 @@ def test_a_touched_chain_ends_with_its_head() -> None:
     assert [entry.last_used_time for entry in entries] == [5.0, 5.0, 5.0, 0.0]
 
 
+def test_the_latest_are_pinned_ones_and_then_those_touched_last() -> None:
+    tier, entries = tier_with(4)
+    tier.touch(entries[:2], now=5.0)
+    tier.set_pinned(entries[2], pinned=True)
+    assert list(tier.latest(3)) == [entries[2], entries[0], entries[1]]
+
+
 def test_victims_are_the_oldest_that_make_just_enough_room() -> None:
     tier, entries = tier_with(10)
     assert tier.victims(0) == []

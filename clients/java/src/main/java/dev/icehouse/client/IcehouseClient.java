@@ -1,22 +1,51 @@
 package dev.icehouse.client;
 
+import static dev.icehouse.client.IcehouseException.translated;
+
+import dev.icehouse.v1.CacheStatsRequest;
+import dev.icehouse.v1.CacheStatsResponse;
+import dev.icehouse.v1.CancelRequestRequest;
+import dev.icehouse.v1.DetokenizeRequest;
+import dev.icehouse.v1.EmbedRequest;
+import dev.icehouse.v1.EmbedResponse;
+import dev.icehouse.v1.EmbeddingServiceGrpc;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.GetServerRequest;
 import dev.icehouse.v1.InferenceServiceGrpc;
 import dev.icehouse.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
+import dev.icehouse.v1.ListModelsRequest;
+import dev.icehouse.v1.ListRequestsRequest;
+import dev.icehouse.v1.ListRequestsResponse;
+import dev.icehouse.v1.Model;
+import dev.icehouse.v1.ModelServiceGrpc;
+import dev.icehouse.v1.RequestInfo;
+import dev.icehouse.v1.RerankRequest;
+import dev.icehouse.v1.RerankResponse;
+import dev.icehouse.v1.RerankServiceGrpc;
+import dev.icehouse.v1.Server;
+import dev.icehouse.v1.ServerServiceGrpc;
+import dev.icehouse.v1.ServerServiceGrpc.ServerServiceBlockingStub;
+import dev.icehouse.v1.ServerState;
+import dev.icehouse.v1.TokenizeRequest;
+import dev.icehouse.v1.TokenizeResponse;
 import io.grpc.Channel;
 import io.grpc.ChannelCredentials;
 import io.grpc.ClientInterceptor;
 import io.grpc.ClientInterceptors;
+import io.grpc.Deadline;
 import io.grpc.Grpc;
 import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
-import io.grpc.StatusRuntimeException;
+import io.grpc.Status;
 import java.time.Duration;
+import java.util.ArrayList;
+import java.util.List;
 import java.util.Map;
 import java.util.Optional;
 import java.util.concurrent.TimeUnit;
+import java.util.concurrent.locks.LockSupport;
 
 /**
  * A connection to one server, or to all that a name resolves to. Safe for use from several threads. Every
@@ -29,6 +58,7 @@ public final class IcehouseClient implements AutoCloseable {
   /** The deadline of Warm, Evict and Verify that name none: a long prompt or a large disk takes its time. */
   public static final Duration DEFAULT_ORDER_TIMEOUT = Duration.ofHours(1);
 
+  private static final Duration POLL_INTERVAL = Duration.ofMillis(200);
   private static final Duration CLOSE_TIMEOUT = Duration.ofSeconds(5);
 
   private final ManagedChannel connection;
@@ -60,11 +90,7 @@ public final class IcehouseClient implements AutoCloseable {
   }
 
   private GenerateResponse generate(GenerateRequest request, Optional<Duration> timeout) {
-    try {
-      return inference(timeout).generate(request);
-    } catch (StatusRuntimeException failure) {
-      throw new IcehouseException(failure);
-    }
+    return translated(() -> inference(timeout).generate(request));
   }
 
   /** Begins an output that comes piece by piece; a refusal is thrown by its iteration. Never retried. */
@@ -75,6 +101,89 @@ public final class IcehouseClient implements AutoCloseable {
   /** As {@link #stream(GenerateRequest)}, with a deadline of its own. */
   public TextStream stream(GenerateRequest request, Duration timeout) {
     return new TextStream(inference(Optional.of(timeout)), request);
+  }
+
+  /** The server's prefix cache: warm, explain, pin, unpin, evict, verify, watchStats. */
+  public CacheClient cache() {
+    return new CacheClient(channel);
+  }
+
+  /** Returns a vector for each input, and what they cost. Retried as generate is. */
+  public EmbedResponse embed(EmbedRequest request) {
+    return translated(() -> EmbeddingServiceGrpc.newBlockingStub(channel).embed(request));
+  }
+
+  /** Returns the documents in the order in which they answer the query, best first. Retried as generate is. */
+  public RerankResponse rerank(RerankRequest request) {
+    return translated(() -> RerankServiceGrpc.newBlockingStub(channel).rerank(request));
+  }
+
+  /** Returns the tokens of a prompt. */
+  public TokenizeResponse tokenize(TokenizeRequest request) {
+    return translated(() -> inference(Optional.empty()).tokenize(request));
+  }
+
+  /** Returns the text of tokens. */
+  public String detokenize(Iterable<Integer> tokenIds) {
+    var request = DetokenizeRequest.newBuilder().addAllTokenIds(tokenIds).build();
+    return translated(() -> inference(Optional.empty()).detokenize(request)).getText();
+  }
+
+  /** Returns the served models. */
+  public List<Model> listModels() {
+    var request = ListModelsRequest.getDefaultInstance();
+    return translated(() -> ModelServiceGrpc.newBlockingStub(channel).listModels(request)).getModelsList();
+  }
+
+  /** Returns the server's counters. */
+  public CacheStatsResponse cacheStats() {
+    return translated(() -> inference(Optional.empty()).cacheStats(CacheStatsRequest.getDefaultInstance()));
+  }
+
+  /** Returns the server's version, state, features and limits. */
+  public Server getServer() {
+    return translated(() -> server().getServer(GetServerRequest.getDefaultInstance())).getServer();
+  }
+
+  /** Returns the requests that wait or run, the oldest first: an operator's sees those of all tenants. */
+  public List<RequestInfo> listRequests() {
+    var found = new ArrayList<RequestInfo>();
+    var request = ListRequestsRequest.newBuilder().setPageSize(1000);
+    do {
+      ListRequestsResponse page = translated(() -> server().listRequests(request.build()));
+      found.addAll(page.getRequestsList());
+      request.setPageToken(page.getNextPageToken());
+    } while (!request.getPageToken().isEmpty());
+    return found;
+  }
+
+  /** Ends a request, another caller's too for operators; returns what it was. */
+  public RequestInfo cancelRequest(String requestId) {
+    var request = CancelRequestRequest.newBuilder().setRequestId(requestId).build();
+    return translated(() -> server().cancelRequest(request)).getRequest();
+  }
+
+  /** Returns once the server takes requests: it listens and its model is loaded. */
+  public Server waitReady(Duration timeout) {
+    var patient = server().withWaitForReady().withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS);
+    Deadline deadline = patient.getCallOptions().getDeadline();
+    while (true) {
+      try {
+        Server server = translated(() -> patient.getServer(GetServerRequest.getDefaultInstance())).getServer();
+        if (server.getState() == ServerState.SERVER_STATE_READY) {
+          return server;
+        }
+        if (server.getState() == ServerState.SERVER_STATE_FAILED) {
+          throw new IllegalStateException("the server's engine has failed; start it again");
+        }
+      } catch (IcehouseException refused) {
+        if (refused.code() != Status.Code.UNAVAILABLE || deadline.isExpired()) {
+          throw refused;
+        }
+      }
+      // Of an interrupt the next call says what all calls say of it.
+      LockSupport.parkNanos(POLL_INTERVAL.toNanos());
+    }
   }
 
   /**
@@ -94,6 +203,10 @@ public final class IcehouseClient implements AutoCloseable {
     } catch (InterruptedException interrupted) {
       Thread.currentThread().interrupt();
     }
+  }
+
+  private ServerServiceBlockingStub server() {
+    return ServerServiceGrpc.newBlockingStub(channel);
   }
 
   private InferenceServiceBlockingStub inference(Optional<Duration> timeout) {

@@ -13,6 +13,7 @@ import java.time.Duration;
 import java.util.List;
 import java.util.Map;
 import java.util.Optional;
+import java.util.function.Supplier;
 
 /** What every failed call throws: the server's status with its details unpacked. */
 public final class IcehouseException extends RuntimeException {
@@ -71,6 +72,15 @@ public final class IcehouseException extends RuntimeException {
   /** When trying again makes sense; empty when the server named no delay. */
   public Optional<Duration> retryAfter() {
     return Optional.ofNullable(retryAfter);
+  }
+
+  /** Returns what the call returns, and throws what it throws as this. */
+  static <T> T translated(Supplier<T> call) {
+    try {
+      return call.get();
+    } catch (StatusRuntimeException failure) {
+      throw new IcehouseException(failure);
+    }
   }
 
   private static <T extends Message> Optional<T> find(List<Any> details, Class<T> type) {

@@ -2,15 +2,43 @@ package dev.icehouse.client;
 
 import dev.icehouse.v1.Finished;
 import dev.icehouse.v1.Started;
+import dev.icehouse.v1.ToolCall;
 import java.util.List;
 
 /**
- * A complete output and the server's first and last word on it. Where several completions were asked for it
- * is the first of them; {@link TextStream#events} has them all.
+ * A complete answer. Its own text and so on are those of the first completion.
  *
- * @param text the output's text
- * @param tokenIds the tokens that were generated
  * @param started the request's id, model, seed and what was reused of the prompt
- * @param finished the reason of the end and the usage
+ * @param completions every output in order, at least one
  */
-public record Reply(String text, List<Integer> tokenIds, Started started, Finished finished) {}
+public record Reply(Started started, List<Output> completions) {
+  /** The first output. */
+  public Output first() {
+    return completions.get(0);
+  }
+
+  /** The output's text. */
+  public String text() {
+    return first().text();
+  }
+
+  /** What the model thought before it spoke. */
+  public String reasoning() {
+    return first().reasoning();
+  }
+
+  /** The tokens that were generated. */
+  public List<Integer> tokenIds() {
+    return first().tokenIds();
+  }
+
+  /** The calls that the model made. */
+  public List<ToolCall> toolCalls() {
+    return first().toolCalls();
+  }
+
+  /** The reason of the end and the usage. */
+  public Finished finished() {
+    return first().finished();
+  }
+}

@@ -1,17 +1,15 @@
 package dev.icehouse.client;
 
 import dev.icehouse.v1.Delta;
-import dev.icehouse.v1.Finished;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
 import dev.icehouse.v1.Started;
 import dev.icehouse.v1.StreamResponse;
-import io.grpc.Context;
-import io.grpc.StatusRuntimeException;
-import java.util.ArrayList;
 import java.util.Iterator;
 import java.util.List;
 import java.util.NoSuchElementException;
+import java.util.Optional;
+import java.util.stream.Stream;
 
 /**
  * A running output: iterate over its pieces of text (of several completions the first one's), or over
@@ -19,20 +17,13 @@ import java.util.NoSuchElementException;
  * it, from any thread, ends the output on the server too; to leave a loop early is not enough.
  */
 public final class TextStream implements Iterable<String>, AutoCloseable {
-  private final Context.CancellableContext context = Context.current().withCancellation();
-  private final Iterator<StreamResponse> responses;
-  private final StringBuilder text = new StringBuilder();
-  private final List<Integer> tokenIds = new ArrayList<>();
+  private final ResponseStream<StreamResponse> responses;
+  private final List<OutputSum> outputs;
   private Started started;
-  private Finished finished;
 
   TextStream(InferenceServiceBlockingStub inference, GenerateRequest request) {
-    Context before = context.attach();
-    try {
-      responses = inference.stream(request);
-    } finally {
-      context.detach(before);
-    }
+    responses = new ResponseStream<>(() -> inference.stream(request));
+    outputs = Stream.generate(OutputSum::new).limit(Math.max(1, request.getCompletions())).toList();
   }
 
   @Override
@@ -40,40 +31,36 @@ public final class TextStream implements Iterable<String>, AutoCloseable {
     return new Texts(events());
   }
 
-  /** Every event as the API has it, reasoning, tool calls and progress among them. */
+  /** Every event as the API has it: how far the prompt is, text, reasoning and calls as they come. */
   public Iterator<StreamResponse> events() {
-    return new Events();
+    return new Events(responses.iterator());
   }
 
-  /** The whole output; throws IllegalStateException before its end. */
+  /** What the server said when it began; empty before the first text. */
+  public Optional<Started> started() {
+    return Optional.ofNullable(started);
+  }
+
+  /** The whole answer; throws IllegalStateException before its end. */
   public Reply reply() {
-    if (started == null || finished == null) {
+    List<Output> complete = outputs.stream().flatMap(output -> output.output().stream()).toList();
+    if (started == null || complete.size() < outputs.size()) {
       throw new IllegalStateException("the stream has not ended; iterate over it first");
     }
-    return new Reply(text.toString(), List.copyOf(tokenIds), started, finished);
+    return new Reply(started, complete);
   }
 
   /** Ends the output on the server too. Harmless after the end. */
   @Override
   public void close() {
-    context.cancel(null);
+    responses.close();
   }
 
   private void add(StreamResponse response) {
     switch (response.getEventCase()) {
       case STARTED -> started = response.getStarted();
-      case FINISHED -> {
-        if (response.getFinished().getCompletionIndex() == 0) {
-          finished = response.getFinished();
-        }
-      }
-      case DELTA -> {
-        Delta delta = response.getDelta();
-        if (delta.getCompletionIndex() == 0) {
-          text.append(delta.getText());
-          tokenIds.addAll(delta.getTokenIdsList());
-        }
-      }
+      case DELTA -> outputs.get(response.getDelta().getCompletionIndex()).add(response.getDelta());
+      case FINISHED -> outputs.get(response.getFinished().getCompletionIndex()).finish(response.getFinished());
       default -> {
         // Progress, and what is newer than this client, is for those who ask for events.
       }
@@ -81,24 +68,19 @@ public final class TextStream implements Iterable<String>, AutoCloseable {
   }
 
   private final class Events implements Iterator<StreamResponse> {
+    private final Iterator<StreamResponse> responses;
+
+    private Events(Iterator<StreamResponse> responses) {
+      this.responses = responses;
+    }
+
     @Override
     public boolean hasNext() {
-      try {
-        boolean isRunning = responses.hasNext();
-        if (!isRunning) {
-          close();
-        }
-        return isRunning;
-      } catch (StatusRuntimeException failure) {
-        throw new IcehouseException(failure);
-      }
+      return responses.hasNext();
     }
 
     @Override
     public StreamResponse next() {
-      if (!hasNext()) {
-        throw new NoSuchElementException("the stream has ended");
-      }
       StreamResponse response = responses.next();
       add(response);
       return response;

@@ -2,6 +2,7 @@ package dev.icehouse.client;
 
 import com.google.gson.FieldNamingPolicy;
 import com.google.gson.GsonBuilder;
+import com.google.gson.JsonParser;
 
 /** What tests/system/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS. */
 final class Servers {
@@ -9,9 +10,7 @@ final class Servers {
 
   String model;
   String address;
-  String limitedAddress;
   int tokensPerMinute;
-  String securedAddress;
   String caPath;
   String token;
 
@@ -20,5 +19,10 @@ final class Servers {
         .setFieldNamingPolicy(FieldNamingPolicy.LOWER_CASE_WITH_UNDERSCORES)
         .create()
         .fromJson(System.getenv(VARIABLE), Servers.class);
+  }
+
+  /** Returns the address that has this key there. */
+  static String address(String key) {
+    return JsonParser.parseString(System.getenv(VARIABLE)).getAsJsonObject().get(key).getAsString();
   }
 }

@@ -1,0 +1,86 @@
+package dev.icehouse.client;
+
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertNotEquals;
+import static org.junit.jupiter.api.Assertions.assertThrows;
+import static org.junit.jupiter.api.Assertions.assertTrue;
+
+import com.google.gson.JsonParser;
+import dev.icehouse.v1.ChatMessage;
+import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.ToolCall;
+import java.util.List;
+import java.util.Map;
+import org.junit.jupiter.api.Test;
+
+/** What each turn sends, what is kept in a file, files that are none. */
+class ConversationTest {
+  private static final ToolCall CALL =
+      ToolCall.newBuilder().setId("c1").setName("weather").setArgumentsJson("{\"city\": \"Oslo\"}").build();
+
+  /** As the Python client writes it. */
+  private static final String KEPT =
+      """
+      {"kind": "icehouse-conversation", "version": 1, "session_id": "s1", "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain? 🌧"},
+        {"role": "assistant", "content": "", "reasoning": "hm", "token_ids": [1, 2],
+         "tool_calls": [{"id": "c1", "name": "weather", "arguments_json": "{\\"city\\": \\"Oslo\\"}"}]},
+        {"role": "tool", "content": "dry", "name": "weather", "tool_call_id": "c1"}]}
+      """;
+
+  private static Conversation example() {
+    var answer =
+        GenerateResponse.newBuilder().setReasoning("hm").addToolCalls(CALL).addTokenIds(1).addTokenIds(2).build();
+    var talk = new Conversation(List.of(), "s1").setSystem("Be brief.").say("Rain? 🌧");
+    return talk.add(answer).answer(CALL, "dry");
+  }
+
+  private static List<String> contents(Conversation talk) {
+    return talk.messages().stream().map(ChatMessage::getContent).toList();
+  }
+
+  @Test
+  void itIsKeptInTheFormOfEveryLanguageAndIsWhatItWasWhenReadAgain() {
+    String text = example().toJson();
+    assertEquals(JsonParser.parseString(KEPT), JsonParser.parseString(text));
+    var again = Conversation.fromJson(text);
+    assertEquals(example().messages(), again.messages());
+    assertEquals("s1", again.sessionId());
+    assertEquals(again.messages(), again.prompt().getMessagesList());
+  }
+
+  @Test
+  void turnsAreTakenBackAndTheSystemPromptIsExchanged() {
+    var talk = new Conversation();
+    assertNotEquals(talk.sessionId(), new Conversation().sessionId());
+    talk.undo();
+    talk.say("one").add(GenerateResponse.newBuilder().setText("two").build()).setSystem("Be kind.").say("three");
+    talk.undo();
+    assertEquals(List.of("Be kind.", "one", "two"), contents(talk));
+    assertEquals("", talk.setSystem("").system());
+    assertEquals(List.of("one", "two"), contents(talk));
+  }
+
+  @Test
+  void aPlainListIsReadToo() {
+    assertEquals(List.of("Hi"), contents(Conversation.fromJson("[{\"role\": \"user\", \"content\": \"Hi\"}]")));
+  }
+
+  @Test
+  void whatIsNoConversationIsRefusedWithItsPlace() {
+    Map.of(
+            "{", "no conversation",
+            "{\"messages\": []}", "of kind null, version null",
+            "{\"kind\": \"icehouse-conversation\", \"version\": 2}", "version 2",
+            "{\"kind\": \"icehouse-conversation\", \"version\": 1}", "no list of messages",
+            "[\"Hi\"]", "messages[0]",
+            "[{\"role\": \"user\", \"contents\": \"Hi\"}]", "contents",
+            "[{\"content\": \"Hi\"}]", "messages[0] has no role")
+        .forEach(
+            (text, problem) -> {
+              var error = assertThrows(IllegalArgumentException.class, () -> Conversation.fromJson(text));
+              assertTrue(error.getMessage().contains(problem), error.getMessage());
+            });
+  }
+}

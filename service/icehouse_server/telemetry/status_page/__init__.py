@@ -1,0 +1,1 @@
+"""Status page: one server at a glance, for people with a browser."""

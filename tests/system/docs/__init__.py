@@ -1,0 +1,1 @@
+"""What the pages of docs/ show, run against live servers."""

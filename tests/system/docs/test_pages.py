@@ -1,0 +1,172 @@
+"""Pages of docs/ and the README: their Python and their marked commands run, one page after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import grpc
+import pytest
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
+
+from tests.fixtures.chat.chain_model import chain_model_dir
+from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models.adapters import tiny_adapter_dir
+from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
+from tests.fixtures.pages import Block, blocks_of
+from tests.fixtures.rpc.authority import Authority
+from tests.system.crash.server_process import ServerProcess
+from tests.system.mesh.envoy import free_ports
+from tests.tidy.tree import ROOT
+
+pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
+
+SHOWN_ADDRESS = "localhost:50051"
+SHOWN_MANY = "ipv4:127.0.0.1:50051,127.0.0.1:50051"
+BOUND_S = 600.0
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = {page: [block for block in blocks_of(page) if block.is_run] for page in PAGES}
+RUN = {page: blocks for page, blocks in RUN.items() if blocks}
+
+SERVERS = {"tools.md": "calling", "tenants.md": "secured"}
+"""Which server a page's calls are answered by, where it is not the plain one."""
+
+SUBSTITUTES = {"top_count=2)": 'top_count=2, positive_answer="y", negative_answer="n")'}
+"""What the tiny model cannot do as it stands: its vocabulary has no "yes"."""
+
+EXPECTED: Mapping[str, tuple[str, ...]] = {
+    "README.md": (r"(\d+) of \d+ prompt tokens",),
+    "start.md": (r"\d+ of \d+ prompt tokens were cached",),
+    "chat.md": (r"-- [1-9]\d+ of \d+ prompt tokens cached", r"\bmessages\n", r"\nTrue\n"),
+    "tools.md": (r"get_weather \{'city': 'Oslo'\}", r"call 0 get_weather", r"\b0\n"),
+    "json.md": (
+        r"(mathematician|programmer|other)\n",
+        r"(yes|no)\n",
+        r"\d{4}-\d\d-\d\d\n",
+        "RESPONSE_FORMAT_INVALID",
+    ),
+    "rag.md": (r"4 vectors of \d+", r"0\.\d{3} "),
+    "adapters.md": (r"False\nADAPTER_NOT_FOUND", '"poetry"'),
+    "shared-prefix.md": (r"[1-9]\d+ of \d+ from the cache", r"[1-9]\d+ of \d+ from the handbook's"),
+    "tenants.md": ("OPERATOR_ONLY", "BEGIN CERTIFICATE|icehouse|tenant"),
+    "cache.md": (r"[1-9]\d* tokens from RAM",),
+    "prefill.md": (r"NO_MATCH|DIVERGED", r"NONE|DIVERGED"),
+    "openai.md": ("did you mean 'max_output_tokens'",),
+    "agents.md": (),
+}
+"""What a page's output must have."""
+
+SCRIPT = TOOL_CALL[3:]
+"""Without its thoughts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A server as pages call it, and the files that callers of it have."""
+
+    address: str
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Place]]:
+    folder = tmp_path_factory.mktemp("pages")
+    model = tiny_model_dir(folder, "llama")
+    adapters = ",".join(
+        f"{name}={tiny_adapter_dir(folder, model, seed=seed, name=name)}"
+        for seed, name in enumerate(("poetry", "legal"), 1)
+    )
+    calling = chain_model_dir(folder / "calling", REMEMBERING, SCRIPT, first="Ċ")
+    authority, token = Authority(), new_token()
+    certificate, key = authority.write_server(folder)
+    tokens = folder / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(line_of(token, tenant="search", role=Role.TENANT, expire_date=None) + "\n")
+    tls = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--token-file", str(tokens))
+
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, served: Path, *options: str, is_secured: bool = False) -> str:
+            (port,) = free_ports(1)
+            blocks, log = folder / f"{name}-blocks", folder / f"{name}.log"
+            small = ("--block-token-count", "16", "--min-prefix-token-count", "0", *options)
+            server = ServerProcess(model=served, directory=blocks, log=log, options=small, port=port)
+            stack.enter_context(server)
+            server.wait_until_serving(grpc.ssl_channel_credentials(authority.pem) if is_secured else None)
+            return f"localhost:{port}"
+
+        callers = {"server.pem": authority.pem, "token": f"{token}\n".encode()}
+        yield {
+            "plain": Place(start("plain", model, "--adapters", adapters)),
+            "calling": Place(start("calling", calling)),
+            "secured": Place(start("secured", model, *tls, is_secured=True), callers),
+        }
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A folder to run in, with `icehouse` on the path."""
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "icehouse"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m icehouse_server.cli.main "$@"\n')
+    command.chmod(0o755)
+    return tmp_path
+
+
+def test_every_page_with_code_has_what_its_output_must_have() -> None:
+    assert {page.name for page in RUN} >= set(EXPECTED) - {"README.md", "agents.md"}
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_shows_runs(page: Path, places: Mapping[str, Place], desk: Path) -> None:
+    place = places[SERVERS.get(page.name, "plain")]
+    python = [block for block in RUN[page] if block.language == "python"]
+    output = "".join(output_of(block, place, desk) for block in RUN[page] if block.language == "sh")
+    for name, content in place.files.items():
+        (desk / name).write_bytes(content)
+    if python:
+        output += run([sys.executable, "-W", "error", "-c", program_of(python, place.address)], place, desk)
+    for pattern in EXPECTED.get(page.name, ()):
+        assert re.search(pattern, output), f"{pattern!r} is not in what {page.name} prints:\n{output[-3000:]}"
+
+
+def output_of(block: Block, place: Place, desk: Path) -> str:
+    """Run a block of shell commands, which ends at the first that fails."""
+    return run(["bash", "-euo", "pipefail", "-c", block.text], place, desk)
+
+
+def program_of(blocks: list[Block], address: str) -> str:
+    """Return a page's blocks as one program, each at the line where it stands."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line + (1 if block.mark else 0) - len(lines)) + block.text.splitlines()
+    text = "\n".join(lines) + "\n"
+    for words, others in SUBSTITUTES.items():
+        text = text.replace(words, others)
+    port = address.rpartition(":")[2]
+    return text.replace(SHOWN_MANY, f"ipv4:127.0.0.1:{port},127.0.0.1:{port}").replace(SHOWN_ADDRESS, address)
+
+
+def run(command: list[str], place: Place, desk: Path) -> str:
+    """Run a command and return what it prints; fails with all of it when the command does."""
+    environment = {
+        **os.environ,
+        "PATH": f"{desk / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(
+            str(ROOT / part) for part in ("service", "gen/python", "clients/python/src")
+        ),
+        "ICEHOUSE_CLIENT_ADDRESS": place.address,
+    }
+    done = subprocess.run(
+        command, cwd=desk, env=environment, capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout

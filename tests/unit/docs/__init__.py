@@ -1,0 +1,1 @@
+"""Tests of what makes pages of docs/, and of what pages say."""

@@ -1,0 +1,101 @@
+"""The report: what it tells, and what it never does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from icehouse_server.domain.cache_commands import RecentBlock
+from icehouse_server.domain.ids import BlockHash, Tenant
+from icehouse_server.domain.stats import ServerStatus, SlowRequest, Snapshot, TenantUse
+from icehouse_server.telemetry.metric import HistogramSeries
+from icehouse_server.telemetry.status_page.report import TENANT_LIMIT, ReportRules, report_of
+
+from tests.fixtures.telemetry.facts import EMPTY, SNAPSHOT
+
+RULES = ReportRules(version="1.2.3", shows_request_ids=True, name_key=b"k" * 32)
+NAME = BlockHash(bytes(range(32)))
+BLOCK = RecentBlock(NAME, BlockHash(b"root"), 0, 256, 3, is_in_ram=True, is_on_ssd=False)
+SLOW = SlowRequest(
+    request_id="r1",
+    method="icehouse.v1.InferenceService/Generate",
+    code="OK",
+    age_s=1.5,
+    total_duration_s=4.0,
+    queue_duration_s=0.5,
+    restore_duration_s=0.25,
+    prefill_duration_s=None,
+    decode_duration_s=None,
+    prompt_token_count=10,
+    cached_token_count=5,
+    output_token_count=0,
+)
+
+
+def told(snapshot: Snapshot = SNAPSHOT, *, rules: ReportRules = RULES, **changes: Any) -> dict[str, Any]:
+    status = ServerStatus(
+        **{
+            "collect_time": 1000.0,
+            "snapshot": snapshot,
+            "slowest_requests": (SLOW,),
+            "recent_blocks": (BLOCK,),
+            **changes,
+        }
+    )
+    series = HistogramSeries(("ram",), (0.1, 1.0), (1, 3, 4))
+    report: dict[str, Any] = json.loads(
+        json.dumps(report_of(status, (series,), rules=rules), allow_nan=False)
+    )
+    return report
+
+
+def test_it_tells_the_counters() -> None:
+    report = told()
+    engine, cache = SNAPSHOT.engine, SNAPSHOT.cache
+    assert engine is not None and cache is not None and cache.ssd is not None
+    assert (report["version"], report["state"], report["collect_time"]) == ("1.2.3", "ready", 1000.0)
+    assert report["engine"]["waiting_count"] == engine.waiting_count
+    assert report["cache"]["ram"]["size_bytes"] == cache.ram.size_bytes
+    assert report["cache"]["ssd"]["block_count"] == cache.ssd.block_count
+    assert report["cache"]["miss_token_total"] == cache.lookups.miss_token_total
+    assert report["first_token"] == [
+        {"reuse": "ram", "count": 4, "p50_s": 0.55, "p90_s": 1.0, "bounds_s": [0.1, 1.0], "counts": [1, 2, 1]}
+    ]
+    assert report["slowest_requests"] == [dataclasses.asdict(SLOW)]
+
+
+def test_before_the_engine_has_told_anything_there_is_nothing_to_tell() -> None:
+    report = told(EMPTY, recent_blocks=None, slowest_requests=())
+    assert (report["state"], report["model"], report["engine"], report["cache"]) == (
+        "loading",
+        None,
+        None,
+        None,
+    )
+    assert report["prefixes"] is None and report["tenants"] == []
+
+
+def test_a_name_of_a_block_proves_no_guess_of_its_tokens() -> None:
+    [prefix] = told()["prefixes"]
+    assert (prefix["end_token_index"], prefix["hit_count"]) == (256, 3)
+    assert prefix["name"] not in NAME.hex()
+    [other] = told(rules=dataclasses.replace(RULES, name_key=b"other"))["prefixes"]
+    assert other["name"] != prefix["name"]
+    assert b"k" * 32 not in repr(RULES).encode()
+
+
+def test_ids_of_requests_are_left_out_where_callers_prove_who_they_are() -> None:
+    [slow] = told(rules=dataclasses.replace(RULES, shows_request_ids=False))["slowest_requests"]
+    assert (slow["request_id"], slow["total_duration_s"]) == ("", 4.0)
+
+
+def test_tenants_are_those_of_the_metrics_and_no_more_than_fit() -> None:
+    stored = {each["tenant"]: each["ram_bytes"] for each in told()["tenants"]}
+    [share] = SNAPSHOT.cache.tenants
+    assert stored == {"search": share.ram_bytes, "ads": 0}
+    many = tuple(TenantUse(Tenant(f"t{i}"), prompt_token_total=i) for i in range(3 * TENANT_LIMIT))
+    report = told(dataclasses.replace(SNAPSHOT, tenants=many))
+    assert report["tenant_count"] == 3 * TENANT_LIMIT
+    assert [each["tenant"] for each in report["tenants"]][:2] == ["t59", "t58"]
+    assert len(report["tenants"]) == TENANT_LIMIT

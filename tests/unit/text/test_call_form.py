@@ -1,0 +1,112 @@
+"""Calls are held to what the request says of its tools, in the notation that the template writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from icehouse_server.domain.chat import CallPiece, Conversation, Tool, ToolChoice, ToolMode
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.structured_output.compiler import GrammarCompiler
+
+from tests.fixtures.chat.families import ALTERNATING, CLOCK, THINKING, WEATHER, render, tokenizer_of, turns
+from tests.fixtures.models.chat_templates import Family
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+STRICT = Tool("get_weather", "", {**CITY, "additionalProperties": False}, is_strict=True)
+ASKED = turns(("user", "Hi"))
+HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+MISTRAL = "[TOOL_CALLS]{}[ARGS]{}"
+NOTATIONS = pytest.mark.parametrize(("family", "notation"), [(THINKING, HERMES), (ALTERNATING, MISTRAL)])
+
+
+def takes(family: Family, conversation: Conversation, reply: str) -> bool:
+    """Whether a reply, without what the prompt has of it, may be written and end there."""
+    tokenizer = tokenizer_of(family)
+    form = tokenizer.render_chat(conversation).call_form
+    assert form is not None
+    compiler = GrammarCompiler(tokenizer, vocabulary_size=tokenizer.vocabulary_size, kept_count=1)
+    constraint = compiler.compile(form).start()
+    for token_id in tokenizer._encode(reply, add_special_tokens=False):
+        if constraint.is_finished or not constraint.allows(token_id):
+            return False
+        constraint.accept(token_id)
+    bits = np.unpackbits(constraint.allowed_tokens().view(np.uint8), bitorder="little")
+    return constraint.is_finished or bool(bits[tokenizer.eos_token_ids[0]])
+
+
+@NOTATIONS
+def test_the_arguments_of_a_strict_tool_fit_its_schema(family: Family, notation: str) -> None:
+    conversation = Conversation(ASKED, tools=(STRICT, CLOCK))
+    oslo, clock = (
+        notation.format("get_weather", '{"city": "Oslo"}'),
+        notation.format("get_time", '{"a": [1]}'),
+    )
+    for good in ("It rains.", oslo, f"<think>so</think>{oslo}", f"{oslo}{clock}"):
+        assert takes(family, conversation, good)
+    for bad in ('{"city": 1}', "{}", '{"city": "Oslo", "days": 3}'):
+        assert not takes(family, conversation, notation.format("get_weather", bad))
+    assert not takes(family, conversation, notation.format("get_money", "{}"))
+    assert not takes(family, conversation, oslo[: len(oslo) // 2])
+
+
+@NOTATIONS
+def test_one_call_is_all_where_calls_are_not_parallel(family: Family, notation: str) -> None:
+    choice = ToolChoice(is_parallel=False)
+    conversation = Conversation(ASKED, tools=(WEATHER, CLOCK), tool_choice=choice)
+    call = notation.format("get_time", "{}")
+    assert takes(family, conversation, call) and takes(family, conversation, "No.")
+    assert not takes(family, conversation, call + call)
+
+
+@NOTATIONS
+def test_tools_that_are_not_allowed_are_shown_and_not_called(family: Family, notation: str) -> None:
+    both = Conversation(ASKED, tools=(WEATHER, CLOCK))
+    choice = ToolChoice(allowed=frozenset({"get_time"}))
+    conversation = dataclasses.replace(both, tool_choice=choice)
+    assert render(family, conversation) == render(family, both)
+    assert takes(family, conversation, notation.format("get_time", "{}"))
+    assert not takes(family, conversation, notation.format("get_weather", "{}"))
+
+
+@NOTATIONS
+@pytest.mark.parametrize("mode", [ToolMode.REQUIRED, ToolMode.NAMED])
+def test_a_forced_call_goes_on_where_the_prompt_stops(family: Family, notation: str, mode: ToolMode) -> None:
+    name = "get_weather" if mode is ToolMode.NAMED else ""
+    conversation = Conversation(ASKED, tools=(STRICT, CLOCK), tool_choice=ToolChoice(mode, name))
+    opening = tokenizer_of(family).render_chat(conversation).opening
+    call = notation.format("get_weather", '{"city": "Oslo"}')
+    assert opening and call.startswith(opening) and not opening.endswith("{")
+    assert takes(family, conversation, call.removeprefix(opening))
+    wrong = notation.format("get_weather", '{"town": "Oslo"}')
+    assert not takes(family, conversation, wrong.removeprefix(opening))
+    assert not takes(family, conversation, "No.")
+
+
+@NOTATIONS
+def test_what_is_constrained_is_read_as_calls(family: Family, notation: str) -> None:
+    conversation = Conversation(ASKED, tools=(STRICT,))
+    tokenizer = tokenizer_of(family)
+    splitter = tokenizer.reply_splitter(
+        conversation, tokenizer.render_chat(conversation), make_call_id=lambda index: "000000000"
+    )
+    assert splitter is not None
+    pieces = [*splitter.push(notation.format("get_weather", '{"city": "Oslo"}')), *splitter.finish()]
+    calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    assert json.loads("".join(call.arguments_json for call in calls)) == {"city": "Oslo"}
+
+
+def test_without_a_wish_nothing_is_constrained() -> None:
+    for choice in (ToolChoice(), ToolChoice(ToolMode.REQUIRED), ToolChoice(ToolMode.NONE, is_parallel=False)):
+        conversation = Conversation(ASKED, tools=(WEATHER, CLOCK), tool_choice=choice)
+        assert tokenizer_of(THINKING).render_chat(conversation).call_form is None
+
+
+def test_a_notation_without_json_is_refused() -> None:
+    template = THINKING.template.replace('"arguments": {{ tool_call.arguments | tojson }}', "")
+    family = dataclasses.replace(THINKING, template=template)
+    with pytest.raises(InvalidRequest, match="does not write their arguments as JSON") as caught:
+        tokenizer_of(family).render_chat(Conversation(ASKED, tools=(CLOCK, STRICT)))
+    assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "tools[1].strict")
