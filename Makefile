@@ -36,6 +36,7 @@ $(STAMP): $(PACKAGES) constraints.txt
 	@echo "making the environment in $(VENV) (a few minutes the first time)"
 	@$(MAKE_VENV)
 	@$(INSTALL) -c constraints.txt -e gen/python -e clients/python -e '.[$(EXTRAS)]'
+	@$(if $(filter dev,$(EXTRAS)),$(INSTALL) -c constraints.txt --no-deps mlx-vlm)
 	@touch $@
 
 demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, starts a server, asks, streams, stops.

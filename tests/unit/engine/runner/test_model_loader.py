@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from icehouse_server.engine.runner import mlx_lm
-from icehouse_server.engine.runner.model_loader import ModelSource, load, load_tokenizer
+from icehouse_server.engine.runner.model_loader import ModelSource, load, load_tokenizer, sees_images
+from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, Reason
 
 from tests.fixtures.models import tiny_model_dir
@@ -66,3 +67,21 @@ def test_a_template_cannot_reach_beyond_its_sandbox(folder: Path) -> None:
     wrapper = mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False)
     with pytest.raises(Exception, match="unsafe"):
         wrapper.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+
+
+@pytest.mark.parametrize("missing", ["mlx_vlm", "PIL"])
+def test_a_model_that_sees_needs_all_of_the_extra(
+    folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        mlx_vlm.importlib.util, "find_spec", lambda name: None if name == missing else object()
+    )
+    rewrite(folder / "config.json", lambda config: config.update(model_type="smolvlm", vision_config={}))
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[vision\]'"):
+        sees_images(folder)
+    # Its text is read by mlx-lm too.
+    rewrite(folder / "config.json", lambda config: config.update(model_type="qwen2_5_vl"))
+    assert not sees_images(folder)
+    monkeypatch.undo()
+    rewrite(folder / "config.json", lambda config: config.update(model_type="llama"))
+    assert not sees_images(folder)

@@ -117,6 +117,12 @@ NAMED = "TOOL_CHOICE_MODE_NAMED"
         ),
         ({"messages": [{**USER, "tool_call_id": "c"}]}, {}, "CHAT_INVALID", "chat.messages[0].tool_call_id"),
         ({"messages": [{**USER, "parts": [{"text": "x"}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts"),
+        (
+            {"messages": [{"role": "user", "parts": [{"text": "x"}, {"image": {"data": "iVBO"}}]}]},
+            {},
+            "IMAGES_UNSUPPORTED",
+            "chat.messages[0].parts[1].image",
+        ),
         ({"messages": [{"role": "user", "parts": [{}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts[0]"),
         ({"messages": [{"role": "user"}]}, {}, "CHAT_INVALID", "chat.messages[0].content"),
         (

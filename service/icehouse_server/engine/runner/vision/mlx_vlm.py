@@ -58,8 +58,8 @@ def image_token_id(config: Mapping[str, Any]) -> int:
 
 
 def is_installed() -> bool:
-    """Whether mlx-vlm is there; nothing of it is imported."""
-    return importlib.util.find_spec("mlx_vlm") is not None
+    """Whether the extra is there; nothing of it is imported."""
+    return all(importlib.util.find_spec(package) is not None for package in ("mlx_vlm", "PIL"))
 
 
 def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[str, Any]]:
