@@ -191,10 +191,11 @@ def has_its_form(command: str, answer: str) -> bool:
 
 
 def grpcurl_commands(page: Path) -> list[str]:
-    """Return the grpcurl commands in a page's code blocks that call this server, lines joined."""
+    """Return the grpcurl commands in a page's code blocks that call this server, lines joined; those that show
+    images are not for it, and run in `make test-docs`."""
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    shown = [block for language, block in blocks if language in ("", "sh", "console")]
+    blocks = re.findall(r"^(<!-- run: vision -->\n)?```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shown = [block for seen, language, block in blocks if not seen and language in ("", "sh", "console")]
     lines = "\n".join(shown).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith("grpcurl ") and SHOWN_ADDRESS in line]
 

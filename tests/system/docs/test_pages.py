@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,10 +19,12 @@ import pytest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
+from docs import picture
 from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.adapters import tiny_adapter_dir
 from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
+from tests.fixtures.models.vision import tiny_vision_dir
 from tests.fixtures.pages import Block, blocks_of
 from tests.fixtures.rpc.authority import Authority
 from tests.system.crash.server_process import ServerProcess
@@ -35,6 +40,9 @@ BOUND_S = 600.0
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = {page: [block for block in blocks_of(page) if block.is_run] for page in PAGES}
 RUN = {page: blocks for page, blocks in RUN.items() if blocks}
+SEEN = {page: [block for block in blocks_of(page) if block.mark == "run: vision"] for page in PAGES}
+SEEN = {page: blocks for page, blocks in SEEN.items() if blocks}
+HAS_VISION = importlib.util.find_spec("mlx_vlm") is not None
 
 SERVERS = {"tools.md": "calling", "tenants.md": "secured"}
 """Which server a page's calls are answered by, where it is not the plain one."""
@@ -63,6 +71,12 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
     "agents.md": (),
 }
 """What a page's output must have."""
+
+EXPECTED_OF_IMAGES: Mapping[str, tuple[str, ...]] = {
+    "README.md": (r"-- [1-9]\d* tokens of image",),
+    "images.md": (r"tokens of image, [1-9]\d* of \d+ cached", r"\d+ tokens from RAM"),
+}
+"""The same of what shows images."""
 
 SCRIPT = TOOL_CALL[3:]
 """Without its thoughts."""
@@ -108,6 +122,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Pl
             "plain": Place(start("plain", model, "--adapters", adapters)),
             "calling": Place(start("calling", calling)),
             "secured": Place(start("secured", model, *tls, is_secured=True), callers),
+            **({"seeing": Place(start("seeing", tiny_vision_dir(folder)))} if HAS_VISION else {}),
         }
 
 
@@ -119,6 +134,15 @@ def desk(tmp_path: Path) -> Path:
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m icehouse_server.cli.main "$@"\n')
     command.chmod(0o755)
     return tmp_path
+
+
+@pytest.fixture
+def checkout(desk: Path) -> Path:
+    """The same with the picture where it is in a checkout."""
+    path = desk / picture.PATH.relative_to(ROOT)
+    path.parent.mkdir(parents=True)
+    shutil.copy(picture.PATH, path)
+    return desk
 
 
 def test_every_page_with_code_has_what_its_output_must_have() -> None:
@@ -136,6 +160,34 @@ def test_what_a_page_shows_runs(page: Path, places: Mapping[str, Place], desk: P
         output += run([sys.executable, "-W", "error", "-c", program_of(python, place.address)], place, desk)
     for pattern in EXPECTED.get(page.name, ()):
         assert re.search(pattern, output), f"{pattern!r} is not in what {page.name} prints:\n{output[-3000:]}"
+
+
+@pytest.mark.skipif(not HAS_VISION, reason="the extra `vision` is not installed")
+@pytest.mark.parametrize("page", SEEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_shows_of_images_runs(page: Path, places: Mapping[str, Place], checkout: Path) -> None:
+    place = places["seeing"]
+    python = program_of([block for block in SEEN[page] if block.language == "python"], place.address)
+    output = run([sys.executable, "-W", "error", "-c", python], place, checkout)
+    for block in SEEN[page]:
+        if block.language == "sh" and not block.text.startswith("grpcurl"):
+            output += output_of(block, place, checkout)
+    for pattern in EXPECTED_OF_IMAGES[page.name]:
+        assert re.search(pattern, output), f"{pattern!r} is not in what {page.name} prints:\n{output[-3000:]}"
+
+
+@pytest.mark.skipif(not HAS_VISION, reason="the extra `vision` is not installed")
+@pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on the path")
+@pytest.mark.parametrize("page", SEEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_calls_by_hand_with_images_are_answered(
+    page: Path, places: Mapping[str, Place], checkout: Path
+) -> None:
+    place = places["seeing"]
+    calls = [block for block in SEEN[page] if block.text.startswith("grpcurl")]
+    assert calls, f"{page.name} shows no call by hand"
+    for block in calls:
+        shown = dataclasses.replace(block, text=block.text.replace(SHOWN_ADDRESS, place.address))
+        answer = json.loads(output_of(shown, place, checkout))
+        assert answer["text"] and answer["usage"]["imageTokens"] > 0, answer
 
 
 def output_of(block: Block, place: Place, desk: Path) -> str:

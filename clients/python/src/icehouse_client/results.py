@@ -47,6 +47,8 @@ class Usage:
     draft_tokens: int = 0
     """Guesses of speculation; `accepted_draft_tokens` of them saved a step each."""
     accepted_draft_tokens: int = 0
+    image_tokens: int = 0
+    """Of `prompt_tokens`, those that stand for images."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,7 @@ def usage_from(usage: usage_pb2.Usage) -> Usage:
         total_s=_seconds(usage.total_duration),
         draft_tokens=usage.draft_tokens,
         accepted_draft_tokens=usage.accepted_draft_tokens,
+        image_tokens=usage.image_tokens,
     )
 
 
