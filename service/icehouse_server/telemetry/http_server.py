@@ -23,6 +23,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     """Answers GET requests of scrapers and browsers by one application, from `start` to `stop`."""
 
     daemon_threads = True
+    request_queue_size = 128
     block_on_close = False
 
     def __init__(self, host: str, port: int, app: WSGIApplication) -> None:
