@@ -370,7 +370,8 @@ const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\rkv_used_bytes\x18\x1b \x01(\x03R\vkvUsedBytes\x12$\n" +
 	"\x0ekv_limit_bytes\x18\x1c \x01(\x03R\fkvLimitBytes\x12.\n" +
 	"\x13drafted_token_total\x18\x1d \x01(\x03R\x11draftedTokenTotal\x12;\n" +
-	"\x1aaccepted_draft_token_total\x18\x1e \x01(\x03R\x17acceptedDraftTokenTotalb\x06proto3"
+	"\x1aaccepted_draft_token_total\x18\x1e \x01(\x03R\x17acceptedDraftTokenTotalB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_engine_stats_proto_rawDescOnce sync.Once
