@@ -72,8 +72,9 @@ lint: $(STAMP) ## Format and lint, changing nothing.
 types: $(STAMP) ## mypy, strict over service/.
 	@$(BIN)/mypy
 
-proto: $(STAMP) ## buf lint over protos/.
+proto: $(STAMP) ## buf lint over protos/, and buf breaking against the API of the last release.
 	@cd protos && $(abspath $(BIN))/buf lint
+	@$(BIN)/python -m release.api_image
 
 fresh: $(STAMP) ## Are gen/ and docs/ what protos/ and the code say?
 	@$(BIN)/python protos/generate.py --check

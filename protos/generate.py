@@ -27,9 +27,6 @@ PROTO_DIR = pathlib.Path(__file__).resolve().parent
 OUTPUT_DIR = PROTO_DIR.parent / "gen"
 PACKAGE_DIR = pathlib.Path("icehouse")
 PLUGIN_DIR = PROTO_DIR / "plugins"
-GO_IMPORT = "icehouse.dev/api"
-"""The module in gen/go."""
-
 TS_PLUGIN = "@bufbuild/protoc-gen-es@2.17.0"
 """The npm package; clients/node has the runtime of the same version."""
 
@@ -56,11 +53,9 @@ def generate(output_dir: pathlib.Path) -> None:
 
 def generate_go(output_dir: pathlib.Path) -> None:
     """Write the Go package into `output_dir`; raises ToolMissing without a Go that can build the plugins."""
-    package = f"{GO_IMPORT}/{PACKAGE_DIR / 'v1'};icehousev1"
     for plugin, proto_files in (("go", _proto_files()), ("go-grpc", _proto_files("*_service.proto"))):
         tool = _answer_of(["go", "-C", str(PLUGIN_DIR), "tool", "-n", f"protoc-gen-{plugin}"])
-        homes = [f"--{plugin}_opt=M{path}={package}" for path in _proto_files()]
-        options = [f"--plugin=protoc-gen-{plugin}={tool}", f"--{plugin}_opt=paths=source_relative", *homes]
+        options = [f"--plugin=protoc-gen-{plugin}={tool}", f"--{plugin}_opt=paths=source_relative"]
         _protoc(*options, f"--{plugin}_out={output_dir}", *proto_files)
 
 

@@ -32,6 +32,7 @@ from icehouse_server.rpc.calls.methods import shares_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.grpc_log import quiet_lost_answers
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.monitoring.observation import Observation
 from icehouse_server.rpc.monitoring.server_service import ServerService, facts_of
@@ -139,6 +140,7 @@ class RpcServer:
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
+        quiet_lost_answers()
         self.security.load()
         self._bound = bind(
             self._server, self._config, self._security_config, credentials=self.security.credentials

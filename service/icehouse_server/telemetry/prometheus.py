@@ -6,12 +6,10 @@ prometheus_client's own locks and the latest snapshot, a frozen value; they neve
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from wsgiref.simple_server import WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -19,6 +17,7 @@ from prometheus_client.registry import Collector
 from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
+from icehouse_server.telemetry.http_server import MetricsServer
 from icehouse_server.telemetry.metric import HistogramSeries, Kind, Metric
 from icehouse_server.telemetry.observed import Observed
 from icehouse_server.telemetry.table import OBSERVED_METRICS
@@ -90,8 +89,7 @@ class PrometheusEndpoint:
         self._meter = meter
         self._host = host
         self._port = port
-        self._server: WSGIServer | None = None
-        self._thread: threading.Thread | None = None
+        self._server: MetricsServer | None = None
 
     def start(
         self, latest: Callable[[], Snapshot], pages: Mapping[str, WSGIApplication] | None = None
@@ -101,10 +99,9 @@ class PrometheusEndpoint:
         `pages` are by path; every other path answers with the metrics.
         """
         self._meter.registry.register(SnapshotCollector(latest))
+        app: WSGIApplication = make_wsgi_app(self._meter.registry)
         try:
-            self._server, self._thread = start_http_server(
-                self._port, addr=self._host, registry=self._meter.registry
-            )
+            self._server = MetricsServer(self._host, self._port, _routed(pages, app) if pages else app)
         except OSError as error:
             raise StartError(
                 Reason.ADDRESS_IN_USE,
@@ -112,22 +109,16 @@ class PrometheusEndpoint:
                 "choose another --metrics-port, or stop what listens there",
                 metadata={"host": self._host, "port": self._port},
             ) from error
-        if pages:
-            self._server.set_app(_routed(pages, self._server.get_app()))
+        self._server.start()
         return f"http://{self._host}:{self._server.server_port}/metrics"
 
     def stop(self) -> None:
         """Answer no more scrapes."""
-        if self._server is None or self._thread is None:
-            return
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        if self._server is not None:
+            self._server.stop()
 
 
-def _routed(pages: Mapping[str, WSGIApplication], metrics: WSGIApplication | None) -> WSGIApplication:
-    assert metrics is not None, "the endpoint has no metrics"
-
+def _routed(pages: Mapping[str, WSGIApplication], metrics: WSGIApplication) -> WSGIApplication:
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         return pages.get(environ["PATH_INFO"], metrics)(environ, start_response)
 

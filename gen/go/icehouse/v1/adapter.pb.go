@@ -115,7 +115,8 @@ const file_icehouse_v1_adapter_proto_rawDesc = "" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x16\n" +
 	"\x06digest\x18\x03 \x01(\tR\x06digest\x12'\n" +
 	"\x0fparameter_count\x18\x04 \x01(\x03R\x0eparameterCount\x12!\n" +
-	"\fweight_bytes\x18\x05 \x01(\x03R\vweightBytesb\x06proto3"
+	"\fweight_bytes\x18\x05 \x01(\x03R\vweightBytesB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_adapter_proto_rawDescOnce sync.Once

@@ -171,7 +171,8 @@ const file_icehouse_v1_cache_policy_proto_rawDesc = "" +
 	"\x14CACHE_USE_READ_WRITE\x10\x01\x12\x17\n" +
 	"\x13CACHE_USE_READ_ONLY\x10\x02\x12\x18\n" +
 	"\x14CACHE_USE_WRITE_ONLY\x10\x03\x12\x11\n" +
-	"\rCACHE_USE_OFF\x10\x04b\x06proto3"
+	"\rCACHE_USE_OFF\x10\x04B<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_cache_policy_proto_rawDescOnce sync.Once

@@ -2147,7 +2147,8 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse\x12[\n" +
 	"\x12VerifyWithProgress\x12\x1a.icehouse.v1.VerifyRequest\x1a'.icehouse.v1.VerifyWithProgressResponse0\x01\x12O\n" +
 	"\n" +
-	"WatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01b\x06proto3"
+	"WatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01B<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_cache_service_proto_rawDescOnce sync.Once

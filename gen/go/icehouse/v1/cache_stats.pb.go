@@ -1427,7 +1427,8 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x1dSPILL_DROP_CAUSE_PREFIX_SHORT\x10\x06\x12\x1e\n" +
 	"\x1aSPILL_DROP_CAUSE_DUPLICATE\x10\a\x12\x1d\n" +
 	"\x19SPILL_DROP_CAUSE_SHUTDOWN\x10\b\x12!\n" +
-	"\x1dSPILL_DROP_CAUSE_TENANT_SHARE\x10\tb\x06proto3"
+	"\x1dSPILL_DROP_CAUSE_TENANT_SHARE\x10\tB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_cache_stats_proto_rawDescOnce sync.Once

@@ -201,7 +201,8 @@ const file_icehouse_v1_completion_proto_rawDesc = "" +
 	"\x14malformed_tool_calls\x18\f \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCalls\x12'\n" +
 	"\rstop_token_id\x18\r \x01(\x05H\x01R\vstopTokenId\x88\x01\x01B\x0e\n" +
 	"\f_stop_stringB\x10\n" +
-	"\x0e_stop_token_idb\x06proto3"
+	"\x0e_stop_token_idB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_completion_proto_rawDescOnce sync.Once

@@ -455,7 +455,8 @@ const file_icehouse_v1_embedding_service_proto_rawDesc = "" +
 	"\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n" +
 	"\fPOOLING_MEAN\x10\x022R\n" +
 	"\x10EmbeddingService\x12>\n" +
-	"\x05Embed\x12\x19.icehouse.v1.EmbedRequest\x1a\x1a.icehouse.v1.EmbedResponseb\x06proto3"
+	"\x05Embed\x12\x19.icehouse.v1.EmbedRequest\x1a\x1a.icehouse.v1.EmbedResponseB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_embedding_service_proto_rawDescOnce sync.Once

@@ -419,7 +419,8 @@ const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\x12reused_image_total\x18  \x01(\x03R\x10reusedImageTotal\x12<\n" +
 	"\fimage_encode\x18! \x01(\v2\x19.google.protobuf.DurationR\vimageEncode\x12.\n" +
 	"\x13image_feature_bytes\x18\" \x01(\x03R\x11imageFeatureBytes\x129\n" +
-	"\x19image_feature_limit_bytes\x18# \x01(\x03R\x16imageFeatureLimitBytesb\x06proto3"
+	"\x19image_feature_limit_bytes\x18# \x01(\x03R\x16imageFeatureLimitBytesB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_engine_stats_proto_rawDescOnce sync.Once

@@ -1555,7 +1555,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
 	"Detokenize\x12\x1e.icehouse.v1.DetokenizeRequest\x1a\x1f.icehouse.v1.DetokenizeResponse\x12M\n" +
 	"\n" +
-	"CacheStats\x12\x1e.icehouse.v1.CacheStatsRequest\x1a\x1f.icehouse.v1.CacheStatsResponseb\x06proto3"
+	"CacheStats\x12\x1e.icehouse.v1.CacheStatsRequest\x1a\x1f.icehouse.v1.CacheStatsResponseB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_inference_service_proto_rawDescOnce sync.Once

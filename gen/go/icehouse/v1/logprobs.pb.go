@@ -281,7 +281,8 @@ const file_icehouse_v1_logprobs_proto_rawDesc = "" +
 	"TopLogprob\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\x05R\atokenId\x12\x18\n" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\x12\x14\n" +
-	"\x05piece\x18\x03 \x01(\tR\x05pieceb\x06proto3"
+	"\x05piece\x18\x03 \x01(\tR\x05pieceB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_logprobs_proto_rawDescOnce sync.Once

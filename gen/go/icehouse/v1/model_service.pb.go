@@ -453,7 +453,8 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\fModelService\x12M\n" +
 	"\n" +
 	"ListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n" +
-	"\bGetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponseb\x06proto3"
+	"\bGetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponseB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_model_service_proto_rawDescOnce sync.Once

@@ -498,7 +498,8 @@ const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"media_type\x18\x03 \x01(\tR\tmediaTypeB\b\n" +
 	"\x06source\"\x1f\n" +
 	"\vTokenPrompt\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\x05R\x03idsb\x06proto3"
+	"\x03ids\x18\x01 \x03(\x05R\x03idsB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_prompt_proto_rawDescOnce sync.Once

@@ -476,7 +476,8 @@ const file_icehouse_v1_rerank_service_proto_rawDesc = "" +
 	"\blog_odds\x18\x03 \x01(\x01R\alogOdds\x12#\n" +
 	"\rprompt_tokens\x18\x04 \x01(\x05R\fpromptTokens2R\n" +
 	"\rRerankService\x12A\n" +
-	"\x06Rerank\x12\x1a.icehouse.v1.RerankRequest\x1a\x1b.icehouse.v1.RerankResponseb\x06proto3"
+	"\x06Rerank\x12\x1a.icehouse.v1.RerankRequest\x1a\x1b.icehouse.v1.RerankResponseB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_rerank_service_proto_rawDescOnce sync.Once

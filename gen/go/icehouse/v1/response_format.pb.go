@@ -286,7 +286,8 @@ const file_icehouse_v1_response_format_proto_rawDesc = "" +
 	"\x06format\"\x12\n" +
 	"\x10JsonObjectFormat\"$\n" +
 	"\fChoiceFormat\x12\x14\n" +
-	"\x05texts\x18\x01 \x03(\tR\x05textsb\x06proto3"
+	"\x05texts\x18\x01 \x03(\tR\x05textsB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_response_format_proto_rawDescOnce sync.Once

@@ -331,7 +331,8 @@ const file_icehouse_v1_sampling_proto_rawDesc = "" +
 	"\x0e_xtc_thresholdB\x15\n" +
 	"\x13_repetition_penalty\"!\n" +
 	"\rTokenSequence\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\x05R\x03idsb\x06proto3"
+	"\x03ids\x18\x01 \x03(\x05R\x03idsB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_sampling_proto_rawDescOnce sync.Once

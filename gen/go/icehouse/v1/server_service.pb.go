@@ -937,7 +937,8 @@ const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"\rServerService\x12J\n" +
 	"\tGetServer\x12\x1d.icehouse.v1.GetServerRequest\x1a\x1e.icehouse.v1.GetServerResponse\x12S\n" +
 	"\fListRequests\x12 .icehouse.v1.ListRequestsRequest\x1a!.icehouse.v1.ListRequestsResponse\x12V\n" +
-	"\rCancelRequest\x12!.icehouse.v1.CancelRequestRequest\x1a\".icehouse.v1.CancelRequestResponseb\x06proto3"
+	"\rCancelRequest\x12!.icehouse.v1.CancelRequestRequest\x1a\".icehouse.v1.CancelRequestResponseB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_server_service_proto_rawDescOnce sync.Once

@@ -188,7 +188,8 @@ const file_icehouse_v1_slow_request_proto_rawDesc = "" +
 	"\rprompt_tokens\x18\n" +
 	" \x01(\x05R\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\v \x01(\x05R\fcachedTokens\x12#\n" +
-	"\routput_tokens\x18\f \x01(\x05R\foutputTokensb\x06proto3"
+	"\routput_tokens\x18\f \x01(\x05R\foutputTokensB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_slow_request_proto_rawDescOnce sync.Once

@@ -292,7 +292,8 @@ const file_icehouse_v1_speculation_proto_rawDesc = "" +
 	"\x17SPECULATION_LIMIT_CACHE\x10\x01\x12\x1e\n" +
 	"\x1aSPECULATION_LIMIT_SAMPLING\x10\x02\x12$\n" +
 	" SPECULATION_LIMIT_NO_DRAFT_MODEL\x10\x03\x12 \n" +
-	"\x1cSPECULATION_LIMIT_ACCEPTANCE\x10\x04b\x06proto3"
+	"\x1cSPECULATION_LIMIT_ACCEPTANCE\x10\x04B<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_speculation_proto_rawDescOnce sync.Once

@@ -232,7 +232,8 @@ const file_icehouse_v1_tenant_stats_proto_rawDesc = "" +
 	"\tram_bytes\x18\r \x01(\x03R\bramBytes\x12&\n" +
 	"\x0fram_limit_bytes\x18\x0e \x01(\x03R\rramLimitBytes\x12\x1b\n" +
 	"\tssd_bytes\x18\x0f \x01(\x03R\bssdBytes\x12&\n" +
-	"\x0fssd_limit_bytes\x18\x10 \x01(\x03R\rssdLimitBytesb\x06proto3"
+	"\x0fssd_limit_bytes\x18\x10 \x01(\x03R\rssdLimitBytesB<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_tenant_stats_proto_rawDescOnce sync.Once

@@ -480,7 +480,8 @@ const file_icehouse_v1_tool_proto_rawDesc = "" +
 	"\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n" +
 	"\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n" +
 	"\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x12\x1a\n" +
-	"\x16TOOL_CHOICE_MODE_NAMED\x10\x04b\x06proto3"
+	"\x16TOOL_CHOICE_MODE_NAMED\x10\x04B<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_tool_proto_rawDescOnce sync.Once

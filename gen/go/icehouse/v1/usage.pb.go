@@ -752,7 +752,8 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\x1ePROMPT_CHANGE_KIND_UNSPECIFIED\x10\x00\x12+\n" +
 	"'PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED\x10\x01\x12'\n" +
 	"#PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED\x10\x02\x12#\n" +
-	"\x1fPROMPT_CHANGE_KIND_TOOLS_SORTED\x10\x03b\x06proto3"
+	"\x1fPROMPT_CHANGE_KIND_TOOLS_SORTED\x10\x03B<\n" +
+	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
 	file_icehouse_v1_usage_proto_rawDescOnce sync.Once

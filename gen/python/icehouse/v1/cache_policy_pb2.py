@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eicehouse/v1/cache_policy.proto\x12\x0bicehouse.v1\"]\n\x0b\x43\x61\x63hePolicy\x12\"\n\x03use\x18\x01 \x01(\x0e\x32\x15.icehouse.v1.CacheUse\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1a\n\x12shared_prefix_name\x18\x03 \x01(\t*\x85\x01\n\x08\x43\x61\x63heUse\x12\x19\n\x15\x43\x41\x43HE_USE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41\x43HE_USE_READ_WRITE\x10\x01\x12\x17\n\x13\x43\x41\x43HE_USE_READ_ONLY\x10\x02\x12\x18\n\x14\x43\x41\x43HE_USE_WRITE_ONLY\x10\x03\x12\x11\n\rCACHE_USE_OFF\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eicehouse/v1/cache_policy.proto\x12\x0bicehouse.v1\"]\n\x0b\x43\x61\x63hePolicy\x12\"\n\x03use\x18\x01 \x01(\x0e\x32\x15.icehouse.v1.CacheUse\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x1a\n\x12shared_prefix_name\x18\x03 \x01(\t*\x85\x01\n\x08\x43\x61\x63heUse\x12\x19\n\x15\x43\x41\x43HE_USE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41\x43HE_USE_READ_WRITE\x10\x01\x12\x17\n\x13\x43\x41\x43HE_USE_READ_ONLY\x10\x02\x12\x18\n\x14\x43\x41\x43HE_USE_WRITE_ONLY\x10\x03\x12\x11\n\rCACHE_USE_OFF\x10\x04\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.cache_policy_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
   _globals['_CACHEUSE']._serialized_start=143
   _globals['_CACHEUSE']._serialized_end=276
   _globals['_CACHEPOLICY']._serialized_start=47

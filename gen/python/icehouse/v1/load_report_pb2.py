@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dicehouse/v1/load_report.proto\x12\x0bicehouse.v1\"\xfa\x01\n\nLoadReport\x12\x17\n\x0fmem_utilization\x18\x02 \x01(\x01\x12\x16\n\x0erps_fractional\x18\x06 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x07 \x01(\x01\x12@\n\rnamed_metrics\x18\x08 \x03(\x0b\x32).icehouse.v1.LoadReport.NamedMetricsEntry\x12\x1f\n\x17\x61pplication_utilization\x18\t \x01(\x01\x1a\x33\n\x11NamedMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x01\x10\x02J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dicehouse/v1/load_report.proto\x12\x0bicehouse.v1\"\xfa\x01\n\nLoadReport\x12\x17\n\x0fmem_utilization\x18\x02 \x01(\x01\x12\x16\n\x0erps_fractional\x18\x06 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x07 \x01(\x01\x12@\n\rnamed_metrics\x18\x08 \x03(\x0b\x32).icehouse.v1.LoadReport.NamedMetricsEntry\x12\x1f\n\x17\x61pplication_utilization\x18\t \x01(\x01\x1a\x33\n\x11NamedMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x01\x10\x02J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.load_report_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
   _globals['_LOADREPORT_NAMEDMETRICSENTRY']._loaded_options = None
   _globals['_LOADREPORT_NAMEDMETRICSENTRY']._serialized_options = b'8\001'
   _globals['_LOADREPORT']._serialized_start=47

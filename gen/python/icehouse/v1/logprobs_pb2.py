@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aicehouse/v1/logprobs.proto\x12\x0bicehouse.v1\"G\n\x0fLogprobsOptions\x12\x11\n\ttop_count\x18\x01 \x01(\x05\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\"\xc7\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05piece\x18\x04 \x01(\t\x12$\n\x03top\x18\x05 \x03(\x0b\x32\x17.icehouse.v1.TopLogprob\x12&\n\x05\x61sked\x18\x06 \x03(\x0b\x32\x17.icehouse.v1.TopLogprob\x12\x18\n\x0btext_offset\x18\x07 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_text_offset\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05piece\x18\x03 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aicehouse/v1/logprobs.proto\x12\x0bicehouse.v1\"G\n\x0fLogprobsOptions\x12\x11\n\ttop_count\x18\x01 \x01(\x05\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\"\xc7\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05piece\x18\x04 \x01(\t\x12$\n\x03top\x18\x05 \x03(\x0b\x32\x17.icehouse.v1.TopLogprob\x12&\n\x05\x61sked\x18\x06 \x03(\x0b\x32\x17.icehouse.v1.TopLogprob\x12\x18\n\x0btext_offset\x18\x07 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_text_offset\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05piece\x18\x03 \x01(\tB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.logprobs_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
   _globals['_LOGPROBSOPTIONS']._serialized_start=43
   _globals['_LOGPROBSOPTIONS']._serialized_end=114
   _globals['_TOKENLOGPROBS']._serialized_start=117

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!icehouse/v1/response_format.proto\x12\x0bicehouse.v1\"\xc6\x01\n\x0eResponseFormat\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x34\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x1d.icehouse.v1.JsonObjectFormatH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x12+\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x19.icehouse.v1.ChoiceFormatH\x00\x12\x0f\n\x07\x63ompact\x18\x06 \x01(\x08\x42\x08\n\x06\x66ormat\"\x12\n\x10JsonObjectFormat\"\x1d\n\x0c\x43hoiceFormat\x12\r\n\x05texts\x18\x01 \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!icehouse/v1/response_format.proto\x12\x0bicehouse.v1\"\xc6\x01\n\x0eResponseFormat\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x34\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x1d.icehouse.v1.JsonObjectFormatH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x12+\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x19.icehouse.v1.ChoiceFormatH\x00\x12\x0f\n\x07\x63ompact\x18\x06 \x01(\x08\x42\x08\n\x06\x66ormat\"\x12\n\x10JsonObjectFormat\"\x1d\n\x0c\x43hoiceFormat\x12\r\n\x05texts\x18\x01 \x03(\tB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.response_format_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
   _globals['_RESPONSEFORMAT']._serialized_start=51
   _globals['_RESPONSEFORMAT']._serialized_end=249
   _globals['_JSONOBJECTFORMAT']._serialized_start=251

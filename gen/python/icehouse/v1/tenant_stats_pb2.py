@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eicehouse/v1/tenant_stats.proto\x12\x0bicehouse.v1\"\x84\x03\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rwaiting_count\x18\x02 \x01(\x05\x12\x15\n\rwaiting_limit\x18\x03 \x01(\x05\x12\x15\n\rrunning_count\x18\x04 \x01(\x05\x12\x15\n\rrunning_limit\x18\x05 \x01(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_total\x18\x06 \x01(\x03\x12\x15\n\rrefused_total\x18\x07 \x01(\x03\x12\x1a\n\x12prompt_token_total\x18\x08 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_total\x18\t \x01(\x03\x12\x1a\n\x12output_token_total\x18\n \x01(\x03\x12\x19\n\x11tokens_per_minute\x18\x0b \x01(\x03\x12\x13\n\x0btokens_left\x18\x0c \x01(\x03\x12\x11\n\tram_bytes\x18\r \x01(\x03\x12\x17\n\x0fram_limit_bytes\x18\x0e \x01(\x03\x12\x11\n\tssd_bytes\x18\x0f \x01(\x03\x12\x17\n\x0fssd_limit_bytes\x18\x10 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eicehouse/v1/tenant_stats.proto\x12\x0bicehouse.v1\"\x84\x03\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rwaiting_count\x18\x02 \x01(\x05\x12\x15\n\rwaiting_limit\x18\x03 \x01(\x05\x12\x15\n\rrunning_count\x18\x04 \x01(\x05\x12\x15\n\rrunning_limit\x18\x05 \x01(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_total\x18\x06 \x01(\x03\x12\x15\n\rrefused_total\x18\x07 \x01(\x03\x12\x1a\n\x12prompt_token_total\x18\x08 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_total\x18\t \x01(\x03\x12\x1a\n\x12output_token_total\x18\n \x01(\x03\x12\x19\n\x11tokens_per_minute\x18\x0b \x01(\x03\x12\x13\n\x0btokens_left\x18\x0c \x01(\x03\x12\x11\n\tram_bytes\x18\r \x01(\x03\x12\x17\n\x0fram_limit_bytes\x18\x0e \x01(\x03\x12\x11\n\tssd_bytes\x18\x0f \x01(\x03\x12\x17\n\x0fssd_limit_bytes\x18\x10 \x01(\x03\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.tenant_stats_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
   _globals['_TENANTSTATS']._serialized_start=48
   _globals['_TENANTSTATS']._serialized_end=436
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/adapter.proto.
  */
 export const file_icehouse_v1_adapter: GenFile = /*@__PURE__*/
-  fileDesc("ChlpY2Vob3VzZS92MS9hZGFwdGVyLnByb3RvEgtpY2Vob3VzZS52MSJkCgdBZGFwdGVyEgwKBG5hbWUYASABKAkSDAoEa2luZBgCIAEoCRIOCgZkaWdlc3QYAyABKAkSFwoPcGFyYW1ldGVyX2NvdW50GAQgASgDEhQKDHdlaWdodF9ieXRlcxgFIAEoA2IGcHJvdG8z");
+  fileDesc("ChlpY2Vob3VzZS92MS9hZGFwdGVyLnByb3RvEgtpY2Vob3VzZS52MSJkCgdBZGFwdGVyEgwKBG5hbWUYASABKAkSDAoEa2luZBgCIAEoCRIOCgZkaWdlc3QYAyABKAkSFwoPcGFyYW1ldGVyX2NvdW50GAQgASgDEhQKDHdlaWdodF9ieXRlcxgFIAEoA0I8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM");
 
 /**
  * A loaded adapter: a small difference to the model's weights, which requests choose by name.

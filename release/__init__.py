@@ -1,0 +1,1 @@
+"""Releases: the version, the API's image, the packages, their bills of materials, the formula."""

@@ -1,0 +1,89 @@
+"""HTTP server of the metrics port: a thread for each connection, and so many of them at once.
+
+Whoever reaches the port may open connections and say nothing. The oldest one makes room for a newcomer, so
+that neither threads nor open files grow, and a scraper is always answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import WSGIApplication
+
+CONNECTION_LIMIT = 32
+_READ_TIMEOUT_S = 30.0
+"""Time for a caller that says nothing, where nobody else wants its place."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Answers GET requests of scrapers and browsers by one application, from `start` to `stop`."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, app: WSGIApplication) -> None:
+        """Listen on `host` and `port`, 0 for any; raises OSError when the address cannot be had."""
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self.address_family = family
+        self._open: dict[int, socket.socket] = {}
+        """Connections by identity, the oldest first."""
+        self._lock = threading.Lock()
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(app)
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        """Accept connections."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Accept no more, and end those that are open."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+        with self._lock:
+            for connection in self._open.values():
+                _end(connection)
+
+    def server_bind(self) -> None:
+        """Bind without asking the resolver for this machine's name, which may take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            while len(self._open) >= CONNECTION_LIMIT:
+                _end(self._open.pop(next(iter(self._open))))
+            self._open[id(request)] = request
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of callers that leave in the middle of an answer."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _READ_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: scrapes come every few seconds."""
+
+
+def _end(connection: socket.socket) -> None:
+    """Wake the thread that reads or writes there; it closes the connection."""
+    with contextlib.suppress(OSError):  # the caller was faster
+        connection.shutdown(socket.SHUT_RDWR)
