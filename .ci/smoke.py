@@ -191,8 +191,8 @@ def has_its_form(command: str, answer: str) -> bool:
 
 
 def grpcurl_commands(page: Path) -> list[str]:
-    """Return the grpcurl commands in a page's code blocks that call this server, lines joined; those with images
-    run elsewhere, in `make test-docs`, against a model that sees."""
+    """Return the grpcurl commands in a page's code blocks that call this server, lines joined; those with
+    images run elsewhere, in `make test-docs`, against a model that sees."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^(<!-- run: vision -->\n)?```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     shown = [block for seen, language, block in blocks if not seen and language in ("", "sh", "console")]
