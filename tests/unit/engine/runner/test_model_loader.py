@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.model_loader import ModelSource, load, load_tokenizer, sees_images
-from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, Reason
 
 from tests.fixtures.models import tiny_model_dir
