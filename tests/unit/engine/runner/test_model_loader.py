@@ -72,9 +72,8 @@ def test_a_template_cannot_reach_beyond_its_sandbox(folder: Path) -> None:
 def test_a_model_that_sees_needs_all_of_the_extra(
     folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        mlx_vlm.importlib.util, "find_spec", lambda name: None if name == missing else object()
-    )
+    found = {"mlx_vlm": object(), "PIL": object()} | {missing: None}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
     rewrite(folder / "config.json", lambda config: config.update(model_type="smolvlm", vision_config={}))
     with pytest.raises(ModelError, match=r"pip install -e '\.\[vision\]'"):
         sees_images(folder)
