@@ -44,6 +44,8 @@ from bench.server_process import ServerProcess
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 
 P99_RATIO_TARGET = 1.02
+_MEMORY_RATIO_TARGET = 1.1
+"""Of a server some of whose subscribers take nothing: the ring is bounded, and so is what each has taken."""
 _FLAGS = (
     *("--worker", "--no-access-log", "--block-token-count", "16", "--min-prefix-token-count", "0"),
     *("--ram-bytes", "64MiB", "--spill-policy", "off"),
@@ -213,6 +215,7 @@ def report_events(
         assert all(each.event_count for each in rounds[name]), "no event came: this measures nothing"
     base = [each.itl_p99_s for each in rounds[_NONE]]
     p99 = {name: ratios([each.itl_p99_s for each in found], base) for name, found in rounds.items()}
+    memory = ratios(*([float(each.rss_bytes) for each in rounds[name]] for name in (_STALLED, _READ)))
     show_table(
         "Subscribers of KV events: median (min to max)",
         ("", "p50 between tokens, ms", "p99, ms", "p99 / none", "tokens/s", "RSS, MiB", "events"),
@@ -234,6 +237,7 @@ def report_events(
             Verdict(f"p99 between tokens, {name} / none", p99[name], P99_RATIO_TARGET, at_least=False)
             for name in (_READ, _STALLED)
         ]
+        + [Verdict("RSS, others stall / one reads", memory, _MEMORY_RATIO_TARGET, at_least=False)]
     )
     content = {
         "setting": setting(),
@@ -241,5 +245,6 @@ def report_events(
         "duration_s": duration_s,
         "rounds": rounds,
         "p99_ratios": p99,
+        "memory_ratio": memory,
     }
     console.print(f"{write_json('kv-events', content)} ({duration_s:.0f} s)")

@@ -38,7 +38,7 @@ SERVER_FLAGS = (
 _SAMPLE_COUNT = 120
 _LEAVES_EARLY = 0.1
 _SHARED_PREFIXES = 32
-_RSS_GROWTH_LIMIT = 1.05
+_RSS_GROWTH_LIMIT = 1.03
 _DESCRIPTOR_GROWTH_LIMIT = 16
 
 
@@ -54,7 +54,11 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trend:
-    """The last quarter of a run over its second quarter; the first one warms up."""
+    """The last quarter of a run over the third one; the first half warms up.
+
+    The process keeps the pages of its highest peaks. New ones grow rare, but on a busy machine they came behind
+    the second quarter still; a leak goes on.
+    """
 
     rss_ratio: float
     descriptor_growth: int
@@ -71,7 +75,7 @@ def trend_of(samples: Sequence[Sample]) -> Trend:
     """Compare medians of memory and maxima of open files; needs at least eight samples."""
     assert len(samples) >= 8, f"{len(samples)} samples are too few"
     quarter = len(samples) // 4
-    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    early, late = samples[-2 * quarter : -quarter], samples[-quarter:]
     rss = [statistics.median(s.rss_bytes for s in part) for part in (early, late)]
     descriptors = [max(s.descriptor_count for s in part) for part in (early, late)]
     return Trend(rss[1] / rss[0], descriptors[1] - descriptors[0], samples[-1].finished_count)
@@ -182,7 +186,7 @@ def main() -> None:
         ),
     )
     console.print(
-        f"last quarter over second: RSS x {trend.rss_ratio:.3f}, open files {trend.descriptor_growth:+d}"
+        f"last quarter over third: RSS x {trend.rss_ratio:.3f}, open files {trend.descriptor_growth:+d}"
     )
     write_json("soak", {"setting": setting(), "samples": samples, "trend": trend})
     raise SystemExit(0 if trend.is_flat else 1)
