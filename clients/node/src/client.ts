@@ -5,7 +5,7 @@ import type {
   MessageInitShape,
   MessageShape,
 } from "@bufbuild/protobuf";
-import { status } from "@grpc/grpc-js";
+import { type Interceptor, status } from "@grpc/grpc-js";
 import { setTimeout as sleep } from "node:timers/promises";
 
 import { CacheClient } from "./cache.js";
@@ -48,6 +48,13 @@ export interface ClientOptions {
   readonly timeoutMs?: number;
   /** That of Warm, Evict and Verify, unless `timeoutMs` is Infinity. Absent: DEFAULT_ORDER_TIMEOUT_MS. */
   readonly orderTimeoutMs?: number;
+  /**
+   * How often generate, embed and rerank are sent again where the server refuses them for now and says when to come
+   * back (`retryAfterMs`), but never past their deadline. Absent: 0.
+   */
+  readonly retryLimit?: number;
+  /** gRPC's own, such as those of tracing; each sees every attempt of a call. */
+  readonly interceptors?: readonly Interceptor[];
 }
 
 /**
@@ -62,10 +69,10 @@ export class Client {
 
   /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
   constructor(address = "localhost:50051", options: ClientOptions = {}) {
-    refuseUnknownOptions(options, ["security", "timeoutMs", "orderTimeoutMs"]);
+    refuseUnknownOptions(options, ["security", "timeoutMs", "orderTimeoutMs", "retryLimit", "interceptors"]);
     const { security = {}, timeoutMs = DEFAULT_TIMEOUT_MS, orderTimeoutMs = DEFAULT_ORDER_TIMEOUT_MS } = options;
-    this.#connection = new Connection(address, security);
-    this.#calls = new Calls(this.#connection, timeoutMs, orderTimeoutMs);
+    this.#connection = new Connection(address, security, options.interceptors ?? []);
+    this.#calls = new Calls(this.#connection, { timeoutMs, orderTimeoutMs, retryLimit: options.retryLimit ?? 0 });
     this.cache = new CacheClient(this.#calls);
   }
 

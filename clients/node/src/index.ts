@@ -25,3 +25,4 @@ export {
 } from "./requests.js";
 export { type Security } from "./security.js";
 export { type Output, type Reply, Stream } from "./stream.js";
+export { type TokenSource } from "./token.js";

@@ -49,8 +49,10 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
 
         @Override
         public void evict(EvictRequest request, StreamObserver<EvictResponse> observer) {
-          observer.onNext(EvictResponse.getDefaultInstance());
-          observer.onCompleted();
+          if (!isRefused(observer)) {
+            observer.onNext(EvictResponse.getDefaultInstance());
+            observer.onCompleted();
+          }
         }
       };
   private final HealthStatusManager health = new HealthStatusManager();
