@@ -323,15 +323,20 @@ func testStructuredOutput(t *testing.T, s scenario) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var found struct {
+	type city struct {
 		City        string
 		Inhabitants int
 	}
+	var found city
 	if err := ReplyOf(response).Decode(&found); err != nil || response.GetText() != s.Expect.Text {
 		t.Errorf("%q: %v", response.GetText(), err)
 	}
-	if found.City != s.Expect.City || found.Inhabitants != s.Expect.Inhabitants {
+	if found != (city{s.Expect.City, s.Expect.Inhabitants}) {
 		t.Errorf("%+v", found)
+	}
+	again, _, err := GenerateJSON[city](t.Context(), s.client(t), request)
+	if err != nil || again != found {
+		t.Errorf("%+v: %v", again, err)
 	}
 }
 

@@ -1,9 +1,10 @@
-import type {
-  DescMessage,
-  DescMethodServerStreaming,
-  DescMethodUnary,
-  MessageInitShape,
-  MessageShape,
+import {
+  create,
+  type DescMessage,
+  type DescMethodServerStreaming,
+  type DescMethodUnary,
+  type MessageInitShape,
+  type MessageShape,
 } from "@bufbuild/protobuf";
 import { type Interceptor, status } from "@grpc/grpc-js";
 import { setTimeout as sleep } from "node:timers/promises";
@@ -22,8 +23,10 @@ import {
   type TokenizeResponse,
 } from "./gen/icehouse/v1/inference_service_pb.js";
 import { type Model, ModelService } from "./gen/icehouse/v1/model_service_pb.js";
+import { ResponseFormatSchema } from "./gen/icehouse/v1/response_format_pb.js";
 import { type RerankResponse, RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
 import { type RequestInfo, type Server, ServerService, ServerState } from "./gen/icehouse/v1/server_service_pb.js";
+import { jsonOf, jsonSchemaOf, type Parser } from "./json.js";
 import { refuseUnknownOptions } from "./options.js";
 import {
   type DetokenizeInit,
@@ -106,6 +109,16 @@ export class Client {
       promptedRequestFrom(GenerateRequestSchema, request),
       options,
     );
+  }
+
+  /**
+   * Returns an output in JSON as `parser` reads it, a schema of zod for example. The output is held to the
+   * request's `responseFormat`; without one, to the JSON schema that the parser tells.
+   */
+  async generateJson<T>(request: GenerateInit, parser: Parser<T>, options: CallOptions = {}): Promise<T> {
+    const message = promptedRequestFrom(GenerateRequestSchema, request);
+    message.responseFormat ??= create(ResponseFormatSchema, { format: { case: "jsonSchema", value: jsonSchemaOf(parser) } });
+    return jsonOf(await this.#calls.unary(InferenceService.method.generate, message, options), parser);
   }
 
   /** Returns an output that comes piece by piece. Nothing is sent before the iteration begins; never retried. */

@@ -156,9 +156,10 @@ scenario("tools_loop", async (s) => {
 
 scenario("structured_output", async (s) => {
   const format = { case: "jsonSchema", value: JSON.stringify(s.input["schema"]) } as const;
-  const { text } = await s.client().generate({ ...s.request, responseFormat: { format, compact: true } });
-  assert.equal(text, s.expect["text"]);
-  const { city, inhabitants } = JSON.parse(text) as { city: string; inhabitants: number };
+  const client = s.client();
+  const request = { ...s.request, responseFormat: { format, compact: true } };
+  assert.equal((await client.generate(request)).text, s.expect["text"]);
+  const { city, inhabitants } = await client.generateJson(request, { parse: cityOf });
   assert.deepEqual([city, inhabitants], [s.expect["city"], s.expect["inhabitants"]]);
 });
 
@@ -331,6 +332,17 @@ scenario("tls_and_token", async (s) => {
   const untrusting = s.client({ security: { tls: true, token } });
   assert.equal(status[(await refusal(untrusting.generate(s.request))).code], s.expect["untrusted_code"]);
 });
+
+interface City {
+  readonly city: string;
+  readonly inhabitants: number;
+}
+
+function cityOf(value: unknown): City {
+  const { city, inhabitants } = value as City;
+  assert.deepEqual([typeof city, typeof inhabitants], ["string", "number"]);
+  return { city, inhabitants };
+}
 
 function sum(counts: readonly number[]): number {
   return counts.reduce((total, count) => total + count, 0);

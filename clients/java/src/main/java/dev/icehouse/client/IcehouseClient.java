@@ -115,6 +115,20 @@ public final class IcehouseClient implements AutoCloseable {
     return new TextStream(inference(Optional.of(timeout)), request);
   }
 
+  /**
+   * Returns the output read into a record, whose schema it is held to unless the request has a format of its own; see
+   * {@link JsonOutput}. Throws IllegalStateException for an output that a limit cut.
+   */
+  public <T> T generateJson(GenerateRequest request, Class<T> type) {
+    var output = JsonOutput.of(type);
+    return output.read(generate(output.asked(request)));
+  }
+
+  /** The same connection for those who do not wait: futures, and publishers of streams. */
+  public AsyncClient async() {
+    return new AsyncClient(channel);
+  }
+
   /** The server's prefix cache: warm, explain, pin, unpin, evict, verify, watchStats. */
   public CacheClient cache() {
     return new CacheClient(channel);

@@ -72,7 +72,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
 
   @Override
   public synchronized void request(int count) {
-    requestedCount += count;
+    requestedCount = (int) Math.min(Integer.MAX_VALUE, (long) requestedCount + count);
     if (!isWaiting) {
       current.request(count);
     }

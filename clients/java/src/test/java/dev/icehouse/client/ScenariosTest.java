@@ -5,7 +5,6 @@ import static org.junit.jupiter.api.Assertions.assertFalse;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
-import com.google.gson.Gson;
 import com.google.gson.JsonElement;
 import com.google.gson.JsonParser;
 import dev.icehouse.v1.CachePolicy;
@@ -246,10 +245,12 @@ class ScenariosTest {
   @Test
   void structuredOutput(Scenario s) {
     var format = ResponseFormat.newBuilder().setJsonSchema(s.input("schema").toString()).setCompact(true);
-    String text = s.client().generate(s.request().setResponseFormat(format).build()).getText();
-    assertEquals(s.expect("text").getAsString(), text);
+    var request = s.request().setResponseFormat(format).build();
+    var client = s.client();
+    assertEquals(s.expect("text").getAsString(), client.generate(request).getText());
     var expected = new City(s.expect("city").getAsString(), s.expect("inhabitants").getAsInt());
-    assertEquals(expected, new Gson().fromJson(text, City.class));
+    assertEquals(expected, client.generateJson(request, City.class));
+    assertEquals(expected, client.async().generateJson(request, City.class).join());
   }
 
   @Test
