@@ -42,6 +42,9 @@ func Dial(address string, options ...Option) (*Client, error) {
 	for _, option := range options {
 		option(&settings)
 	}
+	if settings.retryLimit < 0 {
+		return nil, fmt.Errorf("icehouse: the retry limit is %d, and must be at least 0", settings.retryLimit)
+	}
 	transport := insecure.NewCredentials()
 	if settings.tls != nil {
 		transport = credentials.NewTLS(settings.tls)

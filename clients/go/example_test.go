@@ -2,8 +2,14 @@ package icehouse_test
 
 import (
 	"context"
+	"crypto/tls"
+	"errors"
 	"fmt"
 	"log"
+	"os"
+	"strings"
+
+	"google.golang.org/grpc/codes"
 
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 	"icehouse.dev/icehouse"
@@ -73,6 +79,64 @@ func ExampleConversation() {
 		for _, call := range reply.ToolCalls {
 			talk.Answer(call, "dry")
 		}
+	}
+}
+
+func ExampleGenerateJSON() {
+	client, err := icehouse.Dial("localhost:50051")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	type City struct {
+		Name        string `json:"name"`
+		Inhabitants int    `json:"inhabitants"`
+	}
+	request := &icehousev1.GenerateRequest{Prompt: icehouse.Text("The largest city of Norway: ")}
+	city, _, err := icehouse.GenerateJSON[City](context.Background(), client, request)
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(city.Name, city.Inhabitants)
+}
+
+func ExampleSchemaOf() {
+	type City struct {
+		Name string `json:"name"`
+	}
+	schema, err := icehouse.SchemaOf[City]()
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(schema)
+	// Output: {"type":"object","properties":{"name":{"type":"string"}},"required":["name"],"additionalProperties":false}
+}
+
+func ExampleWithTokenSource() {
+	source := func(context.Context) (string, error) {
+		token, err := os.ReadFile("/run/secrets/icehouse-token")
+		return strings.TrimSpace(string(token)), err
+	}
+	client, err := icehouse.Dial(
+		"models.example.com:8443", icehouse.WithTLS(&tls.Config{}), icehouse.WithTokenSource(source),
+	)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+}
+
+func ExampleError() {
+	client, err := icehouse.Dial("localhost:50051", icehouse.WithRetryLimit(3))
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	_, err = client.Generate(context.Background(), &icehousev1.GenerateRequest{Prompt: icehouse.Text("Hi")})
+	var refused *icehouse.Error
+	if errors.As(err, &refused) && refused.Code == codes.ResourceExhausted {
+		delay, _ := refused.RetryAfter()
+		fmt.Println("full:", refused.Reason, "come back in", delay)
 	}
 }
 

@@ -10,15 +10,18 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// unary gives a call its deadline, its headers and its typed error.
+// unary gives a call its deadline, its headers, its retries and its typed error.
 func (s *settings) unary(
 	ctx context.Context, method string, request, reply any,
 	conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption,
 ) error {
 	ctx, cancel := s.bounded(ctx, s.timeoutOf(method))
 	defer cancel()
-	err := invoke(s.announced(ctx, request), method, request, reply, conn, options...)
-	return errorFrom(err)
+	return sentAgain(ctx, s.retryLimitOf(method), func() error {
+		return s.withToken(announced(ctx, request), func(ctx context.Context) error {
+			return errorFrom(invoke(ctx, method, request, reply, conn, options...))
+		})
+	})
 }
 
 // stream does the same once the request is known, which gRPC shows to SendMsg only. Of the streaming
@@ -62,16 +65,12 @@ func (s *settings) bounded(ctx context.Context, timeout time.Duration) (context.
 	return context.WithTimeout(ctx, timeout)
 }
 
-// announced returns a context that carries the token, and the prefix key of a request that has one.
-func (s *settings) announced(ctx context.Context, request any) context.Context {
-	var headers []string
-	if s.token != "" {
-		headers = append(headers, "authorization", "Bearer "+s.token)
-	}
+// announced returns a context that carries the prefix key of a request that has one.
+func announced(ctx context.Context, request any) context.Context {
 	if key := PrefixKey(request); key != "" {
-		headers = append(headers, PrefixKeyHeader, key)
+		return metadata.AppendToOutgoingContext(ctx, PrefixKeyHeader, key)
 	}
-	return metadata.AppendToOutgoingContext(ctx, headers...)
+	return ctx
 }
 
 // announcedStream begins its call with the request, so that the request's headers go with it. The API's
@@ -83,22 +82,53 @@ type announcedStream struct {
 	ctx      context.Context
 	cancel   context.CancelFunc
 	begin    func(context.Context) (grpc.ClientStream, error)
+
+	request any
+	token   string
+	settled bool
 }
 
 func (a *announcedStream) SendMsg(request any) error {
-	stream, err := a.begin(a.settings.announced(a.ctx, request))
+	a.request = request
+	err := a.send()
 	if err != nil {
 		a.cancel()
-		return errorFrom(err)
 	}
-	a.ClientStream = stream
-	return errorFrom(stream.SendMsg(request))
+	return err
 }
 
 func (a *announcedStream) RecvMsg(response any) error {
-	err := a.ClientStream.RecvMsg(response)
+	err := errorFrom(a.ClientStream.RecvMsg(response))
+	if err != nil && !a.settled && a.token != "" && a.settings.token.isRenewed(err, a.token) {
+		a.settled = true
+		if err = a.sendAgain(); err == nil {
+			err = errorFrom(a.ClientStream.RecvMsg(response))
+		}
+	}
+	a.settled = true
 	if err != nil {
 		a.cancel()
 	}
-	return errorFrom(err)
+	return err
+}
+
+func (a *announcedStream) send() error {
+	ctx, token, err := a.settings.authorized(announced(a.ctx, a.request))
+	if err != nil {
+		return err
+	}
+	stream, err := a.begin(ctx)
+	if err != nil {
+		return errorFrom(err)
+	}
+	a.ClientStream, a.token = stream, token
+	return errorFrom(stream.SendMsg(a.request))
+}
+
+// sendAgain begins the call anew with another token: the server refused the first, so nothing has run.
+func (a *announcedStream) sendAgain() error {
+	if err := a.send(); err != nil {
+		return err
+	}
+	return errorFrom(a.ClientStream.CloseSend())
 }

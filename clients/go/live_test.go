@@ -25,6 +25,7 @@ type servers struct {
 	Token           string
 	ChatAddress     string `json:"chat_address"`
 	DrainingAddress string `json:"draining_address"`
+	BusyAddress     string `json:"busy_address"`
 	UnusedAddress   string `json:"unused_address"`
 }
 

@@ -1,6 +1,7 @@
 package icehouse
 
 import (
+	"context"
 	"crypto/tls"
 	"time"
 
@@ -20,7 +21,8 @@ type Option func(*settings)
 type settings struct {
 	timeout      time.Duration
 	orderTimeout time.Duration
-	token        string
+	retryLimit   int
+	token        *bearerToken
 	tls          *tls.Config
 	dial         []grpc.DialOption
 }
@@ -37,7 +39,14 @@ func WithTLS(config *tls.Config) Option {
 
 // WithToken sends a bearer token with every call. Without TLS whoever is on the way can read it.
 func WithToken(token string) Option {
-	return func(s *settings) { s.token = token }
+	return func(s *settings) { s.token = &bearerToken{known: token} }
+}
+
+// WithTokenSource sends the token that source returns. It is kept until the server refuses it (Unauthenticated);
+// then source is asked anew, and the refused call, of which nothing has run, is made again, once. One call at a
+// time asks it.
+func WithTokenSource(source func(context.Context) (string, error)) Option {
+	return func(s *settings) { s.token = &bearerToken{source: source} }
 }
 
 // WithTimeout sets the deadline of calls whose context has none, in place of [DefaultTimeout]. 0 is none, for
@@ -50,6 +59,13 @@ func WithTimeout(timeout time.Duration) Option {
 // [DefaultOrderTimeout]. 0 is none.
 func WithOrderTimeout(timeout time.Duration) Option {
 	return func(s *settings) { s.orderTimeout = timeout }
+}
+
+// WithRetryLimit sends Generate, Embed and Rerank again, at most so often, where the server refuses them for now
+// and says when to come back ([Error.RetryAfter]), but never past the call's deadline. Without it the refusal
+// is returned.
+func WithRetryLimit(count int) Option {
+	return func(s *settings) { s.retryLimit = count }
 }
 
 // WithoutHealthChecks uses servers whatever their health says: for those that answer health checks only to

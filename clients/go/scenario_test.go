@@ -27,6 +27,7 @@ type scenario struct {
 		AnswerCount     int    `json:"answer_count"`
 		StreamCount     int    `json:"stream_count"`
 		UnknownToken    string `json:"unknown_token"`
+		RetryLimit      int    `json:"retry_limit"`
 		Model           string
 		Tenant          string
 		Question        string
@@ -66,6 +67,7 @@ type scenario struct {
 		UncachedTokensLimit      int32 `json:"uncached_tokens_limit"`
 		UncachedKnownTokensLimit int32 `json:"uncached_known_tokens_limit"`
 		UnprocessedTokensLimit   int32 `json:"unprocessed_tokens_limit"`
+		SourceCallCount          int   `json:"source_call_count"`
 		DamagedBlockCount        int64 `json:"damaged_block_count"`
 		VectorCount              int   `json:"vector_count"`
 		VectorSize               int   `json:"vector_size"`
@@ -131,6 +133,7 @@ func (s scenario) client(t *testing.T, options ...Option) *Client {
 		"secured_address":  s.servers.SecuredAddress,
 		"chat_address":     s.servers.ChatAddress,
 		"draining_address": s.servers.DrainingAddress,
+		"busy_address":     s.servers.BusyAddress,
 		"unused_address":   s.servers.UnusedAddress,
 	}[s.Server]
 	if !named {

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/grpc/metadata"
+
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
@@ -30,6 +32,7 @@ func TestScenarios(t *testing.T) {
 		"resource_exhausted": testResourceExhausted,
 		"unavailable":        testUnavailable,
 		"retry_on_drain":     testRetryOnDrain,
+		"retry_limit":        testRetryLimit,
 		"tools_loop":         testToolsLoop,
 		"structured_output":  testStructuredOutput,
 		"unicode":            testUnicode,
@@ -45,6 +48,8 @@ func TestScenarios(t *testing.T) {
 		"embed":              testEmbed,
 		"rerank":             testRerank,
 		"get_server":         testGetServer,
+		"token_refresh":      testTokenRefresh,
+		"call_metadata":      testCallMetadata,
 		"tls_and_token":      testTLSAndToken,
 	}
 	for name, entry := range readScenarios(t) {
@@ -228,6 +233,20 @@ func testRetryOnDrain(t *testing.T, s scenario) {
 	s.checkRefused(t, end(client.Stream(t.Context(), s.request())))
 }
 
+func testRetryLimit(t *testing.T, s scenario) {
+	client, request := s.client(t, WithRetryLimit(s.Input.RetryLimit)), s.request()
+	response, err := client.Generate(t.Context(), request)
+	if err != nil || response.GetUsage().GetOutputTokens() != s.Expect.OutputTokens {
+		t.Error(response, err)
+	}
+	s.checkRefused(t, end(client.Stream(t.Context(), request)))
+	request.RequestId += "-again"
+	_, err = s.client(t, WithRetryLimit(s.Input.RetryLimit-1)).Generate(t.Context(), request)
+	if _, is := s.checkRefused(t, err).RetryAfter(); !is {
+		t.Error(err)
+	}
+}
+
 func testToolsLoop(t *testing.T, s scenario) {
 	client, talk := s.client(t), NewConversation("")
 	tool, err := Tool(s.Input.Tool.Name, s.Input.Tool.Description, s.Input.Tool.Parameters)
@@ -304,15 +323,20 @@ func testStructuredOutput(t *testing.T, s scenario) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var found struct {
+	type city struct {
 		City        string
 		Inhabitants int
 	}
+	var found city
 	if err := ReplyOf(response).Decode(&found); err != nil || response.GetText() != s.Expect.Text {
 		t.Errorf("%q: %v", response.GetText(), err)
 	}
-	if found.City != s.Expect.City || found.Inhabitants != s.Expect.Inhabitants {
+	if found != (city{s.Expect.City, s.Expect.Inhabitants}) {
 		t.Errorf("%+v", found)
+	}
+	again, _, err := GenerateJSON[city](t.Context(), s.client(t), request)
+	if err != nil || again != found {
+		t.Errorf("%+v: %v", again, err)
 	}
 }
 
@@ -363,6 +387,45 @@ func testHundredStreams(t *testing.T, s scenario) {
 		})
 	}
 	group.Wait()
+}
+
+func testTokenRefresh(t *testing.T, s scenario) {
+	clientWith := func(tokens ...string) (*Client, *int) {
+		count := new(int)
+		return s.client(t, s.trusting(t), WithTokenSource(func(context.Context) (string, error) {
+			*count++
+			return tokens[min(*count, len(tokens))-1], nil
+		})), count
+	}
+	client, count := clientWith(s.Input.UnknownToken, s.servers.Token)
+	for range 2 {
+		response, err := client.Generate(t.Context(), s.request())
+		if err != nil || response.GetUsage().GetOutputTokens() != s.Expect.OutputTokens || *count != s.Expect.SourceCallCount {
+			t.Errorf("asked %d times: %v %v", *count, response, err)
+		}
+	}
+	client, count = clientWith(s.Input.UnknownToken, s.servers.Token)
+	reply, _ := read(t, client.Stream(t.Context(), s.request()))
+	if len(reply.TokenIDs) != int(s.Expect.OutputTokens) || *count != s.Expect.SourceCallCount {
+		t.Errorf("asked %d times: %v", *count, reply)
+	}
+	client, count = clientWith(s.Input.UnknownToken)
+	_, err := client.Generate(t.Context(), s.request())
+	if s.checkRefused(t, err); *count != s.Expect.SourceCallCount {
+		t.Errorf("asked %d times", *count)
+	}
+}
+
+func testCallMetadata(t *testing.T, s scenario) {
+	client := s.client(t, s.trusting(t))
+	own := metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer "+s.servers.Token)
+	response, err := client.Generate(own, s.request())
+	if err != nil || response.GetUsage().GetOutputTokens() != s.Expect.OutputTokens {
+		t.Error(response, err)
+	}
+	read(t, client.Stream(own, s.request()))
+	_, err = client.Generate(t.Context(), s.request())
+	s.checkRefused(t, err)
 }
 
 func testTLSAndToken(t *testing.T, s scenario) {

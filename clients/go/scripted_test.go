@@ -1,6 +1,7 @@
 package icehouse
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net"
@@ -34,6 +35,8 @@ type scripted struct {
 	deadline    bool
 	remaining   time.Duration
 	headers     metadata.MD
+	text        string
+	request     *icehousev1.GenerateRequest
 }
 
 func (s *scripted) take(ctx context.Context, count *int) error {
@@ -52,12 +55,15 @@ func (s *scripted) take(ctx context.Context, count *int) error {
 }
 
 func (s *scripted) Generate(
-	ctx context.Context, _ *icehousev1.GenerateRequest,
+	ctx context.Context, request *icehousev1.GenerateRequest,
 ) (*icehousev1.GenerateResponse, error) {
 	if err := s.take(ctx, &s.generations); err != nil {
 		return nil, err
 	}
-	return &icehousev1.GenerateResponse{Text: "done"}, nil
+	s.request = request
+	return &icehousev1.GenerateResponse{
+		Text: cmp.Or(s.text, "done"), FinishReason: icehousev1.FinishReason_FINISH_REASON_STOP_TOKEN,
+	}, nil
 }
 
 func (s *scripted) Stream(

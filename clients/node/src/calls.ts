@@ -10,7 +10,11 @@ import type {
 import { PREFIX_KEY_HEADER, prefixKey } from "./affinity.js";
 import type { Connection } from "./connection.js";
 import { CacheService } from "./gen/icehouse/v1/cache_service_pb.js";
+import { EmbeddingService } from "./gen/icehouse/v1/embedding_service_pb.js";
+import { InferenceService } from "./gen/icehouse/v1/inference_service_pb.js";
+import { RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
 import { refuseUnknownOptions } from "./options.js";
+import { sentAgain } from "./retries.js";
 
 /** The deadline of a call that names none. */
 export const DEFAULT_TIMEOUT_MS = 120_000;
@@ -24,11 +28,27 @@ const ORDERS: ReadonlySet<DescMethod> = new Set([
   CacheService.method.verify,
 ]);
 
+/** What is sent again where the server refuses it for now. */
+const RETRIED: ReadonlySet<DescMethod> = new Set([
+  InferenceService.method.generate,
+  EmbeddingService.method.embed,
+  RerankService.method.rerank,
+]);
+
 export interface CallOptions {
   /** When the call ends with DEADLINE_EXCEEDED. Absent: the client's. */
   readonly timeoutMs?: number | undefined;
   /** Ends the call with CANCELLED, on the server too. */
   readonly signal?: AbortSignal | undefined;
+  /** Headers of this call; an "authorization" among them goes in place of the client's token. */
+  readonly metadata?: Readonly<Record<string, string>> | undefined;
+}
+
+/** What calls have that say nothing else. */
+export interface CallDefaults {
+  readonly timeoutMs: number;
+  readonly orderTimeoutMs: number;
+  readonly retryLimit: number;
 }
 
 /** Calls of one connection, each with its deadline and, where it has a prompt, its prefix key. */
@@ -37,11 +57,16 @@ export class Calls {
   /** The deadline of calls that name none. */
   readonly timeoutMs: number;
   readonly #orderTimeoutMs: number;
+  readonly #retryLimit: number;
 
-  constructor(connection: Connection, timeoutMs: number, orderTimeoutMs: number) {
+  constructor(connection: Connection, { timeoutMs, orderTimeoutMs, retryLimit }: CallDefaults) {
+    if (!Number.isInteger(retryLimit) || retryLimit < 0) {
+      throw new RangeError(`retryLimit is ${retryLimit}, and must be a whole number of at least 0`);
+    }
     this.#connection = connection;
     this.timeoutMs = timeoutMs;
     this.#orderTimeoutMs = timeoutMs === Infinity ? Infinity : orderTimeoutMs;
+    this.#retryLimit = retryLimit;
   }
 
   /** Sends one request and returns its answer. */
@@ -51,7 +76,9 @@ export class Calls {
     options: CallOptions,
   ): Promise<MessageShape<O>> {
     const deadline = deadlineOf(options, ORDERS.has(method) ? this.#orderTimeoutMs : this.timeoutMs);
-    return this.#connection.unary(method, request, keyOf(request), { deadline }, options.signal);
+    const attempt = () => this.#connection.unary(method, request, headersOf(request, options), { deadline }, options.signal);
+    const limit = RETRIED.has(method) ? this.#retryLimit : 0;
+    return sentAgain(attempt, { limit, deadline, signal: options.signal });
   }
 
   /** Sends one request and yields its answers, without a deadline unless `options` name one. */
@@ -61,16 +88,16 @@ export class Calls {
     options: CallOptions,
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
     const deadline = deadlineOf(options, Infinity);
-    return this.#connection.serverStream(method, request, keyOf(request), { deadline }, options.signal);
+    return this.#connection.serverStream(method, request, headersOf(request, options), { deadline }, options.signal);
   }
 }
 
 function deadlineOf(options: CallOptions, fallbackMs: number): number {
-  refuseUnknownOptions(options, ["timeoutMs", "signal"]);
+  refuseUnknownOptions(options, ["timeoutMs", "signal", "metadata"]);
   return Date.now() + (options.timeoutMs ?? fallbackMs);
 }
 
-function keyOf(request: Message): Readonly<Record<string, string>> {
+function headersOf(request: Message, { metadata }: CallOptions): Readonly<Record<string, string>> {
   const key = prefixKey(request);
-  return key ? { [PREFIX_KEY_HEADER]: key } : {};
+  return { ...metadata, ...(key && { [PREFIX_KEY_HEADER]: key }) };
 }

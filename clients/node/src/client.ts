@@ -1,11 +1,12 @@
-import type {
-  DescMessage,
-  DescMethodServerStreaming,
-  DescMethodUnary,
-  MessageInitShape,
-  MessageShape,
+import {
+  create,
+  type DescMessage,
+  type DescMethodServerStreaming,
+  type DescMethodUnary,
+  type MessageInitShape,
+  type MessageShape,
 } from "@bufbuild/protobuf";
-import { status } from "@grpc/grpc-js";
+import { type Interceptor, status } from "@grpc/grpc-js";
 import { setTimeout as sleep } from "node:timers/promises";
 
 import { CacheClient } from "./cache.js";
@@ -22,8 +23,10 @@ import {
   type TokenizeResponse,
 } from "./gen/icehouse/v1/inference_service_pb.js";
 import { type Model, ModelService } from "./gen/icehouse/v1/model_service_pb.js";
+import { ResponseFormatSchema } from "./gen/icehouse/v1/response_format_pb.js";
 import { type RerankResponse, RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
 import { type RequestInfo, type Server, ServerService, ServerState } from "./gen/icehouse/v1/server_service_pb.js";
+import { jsonOf, jsonSchemaOf, type Parser } from "./json.js";
 import { refuseUnknownOptions } from "./options.js";
 import {
   type DetokenizeInit,
@@ -48,6 +51,13 @@ export interface ClientOptions {
   readonly timeoutMs?: number;
   /** That of Warm, Evict and Verify, unless `timeoutMs` is Infinity. Absent: DEFAULT_ORDER_TIMEOUT_MS. */
   readonly orderTimeoutMs?: number;
+  /**
+   * How often generate, embed and rerank are sent again where the server refuses them for now and says when to come
+   * back (`retryAfterMs`), but never past their deadline. Absent: 0.
+   */
+  readonly retryLimit?: number;
+  /** gRPC's own, such as those of tracing; each sees every attempt of a call. */
+  readonly interceptors?: readonly Interceptor[];
 }
 
 /**
@@ -62,10 +72,10 @@ export class Client {
 
   /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
   constructor(address = "localhost:50051", options: ClientOptions = {}) {
-    refuseUnknownOptions(options, ["security", "timeoutMs", "orderTimeoutMs"]);
+    refuseUnknownOptions(options, ["security", "timeoutMs", "orderTimeoutMs", "retryLimit", "interceptors"]);
     const { security = {}, timeoutMs = DEFAULT_TIMEOUT_MS, orderTimeoutMs = DEFAULT_ORDER_TIMEOUT_MS } = options;
-    this.#connection = new Connection(address, security);
-    this.#calls = new Calls(this.#connection, timeoutMs, orderTimeoutMs);
+    this.#connection = new Connection(address, security, options.interceptors ?? []);
+    this.#calls = new Calls(this.#connection, { timeoutMs, orderTimeoutMs, retryLimit: options.retryLimit ?? 0 });
     this.cache = new CacheClient(this.#calls);
   }
 
@@ -99,6 +109,16 @@ export class Client {
       promptedRequestFrom(GenerateRequestSchema, request),
       options,
     );
+  }
+
+  /**
+   * Returns an output in JSON as `parser` reads it, a schema of zod for example. The output is held to the
+   * request's `responseFormat`; without one, to the JSON schema that the parser tells.
+   */
+  async generateJson<T>(request: GenerateInit, parser: Parser<T>, options: CallOptions = {}): Promise<T> {
+    const message = promptedRequestFrom(GenerateRequestSchema, request);
+    message.responseFormat ??= create(ResponseFormatSchema, { format: { case: "jsonSchema", value: jsonSchemaOf(parser) } });
+    return jsonOf(await this.#calls.unary(InferenceService.method.generate, message, options), parser);
   }
 
   /** Returns an output that comes piece by piece. Nothing is sent before the iteration begins; never retried. */

@@ -6,11 +6,18 @@ import {
   type MessageShape,
   toBinary,
 } from "@bufbuild/protobuf";
-import { type CallOptions, type ClientReadableStream, Client as GrpcClient, Metadata } from "@grpc/grpc-js";
+import {
+  type CallOptions,
+  type ClientReadableStream,
+  Client as GrpcClient,
+  type Interceptor,
+  Metadata,
+} from "@grpc/grpc-js";
 import { readFileSync } from "node:fs";
 
 import { errorFrom } from "./errors.js";
 import { channelCredentials, type Security } from "./security.js";
+import { BearerToken } from "./token.js";
 
 /**
  * The published service config: Generate, Embed and Rerank are retried when no server took them, and calls go
@@ -22,14 +29,15 @@ export const SERVICE_CONFIG = readFileSync(new URL("../../service_config.json", 
 /** Speaks to a server in the messages of protobuf-es. */
 export class Connection {
   readonly #client: GrpcClient;
-  readonly #token: string | undefined;
+  readonly #token: BearerToken;
 
-  constructor(address: string, security: Security) {
-    this.#token = security.token;
+  constructor(address: string, security: Security, interceptors: readonly Interceptor[]) {
+    this.#token = new BearerToken(security.token);
     this.#client = new GrpcClient(address, channelCredentials(security), {
       "grpc.service_config": SERVICE_CONFIG,
       // A prompt's tokens or a long output may pass gRPC's 4 MB.
       "grpc.max_receive_message_length": -1,
+      interceptors: [...interceptors],
       ...(security.serverName && { "grpc.ssl_target_name_override": security.serverName }),
     });
   }
@@ -42,13 +50,30 @@ export class Connection {
     options: CallOptions,
     signal: AbortSignal | undefined,
   ): Promise<MessageShape<O>> {
+    const plain = metadataOf(headers);
+    const sent = await this.#token.authorized(plain);
+    try {
+      return await this.#unary(method, request, sent, options, signal);
+    } catch (error) {
+      if (!(await this.#token.isRenewed(error, plain, sent))) throw error;
+    }
+    return this.#unary(method, request, await this.#token.authorized(plain), options, signal);
+  }
+
+  async #unary<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodUnary<I, O>,
+    request: MessageShape<I>,
+    metadata: Metadata,
+    options: CallOptions,
+    signal: AbortSignal | undefined,
+  ): Promise<MessageShape<O>> {
     return new Promise((resolve, reject) => {
       const call = this.#client.makeUnaryRequest(
         pathOf(method),
         (message: MessageShape<I>) => Buffer.from(toBinary(method.input, message)),
         (bytes) => fromBinary(method.output, bytes),
         request,
-        this.#metadata(headers),
+        metadata,
         options,
         (error, response) => {
           signal?.removeEventListener("abort", cancel);
@@ -69,12 +94,34 @@ export class Connection {
     options: CallOptions,
     signal: AbortSignal | undefined,
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
+    const plain = metadataOf(headers);
+    const sent = await this.#token.authorized(plain);
+    let isAnswered = false;
+    try {
+      for await (const response of this.#serverStream(method, request, sent, options, signal)) {
+        isAnswered = true;
+        yield response;
+      }
+      return;
+    } catch (error) {
+      if (isAnswered || !(await this.#token.isRenewed(error, plain, sent))) throw error;
+    }
+    yield* this.#serverStream(method, request, await this.#token.authorized(plain), options, signal);
+  }
+
+  async *#serverStream<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodServerStreaming<I, O>,
+    request: MessageShape<I>,
+    metadata: Metadata,
+    options: CallOptions,
+    signal: AbortSignal | undefined,
+  ): AsyncGenerator<MessageShape<O>, void, undefined> {
     const call: ClientReadableStream<MessageShape<O>> = this.#client.makeServerStreamRequest(
       pathOf(method),
       (message: MessageShape<I>) => Buffer.from(toBinary(method.input, message)),
       (bytes) => fromBinary(method.output, bytes),
       request,
-      this.#metadata(headers),
+      metadata,
       options,
     );
     const cancel = () => call.cancel();
@@ -95,13 +142,12 @@ export class Connection {
   close(): void {
     this.#client.close();
   }
+}
 
-  #metadata(headers: Readonly<Record<string, string>>): Metadata {
-    const metadata = new Metadata();
-    if (this.#token) metadata.set("authorization", `Bearer ${this.#token}`);
-    for (const [name, value] of Object.entries(headers)) metadata.set(name, value);
-    return metadata;
-  }
+function metadataOf(headers: Readonly<Record<string, string>>): Metadata {
+  const metadata = new Metadata();
+  for (const [name, value] of Object.entries(headers)) metadata.set(name, value);
+  return metadata;
 }
 
 function pathOf(method: { readonly parent: { readonly typeName: string }; readonly name: string }): string {

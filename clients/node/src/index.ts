@@ -7,6 +7,7 @@ export { Client, type ClientOptions } from "./client.js";
 export { SERVICE_CONFIG } from "./connection.js";
 export { type Answer, Conversation, type ConversationOptions } from "./conversation.js";
 export { IcehouseError } from "./errors.js";
+export { type Parser } from "./json.js";
 export {
   type ChatInit,
   type ChatMessageInit,
@@ -25,3 +26,4 @@ export {
 } from "./requests.js";
 export { type Security } from "./security.js";
 export { type Output, type Reply, Stream } from "./stream.js";
+export { type TokenSource } from "./token.js";

@@ -115,6 +115,17 @@ scenario("retry_on_drain", async (s) => {
   s.assertRefused(await refusal(collect(client.stream(s.request))));
 });
 
+scenario("retry_limit", async (s) => {
+  const { retry_limit: retryLimit } = s.input;
+  const client = s.client({ retryLimit });
+  assert.equal((await client.generate(s.request)).usage?.outputTokens, s.expect["output_tokens"]);
+  s.assertRefused(await refusal(collect(client.stream(s.request))));
+  const again = { ...s.request, requestId: `${s.ownName}-again` };
+  const error = await refusal(s.client({ retryLimit: retryLimit - 1 }).generate(again));
+  s.assertRefused(error);
+  assert(error.retryAfterMs);
+});
+
 scenario("tools_loop", async (s) => {
   const client = s.client();
   const { name, description, parameters } = s.input["tool"];
@@ -145,9 +156,10 @@ scenario("tools_loop", async (s) => {
 
 scenario("structured_output", async (s) => {
   const format = { case: "jsonSchema", value: JSON.stringify(s.input["schema"]) } as const;
-  const { text } = await s.client().generate({ ...s.request, responseFormat: { format, compact: true } });
-  assert.equal(text, s.expect["text"]);
-  const { city, inhabitants } = JSON.parse(text) as { city: string; inhabitants: number };
+  const client = s.client();
+  const request = { ...s.request, responseFormat: { format, compact: true } };
+  assert.equal((await client.generate(request)).text, s.expect["text"]);
+  const { city, inhabitants } = await client.generateJson(request, { parse: cityOf });
   assert.deepEqual([city, inhabitants], [s.expect["city"], s.expect["inhabitants"]]);
 });
 
@@ -282,6 +294,37 @@ scenario("get_server", async (s) => {
   assert(features.map((feature) => ServerFeature[feature]).includes(s.expect["feature"]));
 });
 
+scenario("token_refresh", async (s) => {
+  const ca = readFileSync(servers.ca_path);
+  const { unknown_token: unknown } = s.input;
+  const { output_tokens: outputTokens, source_call_count: callCount } = s.expect;
+  const dialed = (tokens: readonly string[]) => {
+    let count = 0;
+    const token = () => tokens[Math.min(count++, tokens.length - 1)]!;
+    return { client: s.client({ security: { ca, token } }), asked: () => count };
+  };
+  const one = dialed([unknown, servers.token]);
+  for (let turn = 0; turn < 2; turn++) {
+    assert.equal((await one.client.generate(s.request)).usage?.outputTokens, outputTokens);
+    assert.equal(one.asked(), callCount);
+  }
+  const other = dialed([unknown, servers.token]);
+  const stream = other.client.stream(s.request);
+  await collect(stream);
+  assert.deepEqual([stream.reply.tokenIds.length, other.asked()], [outputTokens, callCount]);
+  const stranger = dialed([unknown]);
+  s.assertRefused(await refusal(stranger.client.generate(s.request)));
+  assert.equal(stranger.asked(), callCount);
+});
+
+scenario("call_metadata", async (s) => {
+  const client = s.client({ security: { ca: readFileSync(servers.ca_path) } });
+  const metadata = { authorization: `Bearer ${servers.token}` };
+  assert.equal((await client.generate(s.request, { metadata })).usage?.outputTokens, s.expect["output_tokens"]);
+  await collect(client.stream(s.request, { metadata }));
+  s.assertRefused(await refusal(client.generate(s.request)));
+});
+
 scenario("tls_and_token", async (s) => {
   const { token } = servers;
   const trusting = s.client({ security: { ca: readFileSync(servers.ca_path), token } });
@@ -289,6 +332,17 @@ scenario("tls_and_token", async (s) => {
   const untrusting = s.client({ security: { tls: true, token } });
   assert.equal(status[(await refusal(untrusting.generate(s.request))).code], s.expect["untrusted_code"]);
 });
+
+interface City {
+  readonly city: string;
+  readonly inhabitants: number;
+}
+
+function cityOf(value: unknown): City {
+  const { city, inhabitants } = value as City;
+  assert.deepEqual([typeof city, typeof inhabitants], ["string", "number"]);
+  return { city, inhabitants };
+}
 
 function sum(counts: readonly number[]): number {
   return counts.reduce((total, count) => total + count, 0);

@@ -1,9 +1,10 @@
 /** Against a server that refuses as often as it is told; a real one cannot be made to do that. */
 import { create, fromBinary, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
-import { anyPack } from "@bufbuild/protobuf/wkt";
-import { Metadata, Server, ServerCredentials, type ServerWritableStream, status } from "@grpc/grpc-js";
+import { anyPack, durationFromMs } from "@bufbuild/protobuf/wkt";
+import { InterceptingCall, Metadata, Server, ServerCredentials, type ServerWritableStream, status } from "@grpc/grpc-js";
 import assert from "node:assert/strict";
 import { type TestContext, test } from "node:test";
+import { setImmediate } from "node:timers/promises";
 
 import { Client, type ClientOptions, IcehouseError, PREFIX_KEY_HEADER, prefixKey } from "../src/index.js";
 import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
@@ -145,15 +146,59 @@ test("nothing else is retried", async (t) => {
   assert.deepEqual([script.generateCount, script.streamCount], [1, 1]);
 });
 
-test("a retry delay is told in the error", async (t) => {
+/** Returns a refusal that says when to come back. */
+function notNow(code: status, delayMs: number): Refusal {
   const info = create(ErrorInfoSchema, { reason: "QUEUE_FULL", metadata: { waiting: "8" } });
-  const retry = create(RetryInfoSchema, { retryDelay: { seconds: 1n, nanos: 500_000_000 } });
+  const retry = create(RetryInfoSchema, { retryDelay: durationFromMs(delayMs) });
   const details = [anyPack(ErrorInfoSchema, info), anyPack(RetryInfoSchema, retry)];
   const metadata = new Metadata();
-  const packed = toBinary(StatusSchema, create(StatusSchema, { code: status.RESOURCE_EXHAUSTED, details }));
-  metadata.set("grpc-status-details-bin", Buffer.from(packed));
+  metadata.set("grpc-status-details-bin", Buffer.from(toBinary(StatusSchema, create(StatusSchema, { code, details }))));
+  return { code, details: "full", metadata };
+}
+
+test("what is refused for now is sent again", async (t) => {
   const script = new Scripted();
-  script.refusals = [{ code: status.RESOURCE_EXHAUSTED, details: "full", metadata }];
+  script.refusals = [notNow(status.RESOURCE_EXHAUSTED, 0), notNow(status.RESOURCE_EXHAUSTED, 1)];
+  const client = await serve(t, script, { retryLimit: 2 });
+  assert.equal((await client.generate(request)).text, "done");
+  assert.equal(script.generateCount, 3);
+});
+
+test("nothing else is sent again", async (t) => {
+  const { RESOURCE_EXHAUSTED: exhausted, INVALID_ARGUMENT: invalid } = status;
+  for (const [about, retryLimit, refusal, count] of [
+    ["nobody asked for it", undefined, notNow(exhausted, 0), 1],
+    ["as often as was asked", 3, notNow(exhausted, 0), 4],
+    ["the server does not say when", 3, { code: exhausted, details: "full" }, 1],
+    ["it will never do", 3, notNow(invalid, 0), 1],
+    ["the deadline comes first", 3, notNow(exhausted, 3_600_000), 1],
+  ] as const) {
+    const script = new Scripted();
+    script.refusals = Array<Refusal>(9).fill(refusal);
+    const client = await serve(t, script, retryLimit === undefined ? {} : { retryLimit });
+    await assert.rejects(client.generate(request), { code: refusal.code });
+    assert.equal(script.generateCount, count, about);
+    await assert.rejects(drain(client.stream(request)), { code: refusal.code });
+    await assert.rejects(client.cache.warm({ prompt: "Hi" }), { code: refusal.code });
+    assert.deepEqual([script.streamCount, script.refusals.length], [1, 9 - count - 2], about);
+  }
+  assert.throws(() => new Client("127.0.0.1:1", { retryLimit: -1 }), RangeError);
+});
+
+test("a signal ends the waiting", async (t) => {
+  const script = new Scripted();
+  const controller = new AbortController();
+  script.refusals = [notNow(status.RESOURCE_EXHAUSTED, 3_600_000)];
+  const client = await serve(t, script, { retryLimit: 1, timeoutMs: Infinity });
+  const call = client.generate(request, { signal: controller.signal });
+  while (script.refusals.length > 0) await setImmediate();
+  controller.abort();
+  await assert.rejects(call, { code: status.CANCELLED });
+});
+
+test("a retry delay is told in the error", async (t) => {
+  const script = new Scripted();
+  script.refusals = [notNow(status.RESOURCE_EXHAUSTED, 1_500)];
   const client = await serve(t, script);
   await assert.rejects(client.generate(request), (error) => {
     assert(error instanceof IcehouseError);
@@ -206,6 +251,71 @@ test("the headers go with every call that has a prompt", async (t) => {
   script.headers = new Metadata();
   await client.call(CacheService.method.warm, request);
   assert.deepEqual(sent(), wanted);
+});
+
+test("a refused token is asked for anew, and the call made again", async (t) => {
+  const refused = { code: status.UNAUTHENTICATED, details: "expired" };
+  for (const call of [
+    (client: Client) => client.generate(request).then(() => undefined),
+    (client: Client) => drain(client.stream(request)),
+  ]) {
+    const script = new Scripted();
+    let count = 0;
+    const client = await serve(t, script, { security: { token: async () => `t${++count}` } });
+    await Promise.all([call(client), call(client)]);
+    assert.deepEqual([script.headers.get("authorization"), count], [["Bearer t1"], 1]);
+    script.refusals = [refused];
+    await call(client);
+    assert.deepEqual([script.headers.get("authorization"), count], [["Bearer t2"], 2]);
+    script.refusals = [refused, refused];
+    await assert.rejects(call(client), { code: status.UNAUTHENTICATED });
+    assert.equal(count, 3);
+  }
+});
+
+test("a token without a source is refused for good, and a source that fails ends one call", async (t) => {
+  const script = new Scripted();
+  script.refusals = [{ code: status.UNAUTHENTICATED, details: "expired" }];
+  const client = await serve(t, script, { security: { token: "secret" } });
+  await assert.rejects(client.generate(request), { code: status.UNAUTHENTICATED });
+  assert.equal(script.generateCount, 1);
+  const tokens = [() => assert.fail("no file"), () => "t1"];
+  const other = await serve(t, script, { security: { token: () => tokens.shift()!() } });
+  await assert.rejects(other.generate(request), /no file/);
+  assert.equal((await other.generate(request)).text, "done");
+});
+
+test("a call has metadata of its own, whose token comes first", async (t) => {
+  const script = new Scripted();
+  const client = await serve(t, script, { security: { token: "secret" } });
+  await client.generate(request, { metadata: { Authorization: "Bearer own", "x-team": "search" } });
+  assert.deepEqual(script.headers.get("authorization"), ["Bearer own"]);
+  assert.deepEqual(script.headers.get("x-team"), ["search"]);
+  await client.generate(request);
+  assert.deepEqual([script.headers.get("authorization"), script.headers.get("x-team")], [["Bearer secret"], []]);
+});
+
+test("interceptors see every attempt of a call", async (t) => {
+  const script = new Scripted();
+  script.refusals = [notNow(status.RESOURCE_EXHAUSTED, 0)];
+  const seen: string[] = [];
+  const client = await serve(t, script, {
+    retryLimit: 1,
+    interceptors: [
+      (options, next) => {
+        seen.push(options.method_definition.path);
+        return new InterceptingCall(next(options), {
+          start: (metadata, listener, begin) => {
+            metadata.set("x-trace", `${seen.length}`);
+            begin(metadata, listener);
+          },
+        });
+      },
+    ],
+  });
+  await client.generate(request);
+  const path = "/icehouse.v1.InferenceService/Generate";
+  assert.deepEqual([seen, script.headers.get("x-trace")], [[path, path], ["2"]]);
 });
 
 test("a stream cut short has no reply", async (t) => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,23 @@ def test_retry_on_drain(scenario: Scenario, client: Client) -> None:
     with pytest.raises(IcehouseClientError) as caught:
         list(client.stream(scenario.text, **limits(scenario)))
     assert_refused(caught.value, scenario)
+
+
+def test_retry_limit(scenario: Scenario) -> None:
+    retry_limit = scenario.input["retry_limit"]
+    asked: dict[str, Any] = {"request_id": scenario.own_name, **limits(scenario)}
+    with Client(scenario.address, retry_limit=retry_limit) as client:
+        reply = client.generate(scenario.text, **asked)
+        assert reply.usage.output_tokens == scenario.expect["output_tokens"]
+        with pytest.raises(IcehouseClientError) as caught:
+            list(client.stream(scenario.text, **asked))
+        assert_refused(caught.value, scenario)
+        assert caught.value.retry_after_s is not None
+    asked["request_id"] += "-again"
+    with Client(scenario.address, retry_limit=retry_limit - 1) as client:
+        with pytest.raises(IcehouseClientError) as caught:
+            client.generate(scenario.text, **asked)
+        assert_refused(caught.value, scenario)
 
 
 def test_tools_loop(scenario: Scenario, client: Client) -> None:
@@ -301,6 +319,47 @@ def test_get_server(scenario: Scenario, client: Client) -> None:
     assert enums["ServerFeature"].values_by_name[feature].number in server.features
 
 
+def test_token_refresh(scenario: Scenario) -> None:
+    unknown, known = scenario.input["unknown_token"], scenario.servers["token"]
+    count = scenario.expect["source_call_count"]
+    with secured(scenario, source := Source(unknown, known)) as client:
+        for _ in range(2):
+            reply = client.generate(scenario.text, **limits(scenario))
+            assert (reply.usage.output_tokens, source.count) == (scenario.expect["output_tokens"], count)
+    with secured(scenario, source := Source(unknown, known)) as client:
+        stream = client.stream(scenario.text, **limits(scenario))
+        list(stream)
+        assert (len(stream.reply.token_ids), source.count) == (scenario.expect["output_tokens"], count)
+    with secured(scenario, source := Source(unknown)) as client:
+        with pytest.raises(IcehouseClientError) as caught:
+            client.generate(scenario.text, **limits(scenario))
+        assert_refused(caught.value, scenario)
+        assert source.count == count
+
+
+class Source:
+    """Gives one token after another, the last one for ever."""
+
+    def __init__(self, *tokens: str) -> None:
+        self._tokens = tokens
+        self.count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        return self._tokens[min(self.count, len(self._tokens)) - 1]
+
+
+def test_call_metadata(scenario: Scenario) -> None:
+    with secured(scenario, "") as client:
+        own = client.with_metadata({"authorization": f"Bearer {scenario.servers['token']}"})
+        reply = own.generate(scenario.text, **limits(scenario))
+        assert reply.usage.output_tokens == scenario.expect["output_tokens"]
+        list(own.stream(scenario.text, **limits(scenario)))
+        with pytest.raises(IcehouseClientError) as caught:
+            client.generate(scenario.text, **limits(scenario))
+        assert_refused(caught.value, scenario)
+
+
 def test_tls_and_token(scenario: Scenario) -> None:
     token = scenario.servers["token"]
     with secured(scenario, token) as client:
@@ -318,7 +377,7 @@ def running(client: Client) -> set[str]:
     return {request.request_id for request in client.requests()}
 
 
-def secured(scenario: Scenario, token: str) -> Client:
+def secured(scenario: Scenario, token: str | Callable[[], str]) -> Client:
     authority = Path(scenario.servers["ca_path"]).read_bytes()
     return Client(scenario.address, security=Security(token=token, ca_pem=authority))
 

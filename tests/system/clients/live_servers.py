@@ -22,7 +22,7 @@ from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.rpc.authority import Authority
-from tests.system.clients.draining import draining_front
+from tests.system.clients.fronts import busy_front, draining_front
 from tests.system.crash.server_process import ServerProcess
 from tests.system.mesh.envoy import free_ports
 
@@ -51,6 +51,8 @@ class Servers:
     """A plain server with a model that reasons, writes a text and asks for the tool "get_weather"."""
     draining_address: str
     """Refuses the first attempt of every call as a server that is stopping does; the next reach `address`."""
+    busy_address: str
+    """Refuses every call twice and says when to come back; the third one reaches `address`."""
     unused_address: str
     """Nobody listens here."""
 
@@ -102,6 +104,7 @@ def live_servers() -> Iterator[Servers]:
             tenant=TENANT,
             chat_address=chat.address,
             draining_address=stack.enter_context(draining_front(plain.address)),
+            busy_address=stack.enter_context(busy_front(plain.address)),
             unused_address=f"127.0.0.1:{unused_port}",
         )
 

@@ -22,6 +22,7 @@ from icehouse_client.reranking import Ranked, Ranking, RerankOptions
 from icehouse_client.results import Completion, FinishReason, Reply, Started, Token, Usage
 from icehouse_client.security import Security
 from icehouse_client.stream_sum import StreamEvent
+from icehouse_client.tokens import TokenSource
 
 __all__ = [
     "AsyncCacheClient",
@@ -55,6 +56,7 @@ __all__ = [
     "StreamEvent",
     "Token",
     "TokenLogprobs",
+    "TokenSource",
     "Tool",
     "ToolCall",
     "ToolChoice",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import copy
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import grpc
 from icehouse.v1 import (
@@ -19,10 +20,10 @@ from icehouse.v1 import (
 )
 from icehouse.v1 import inference_service_pb2 as inference
 
-from icehouse_client.cache_client import AsyncCacheClient, CacheCalls
+from icehouse_client.cache_client import AsyncCacheClient, CacheTimeouts
+from icehouse_client.calls import AsyncCalls, AsyncResponseCall
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
-from icehouse_client.client import metadata_of
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.requests import (
@@ -39,6 +40,7 @@ from icehouse_client.results import Reply, Started, Token, reply_from, tokens_fr
 from icehouse_client.retries import RetryPolicy
 from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
+from icehouse_client.tokens import BearerToken
 
 
 class AsyncClient:
@@ -56,14 +58,16 @@ class AsyncClient:
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
-        self._metadata = security.metadata
+        self._order_timeout_s = order_timeout_s
+        self._calls = AsyncCalls(BearerToken(security.token))
         self._channel = _open_channel(address, security, watches_health=watches_health)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
         self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
-        self.cache = AsyncCacheClient(self._channel, CacheCalls(self._metadata, timeout_s, order_timeout_s))
+        times = CacheTimeouts(timeout_s, order_timeout_s)
+        self.cache = AsyncCacheClient(self._channel, self._calls, times)
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
     async def __aenter__(self) -> Self:
@@ -78,13 +82,20 @@ class AsyncClient:
         """End the connection and what runs on it."""
         await self._channel.close()
 
+    def with_metadata(self, metadata: Mapping[str, str]) -> Self:
+        """As `Client.with_metadata`."""
+        view = copy.copy(self)
+        view._calls = self._calls.with_metadata(tuple(metadata.items()))
+        times = CacheTimeouts(self._timeout_s, self._order_timeout_s)
+        view.cache = AsyncCacheClient(self._channel, view._calls, times)
+        return view
+
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Reply:
         """Return the whole output."""
         request = generate_request(prompt, options)
-        metadata = metadata_of(request, self._metadata)
 
         async def attempt(left_s: float | None) -> Reply:
-            return reply_from(await self._inference.Generate(request, timeout=left_s, metadata=metadata))
+            return reply_from(await self._calls.unary(self._inference.Generate, request, left_s))
 
         return await self._retries.run_async(attempt, self._deadline(options))
 
@@ -95,8 +106,7 @@ class AsyncClient:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Return the output as it comes: iterate over its text, then look at `reply`."""
         request = generate_request(prompt, options)
-        metadata = metadata_of(request, self._metadata)
-        call = self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
+        call = self._calls.stream(self._inference.Stream, request, self._deadline(options))
         return AsyncStream(call, completion_count=request.completions)
 
     async def embed(
@@ -106,18 +116,16 @@ class AsyncClient:
         request = embed_request(inputs, options)
 
         async def attempt(left_s: float | None) -> Embeddings:
-            call = self._embeddings.Embed(request, timeout=left_s, metadata=self._metadata)
-            return Embeddings.of(await call)
+            return Embeddings.of(await self._calls.unary(self._embeddings.Embed, request, left_s))
 
         return await self._retries.run_async(attempt, options.get("timeout_s", self._timeout_s))
 
     async def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> Ranking:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
-        metadata = metadata_of(request, self._metadata)
 
         async def attempt(left_s: float | None) -> Ranking:
-            return Ranking.of(await self._reranking.Rerank(request, timeout=left_s, metadata=metadata))
+            return Ranking.of(await self._calls.unary(self._reranking.Rerank, request, left_s))
 
         return await self._retries.run_async(attempt, options.get("timeout_s", self._timeout_s))
 
@@ -132,27 +140,23 @@ class AsyncClient:
         """Return the tokens of a prompt."""
         request = tokenize_request(prompt, model=model, tools=tools)
         with translated():
-            response = await self._inference.Tokenize(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            response = await self._calls.unary(
+                self._inference.Tokenize, request, timeout_s or self._timeout_s
             )
         return tokens_from(response)
 
     async def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
         """Return the server's counters, as the API's own message."""
         with translated():
-            return await self._inference.CacheStats(
-                inference.CacheStatsRequest(),
-                timeout=timeout_s or self._timeout_s,
-                metadata=self._metadata,
+            return await self._calls.unary(
+                self._inference.CacheStats, inference.CacheStatsRequest(), timeout_s or self._timeout_s
             )
 
     async def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
         """Return the served models, as the API's own messages."""
         request = model_service_pb2.ListModelsRequest()
         with translated():
-            response = await self._models.ListModels(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-            )
+            response = await self._calls.unary(self._models.ListModels, request, timeout_s or self._timeout_s)
         return list(response.models)
 
     async def detokenize(
@@ -161,8 +165,8 @@ class AsyncClient:
         """Return the text of tokens."""
         request = inference.DetokenizeRequest(model=model, token_ids=token_ids)
         with translated():
-            response = await self._inference.Detokenize(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            response = await self._calls.unary(
+                self._inference.Detokenize, request, timeout_s or self._timeout_s
             )
         return response.text
 
@@ -170,9 +174,7 @@ class AsyncClient:
         """Return the server's version, features and limits, as the API's own message."""
         request = server_service_pb2.GetServerRequest()
         with translated():
-            response = await self._server.GetServer(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-            )
+            response = await self._calls.unary(self._server.GetServer, request, timeout_s or self._timeout_s)
         return response.server
 
     async def requests(self, *, timeout_s: float | None = None) -> list[server_service_pb2.RequestInfo]:
@@ -181,8 +183,8 @@ class AsyncClient:
         request = server_service_pb2.ListRequestsRequest(page_size=1000)
         with translated():
             while True:
-                page = await self._server.ListRequests(
-                    request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+                page = await self._calls.unary(
+                    self._server.ListRequests, request, timeout_s or self._timeout_s
                 )
                 found += page.requests
                 if not page.next_page_token:
@@ -195,8 +197,8 @@ class AsyncClient:
         """End a request, another caller's too for operators; return what it was."""
         request = server_service_pb2.CancelRequestRequest(request_id=request_id)
         with translated():
-            response = await self._server.CancelRequest(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
+            response = await self._calls.unary(
+                self._server.CancelRequest, request, timeout_s or self._timeout_s
             )
         return response.request
 
@@ -217,7 +219,7 @@ class AsyncStream:
 
     def __init__(
         self,
-        call: grpc.aio.UnaryStreamCall[Any, inference.StreamResponse],
+        call: AsyncResponseCall[inference.StreamResponse],
         *,
         completion_count: int = 0,
     ) -> None:

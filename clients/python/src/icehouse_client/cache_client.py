@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import grpc
@@ -16,12 +16,12 @@ from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as inference
 
-from icehouse_client.affinity import PromptRequest, prefix_metadata
+from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import cache_policy
+from icehouse_client.calls import AsyncCalls, Calls
 from icehouse_client.errors import translated
 from icehouse_client.options import refuse_unknown
 from icehouse_client.requests import Prompt, PromptOptions, set_prompt
-from icehouse_client.security import Metadata
 
 Request = TypeVar("Request", bound=PromptRequest)
 
@@ -48,7 +48,6 @@ class EvictAllOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
-Keyed = PromptRequest | messages.VerifyRequest
 TimedOptions = PromptOptions | VerifyOptions | EvictAllOptions
 OnWarmProgress = Callable[[inference.PrefillProgress], object]
 OnEvictProgress = Callable[[messages.EvictProgress], object]
@@ -58,9 +57,10 @@ OnVerifyProgress = Callable[[messages.VerifyProgress], object]
 class CacheClient:
     """Looks into the prefix cache and gives it orders. Every method raises IcehouseClientError."""
 
-    def __init__(self, channel: grpc.Channel, calls: CacheCalls) -> None:
+    def __init__(self, channel: grpc.Channel, calls: Calls, times: CacheTimeouts) -> None:
         self._stub = cache_service_pb2_grpc.CacheServiceStub(channel)
         self._calls = calls
+        self._times = times
 
     def warm(
         self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
@@ -69,8 +69,8 @@ class CacheClient:
         request = warm_request(prompt, options)
         with translated():
             if on_progress is None:
-                return self._stub.Warm(request, **self._calls.order(request, options))
-            call = self._stub.WarmWithProgress(request, **self._calls.watch(request, options))
+                return self._calls.unary(self._stub.Warm, request, self._times.order(options))
+            call = self._calls.stream(self._stub.WarmWithProgress, request, self._times.watch(options))
             with _ending(call):
                 for response in call:
                     if response.HasField("prefill_progress"):
@@ -84,8 +84,8 @@ class CacheClient:
         request = verify_request(options)
         with translated():
             if on_progress is None:
-                return self._stub.Verify(request, **self._calls.order(request, options))
-            call = self._stub.VerifyWithProgress(request, **self._calls.watch(request, options))
+                return self._calls.unary(self._stub.Verify, request, self._times.order(options))
+            call = self._calls.stream(self._stub.VerifyWithProgress, request, self._times.watch(options))
             with _ending(call):
                 for response in call:
                     if response.HasField("progress"):
@@ -96,19 +96,19 @@ class CacheClient:
         """Return what `generate` would reuse of a prompt."""
         request = order_request(messages.ExplainRequest(), prompt, options)
         with translated():
-            return self._stub.Explain(request, **self._calls.arguments(request, options))
+            return self._calls.unary(self._stub.Explain, request, self._times.soon(options))
 
     def pin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.PinResponse:
         """Keep a prompt's known blocks from being evicted by policy."""
         request = order_request(messages.PinRequest(), prompt, options)
         with translated():
-            return self._stub.Pin(request, **self._calls.arguments(request, options))
+            return self._calls.unary(self._stub.Pin, request, self._times.soon(options))
 
     def unpin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
         request = order_request(messages.UnpinRequest(), prompt, options)
         with translated():
-            return self._stub.Unpin(request, **self._calls.arguments(request, options))
+            return self._calls.unary(self._stub.Unpin, request, self._times.soon(options))
 
     def evict(
         self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
@@ -132,7 +132,7 @@ class CacheClient:
         With `waits` a server that is not there is waited for.
         """
         request = watch_request(interval_s)
-        watch = self._stub.WatchStats(request, metadata=self._calls.metadata, wait_for_ready=waits)
+        watch = self._calls.stream(self._stub.WatchStats, request, None, waits=waits)
         with translated(), _ending(watch) as call:
             for response in call:
                 yield response.stats
@@ -142,8 +142,8 @@ class CacheClient:
     ) -> messages.EvictResponse:
         with translated():
             if on_progress is None:
-                return self._stub.Evict(request, **self._calls.order(request, options))
-            call = self._stub.EvictWithProgress(request, **self._calls.watch(request, options))
+                return self._calls.unary(self._stub.Evict, request, self._times.order(options))
+            call = self._calls.stream(self._stub.EvictWithProgress, request, self._times.watch(options))
             with _ending(call):
                 for response in call:
                     if response.HasField("progress"):
@@ -154,9 +154,10 @@ class CacheClient:
 class AsyncCacheClient:
     """As `CacheClient`, with awaitable methods."""
 
-    def __init__(self, channel: grpc.aio.Channel, calls: CacheCalls) -> None:
+    def __init__(self, channel: grpc.aio.Channel, calls: AsyncCalls, times: CacheTimeouts) -> None:
         self._stub = cache_service_pb2_grpc.CacheServiceStub(channel)
         self._calls = calls
+        self._times = times
 
     async def warm(
         self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
@@ -165,8 +166,8 @@ class AsyncCacheClient:
         request = warm_request(prompt, options)
         with translated():
             if on_progress is None:
-                return await self._stub.Warm(request, **self._calls.order(request, options))
-            call = self._stub.WarmWithProgress(request, **self._calls.watch(request, options))
+                return await self._calls.unary(self._stub.Warm, request, self._times.order(options))
+            call = self._calls.stream(self._stub.WarmWithProgress, request, self._times.watch(options))
             with _ending(call):
                 async for response in call:
                     if response.HasField("prefill_progress"):
@@ -180,8 +181,8 @@ class AsyncCacheClient:
         request = verify_request(options)
         with translated():
             if on_progress is None:
-                return await self._stub.Verify(request, **self._calls.order(request, options))
-            call = self._stub.VerifyWithProgress(request, **self._calls.watch(request, options))
+                return await self._calls.unary(self._stub.Verify, request, self._times.order(options))
+            call = self._calls.stream(self._stub.VerifyWithProgress, request, self._times.watch(options))
             with _ending(call):
                 async for response in call:
                     if response.HasField("progress"):
@@ -192,19 +193,19 @@ class AsyncCacheClient:
         """Return what `generate` would reuse of a prompt."""
         request = order_request(messages.ExplainRequest(), prompt, options)
         with translated():
-            return await self._stub.Explain(request, **self._calls.arguments(request, options))
+            return await self._calls.unary(self._stub.Explain, request, self._times.soon(options))
 
     async def pin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.PinResponse:
         """Keep a prompt's known blocks from being evicted by policy."""
         request = order_request(messages.PinRequest(), prompt, options)
         with translated():
-            return await self._stub.Pin(request, **self._calls.arguments(request, options))
+            return await self._calls.unary(self._stub.Pin, request, self._times.soon(options))
 
     async def unpin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
         request = order_request(messages.UnpinRequest(), prompt, options)
         with translated():
-            return await self._stub.Unpin(request, **self._calls.arguments(request, options))
+            return await self._calls.unary(self._stub.Unpin, request, self._times.soon(options))
 
     async def evict(
         self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
@@ -228,7 +229,7 @@ class AsyncCacheClient:
         With `waits` a server that is not there is waited for.
         """
         request = watch_request(interval_s)
-        watch = self._stub.WatchStats(request, metadata=self._calls.metadata, wait_for_ready=waits)
+        watch = self._calls.stream(self._stub.WatchStats, request, None, waits=waits)
         with translated(), _ending(watch) as call:
             async for response in call:
                 yield response.stats
@@ -238,8 +239,8 @@ class AsyncCacheClient:
     ) -> messages.EvictResponse:
         with translated():
             if on_progress is None:
-                return await self._stub.Evict(request, **self._calls.order(request, options))
-            call = self._stub.EvictWithProgress(request, **self._calls.watch(request, options))
+                return await self._calls.unary(self._stub.Evict, request, self._times.order(options))
+            call = self._calls.stream(self._stub.EvictWithProgress, request, self._times.watch(options))
             with _ending(call):
                 async for response in call:
                     if response.HasField("progress"):
@@ -248,29 +249,24 @@ class AsyncCacheClient:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CacheCalls:
-    """What goes with each call of one connection; those that may be long have `order_timeout_s`."""
+class CacheTimeouts:
+    """The deadlines of one connection's calls; those that may be long have `order_timeout_s`."""
 
-    metadata: Metadata
     timeout_s: float | None
     order_timeout_s: float | None
 
-    def arguments(self, request: Keyed, options: PromptOptions) -> Mapping[str, Any]:
-        """Return the deadline and the headers of a call that is answered soon."""
-        return self._arguments(request, options.get("timeout_s", self.timeout_s))
+    def soon(self, options: PromptOptions) -> float | None:
+        """Return the deadline of a call that is answered soon."""
+        return options.get("timeout_s", self.timeout_s)
 
-    def order(self, request: Keyed, options: TimedOptions) -> Mapping[str, Any]:
-        """Return those of a call that may be long."""
+    def order(self, options: TimedOptions) -> float | None:
+        """Return that of a call that may be long."""
         long_s = None if self.timeout_s is None else self.order_timeout_s
-        return self._arguments(request, options.get("timeout_s", long_s))
+        return options.get("timeout_s", long_s)
 
-    def watch(self, request: Keyed, options: TimedOptions) -> Mapping[str, Any]:
-        """Return those of a call that tells how far it is: without a deadline unless one is named."""
-        return self._arguments(request, options.get("timeout_s"))
-
-    def _arguments(self, request: Keyed, timeout_s: float | None) -> Mapping[str, Any]:
-        headers = () if isinstance(request, messages.VerifyRequest) else prefix_metadata(request)
-        return {"timeout": timeout_s, "metadata": (*self.metadata, *headers)}
+    def watch(self, options: TimedOptions) -> float | None:
+        """Return that of a call that tells how far it is: none unless one is named."""
+        return options.get("timeout_s")
 
 
 @contextlib.contextmanager

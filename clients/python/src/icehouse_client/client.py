@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+import copy
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -20,10 +21,9 @@ from icehouse.v1 import (
     server_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1.rerank_service_pb2 import RerankRequest
 
-from icehouse_client.affinity import prefix_metadata
-from icehouse_client.cache_client import CacheCalls, CacheClient
+from icehouse_client.cache_client import CacheClient, CacheTimeouts
+from icehouse_client.calls import Calls, ResponseCall
 from icehouse_client.channel import channel_options
 from icehouse_client.chat import Message, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
@@ -40,8 +40,9 @@ from icehouse_client.requests import (
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
 from icehouse_client.retries import RetryPolicy
-from icehouse_client.security import NO_SECURITY, Metadata, Security
+from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
+from icehouse_client.tokens import BearerToken
 
 SERVICE = "icehouse.v1.InferenceService"
 """What health is asked for: it serves when the server does."""
@@ -70,7 +71,8 @@ class Client:
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
-        self._metadata = security.metadata
+        self._order_timeout_s = order_timeout_s
+        self._calls = Calls(BearerToken(security.token))
         self._channel = open_channel(address, security, watches_health=watches_health)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
@@ -79,7 +81,7 @@ class Client:
         self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
         # Its types know no methods.
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self.cache = CacheClient(self._channel, CacheCalls(self._metadata, timeout_s, order_timeout_s))
+        self.cache = CacheClient(self._channel, self._calls, CacheTimeouts(timeout_s, order_timeout_s))
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
     def __enter__(self) -> Self:
@@ -94,13 +96,23 @@ class Client:
         """End the connection and what runs on it."""
         self._channel.close()
 
+    def with_metadata(self, metadata: Mapping[str, str]) -> Self:
+        """Return a client on the same connection whose calls carry this too; `close` ends both.
+
+        An "authorization" of the caller's own goes in place of the token.
+        """
+        view = copy.copy(self)
+        view._calls = self._calls.with_metadata(tuple(metadata.items()))
+        times = CacheTimeouts(self._timeout_s, self._order_timeout_s)
+        view.cache = CacheClient(self._channel, view._calls, times)
+        return view
+
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Reply:
         """Return the whole output."""
         request = generate_request(prompt, options)
-        metadata = metadata_of(request, self._metadata)
 
         def attempt(left_s: float | None) -> Reply:
-            return reply_from(self._inference.Generate(request, timeout=left_s, metadata=metadata))
+            return reply_from(self._calls.unary(self._inference.Generate, request, left_s))
 
         return self._retries.run(attempt, self._deadline(options))
 
@@ -111,8 +123,7 @@ class Client:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Return the output as it comes: iterate over its text, then look at `reply`."""
         request = generate_request(prompt, options)
-        metadata = metadata_of(request, self._metadata)
-        call = self._inference.Stream(request, timeout=self._deadline(options), metadata=metadata)
+        call = self._calls.stream(self._inference.Stream, request, self._deadline(options))
         return Stream(call, completion_count=request.completions)
 
     def embed(self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
@@ -120,17 +131,16 @@ class Client:
         request = embed_request(inputs, options)
 
         def attempt(left_s: float | None) -> Embeddings:
-            return Embeddings.of(self._embeddings.Embed(request, timeout=left_s, metadata=self._metadata))
+            return Embeddings.of(self._calls.unary(self._embeddings.Embed, request, left_s))
 
         return self._retries.run(attempt, options.get("timeout_s", self._timeout_s))
 
     def rerank(self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]) -> Ranking:
         """Return the documents in the order in which they answer the query, best first."""
         request = rerank_request(query, documents, options)
-        metadata = metadata_of(request, self._metadata)
 
         def attempt(left_s: float | None) -> Ranking:
-            return Ranking.of(self._reranking.Rerank(request, timeout=left_s, metadata=metadata))
+            return Ranking.of(self._calls.unary(self._reranking.Rerank, request, left_s))
 
         return self._retries.run(attempt, options.get("timeout_s", self._timeout_s))
 
@@ -145,65 +155,53 @@ class Client:
         """Return the tokens of a prompt."""
         request = tokenize_request(prompt, model=model, tools=tools)
         with translated():
-            response = self._inference.Tokenize(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-            )
+            response = self._calls.unary(self._inference.Tokenize, request, timeout_s or self._timeout_s)
         return tokens_from(response)
 
     def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
         """Return the server's counters, as the API's own message."""
         with translated():
-            return self._inference.CacheStats(
-                inference.CacheStatsRequest(),
-                timeout=timeout_s or self._timeout_s,
-                metadata=self._metadata,
+            return self._calls.unary(
+                self._inference.CacheStats, inference.CacheStatsRequest(), timeout_s or self._timeout_s
             )
 
     def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
         """Return the served models, as the API's own messages."""
         request = model_service_pb2.ListModelsRequest()
         with translated():
-            response = self._models.ListModels(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-            )
+            response = self._calls.unary(self._models.ListModels, request, timeout_s or self._timeout_s)
         return list(response.models)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None) -> str:
         """Return the text of tokens."""
         request = inference.DetokenizeRequest(model=model, token_ids=token_ids)
         with translated():
-            response = self._inference.Detokenize(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-            )
+            response = self._calls.unary(self._inference.Detokenize, request, timeout_s or self._timeout_s)
         return response.text
 
     def server(self, *, timeout_s: float | None = None) -> server_service_pb2.Server:
         """Return the server's version, features and limits, as the API's own message."""
         request = server_service_pb2.GetServerRequest()
         with translated():
-            response = self._server.GetServer(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-            )
+            response = self._calls.unary(self._server.GetServer, request, timeout_s or self._timeout_s)
         return response.server
 
     def health(self, service: str = SERVICE, *, timeout_s: float | None = None) -> str:
         """Return what the server says of a service: SERVING, NOT_SERVING."""
         with translated():
-            response = self._health.Check(
-                HealthCheckRequest(service=service),
-                timeout=timeout_s or self._timeout_s,
-                metadata=self._metadata,
+            response = self._calls.unary(
+                self._health.Check, HealthCheckRequest(service=service), timeout_s or self._timeout_s
             )
         return HealthCheckResponse.ServingStatus.Name(response.status)
 
     def wait_until_serving(self, *, timeout_s: float | None = None) -> None:
         """Return when the server takes requests, be it not even there yet; DEADLINE_EXCEEDED when late."""
         with translated():
-            watch = self._health.Watch(
+            watch = self._calls.stream(
+                self._health.Watch,
                 HealthCheckRequest(service=SERVICE),
-                timeout=timeout_s or self._timeout_s,
-                metadata=self._metadata,
-                wait_for_ready=True,
+                timeout_s or self._timeout_s,
+                waits=True,
             )
             for response in watch:
                 if response.status == HealthCheckResponse.SERVING:
@@ -216,9 +214,7 @@ class Client:
         request = server_service_pb2.ListRequestsRequest(page_size=1000)
         with translated():
             while True:
-                page = self._server.ListRequests(
-                    request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-                )
+                page = self._calls.unary(self._server.ListRequests, request, timeout_s or self._timeout_s)
                 found += page.requests
                 if not page.next_page_token:
                     return found
@@ -228,9 +224,7 @@ class Client:
         """End a request, another caller's too for operators; return what it was."""
         request = server_service_pb2.CancelRequestRequest(request_id=request_id)
         with translated():
-            response = self._server.CancelRequest(
-                request, timeout=timeout_s or self._timeout_s, metadata=self._metadata
-            )
+            response = self._calls.unary(self._server.CancelRequest, request, timeout_s or self._timeout_s)
         return response.request
 
     def _deadline(self, options: Options) -> float | None:
@@ -246,18 +240,6 @@ def open_channel(address: str, security: Security, *, watches_health: bool) -> g
     return grpc.secure_channel(address, credentials, options=options)
 
 
-def metadata_of(request: inference.GenerateRequest | RerankRequest, metadata: Metadata) -> Metadata:
-    """Return what goes with a prompt: the connection's own and the key of its beginning."""
-    return (*metadata, *prefix_metadata(request))
-
-
-class ResponseCall(Protocol):
-    """What gRPC returns for a streaming call."""
-
-    def __iter__(self) -> Iterator[inference.StreamResponse]: ...
-    def cancel(self) -> object: ...
-
-
 class Stream:
     """A running output: an iterator over its pieces of text, of several completions over the first one's.
 
@@ -265,7 +247,7 @@ class Stream:
     cancels it; what is left of it cannot be iterated over again.
     """
 
-    def __init__(self, call: ResponseCall, *, completion_count: int = 0) -> None:
+    def __init__(self, call: ResponseCall[inference.StreamResponse], *, completion_count: int = 0) -> None:
         self._call = call
         self._sum = StreamSum(completion_count)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import grpc
 
+from icehouse_client.tokens import TokenSource
+
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = Sequence[tuple[str, str | int]]
 
@@ -18,9 +20,11 @@ class Security:
     `is_tls` alone trusts the system's authorities, `ca_pem` one of your own. `certificate_pem` and
     `key_pem` are the client's, for mTLS. `token` goes with every call as a bearer token.
     `server_name` is expected in the server's certificate when it differs from the address.
+    A `token` that can be called is a source: its token is kept until the server refuses it, and then it is
+    called again, and the call with the refused token made again.
     """
 
-    token: str = dataclasses.field(default="", repr=False)
+    token: str | TokenSource = dataclasses.field(default="", repr=False)
     is_tls: bool = False
     ca_pem: bytes | None = None
     certificate_pem: bytes | None = None
@@ -33,11 +37,6 @@ class Security:
         if not (self.is_tls or self.ca_pem or self.certificate_pem):
             return None
         return grpc.ssl_channel_credentials(self.ca_pem, self.key_pem, self.certificate_pem)
-
-    @property
-    def metadata(self) -> Metadata:
-        """What goes with every call."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def channel_options(self, options: ChannelOptions) -> list[tuple[str, str | int]]:
         """Return `options` and what this adds to them."""

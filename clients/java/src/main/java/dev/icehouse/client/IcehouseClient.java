@@ -38,7 +38,9 @@ import io.grpc.Grpc;
 import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
+import io.grpc.Metadata;
 import io.grpc.Status;
+import io.grpc.stub.MetadataUtils;
 import java.time.Duration;
 import java.util.ArrayList;
 import java.util.List;
@@ -46,6 +48,7 @@ import java.util.Map;
 import java.util.Optional;
 import java.util.concurrent.TimeUnit;
 import java.util.concurrent.locks.LockSupport;
+import java.util.function.Supplier;
 
 /**
  * A connection to one server, or to all that a name resolves to. Safe for use from several threads. Every
@@ -64,9 +67,9 @@ public final class IcehouseClient implements AutoCloseable {
   private final ManagedChannel connection;
   private final Channel channel;
 
-  private IcehouseClient(ManagedChannel connection, ClientInterceptor defaults) {
+  private IcehouseClient(ManagedChannel connection, Channel channel) {
     this.connection = connection;
-    this.channel = ClientInterceptors.intercept(connection, defaults);
+    this.channel = channel;
   }
 
   /** Returns a client of a server without TLS: "host:port", "unix:/path" or any other gRPC target. */
@@ -77,6 +80,15 @@ public final class IcehouseClient implements AutoCloseable {
   /** Returns a builder of a client; the first call connects. */
   public static Builder to(String address) {
     return new Builder(address);
+  }
+
+  /**
+   * Returns a client over the same connection whose calls carry this too; an "authorization" in it goes in place of
+   * the token. To close either client closes both.
+   */
+  public IcehouseClient withMetadata(Metadata metadata) {
+    var attached = MetadataUtils.newAttachHeadersInterceptor(metadata);
+    return new IcehouseClient(connection, ClientInterceptors.intercept(channel, attached));
   }
 
   /** Returns the whole output. Retried while no server takes it, until the deadline. */
@@ -101,6 +113,20 @@ public final class IcehouseClient implements AutoCloseable {
   /** As {@link #stream(GenerateRequest)}, with a deadline of its own. */
   public TextStream stream(GenerateRequest request, Duration timeout) {
     return new TextStream(inference(Optional.of(timeout)), request);
+  }
+
+  /**
+   * Returns the output read into a record, whose schema it is held to unless the request has a format of its own; see
+   * {@link JsonOutput}. Throws IllegalStateException for an output that a limit cut.
+   */
+  public <T> T generateJson(GenerateRequest request, Class<T> type) {
+    var output = JsonOutput.of(type);
+    return output.read(generate(output.asked(request)));
+  }
+
+  /** The same connection for those who do not wait: futures, and publishers of streams. */
+  public AsyncClient async() {
+    return new AsyncClient(channel);
   }
 
   /** The server's prefix cache: warm, explain, pin, unpin, evict, verify, watchStats. */
@@ -219,9 +245,11 @@ public final class IcehouseClient implements AutoCloseable {
     private final String address;
     private ChannelCredentials credentials = InsecureChannelCredentials.create();
     private Optional<String> serverName = Optional.empty();
-    private Optional<String> token = Optional.empty();
+    private Optional<BearerToken> token = Optional.empty();
     private Optional<Duration> timeout = Optional.of(DEFAULT_TIMEOUT);
     private Optional<Duration> orderTimeout = Optional.of(DEFAULT_ORDER_TIMEOUT);
+    private int retryLimit;
+    private final List<ClientInterceptor> interceptors = new ArrayList<>();
     private final Map<String, Object> serviceConfig = ServiceConfig.published();
 
     private Builder(String address) {
@@ -242,7 +270,23 @@ public final class IcehouseClient implements AutoCloseable {
 
     /** Sends a bearer token with every call. Without TLS whoever is on the way can read it. */
     public Builder token(String token) {
-      this.token = Optional.of(token);
+      this.token = Optional.of(BearerToken.of(token));
+      return this;
+    }
+
+    /**
+     * Sends the token that the source returns. It is kept until the server refuses it (UNAUTHENTICATED); then the
+     * source is asked anew, and the refused call, of which nothing has run, is made again, once. One call at a time
+     * asks it.
+     */
+    public Builder tokenSource(Supplier<String> source) {
+      this.token = Optional.of(BearerToken.from(source));
+      return this;
+    }
+
+    /** Adds gRPC's own interceptors, such as those of tracing; each sees every attempt of a call. */
+    public Builder intercept(ClientInterceptor... interceptors) {
+      this.interceptors.addAll(List.of(interceptors));
       return this;
     }
 
@@ -266,6 +310,18 @@ public final class IcehouseClient implements AutoCloseable {
     }
 
     /**
+     * Sends generate, embed and rerank again, at most so often, where the server refuses them for now and says when
+     * to come back ({@link IcehouseException#retryAfter}), but never past their deadline. Without it they throw.
+     */
+    public Builder retryLimit(int count) {
+      if (count < 0) {
+        throw new IllegalArgumentException("the retry limit is " + count + ", and must be at least 0");
+      }
+      this.retryLimit = count;
+      return this;
+    }
+
+    /**
      * Uses servers whatever their health says: for those that answer health checks only to callers with
      * credentials, which gRPC does not send with them.
      */
@@ -280,9 +336,12 @@ public final class IcehouseClient implements AutoCloseable {
           Grpc.newChannelBuilder(address, credentials)
               .defaultServiceConfig(serviceConfig)
               // A prompt's tokens or a long output may pass gRPC's 4 MB.
-              .maxInboundMessageSize(Integer.MAX_VALUE);
+              .maxInboundMessageSize(Integer.MAX_VALUE)
+              .intercept(interceptors);
       serverName.ifPresent(channel::overrideAuthority);
-      return new IcehouseClient(channel.build(), new CallDefaults(timeout, orderTimeout, token));
+      var defaults = new CallDefaults(timeout, orderTimeout, token, new RetryPolicy(retryLimit));
+      ManagedChannel connection = channel.build();
+      return new IcehouseClient(connection, ClientInterceptors.intercept(connection, defaults));
     }
   }
 }

@@ -6,10 +6,8 @@ import dev.icehouse.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
 import dev.icehouse.v1.Started;
 import dev.icehouse.v1.StreamResponse;
 import java.util.Iterator;
-import java.util.List;
 import java.util.NoSuchElementException;
 import java.util.Optional;
-import java.util.stream.Stream;
 
 /**
  * A running output: iterate over its pieces of text (of several completions the first one's), or over
@@ -18,12 +16,11 @@ import java.util.stream.Stream;
  */
 public final class TextStream implements Iterable<String>, AutoCloseable {
   private final ResponseStream<StreamResponse> responses;
-  private final List<OutputSum> outputs;
-  private Started started;
+  private final ReplySum sum;
 
   TextStream(InferenceServiceBlockingStub inference, GenerateRequest request) {
     responses = new ResponseStream<>(() -> inference.stream(request));
-    outputs = Stream.generate(OutputSum::new).limit(Math.max(1, request.getCompletions())).toList();
+    sum = new ReplySum(request);
   }
 
   @Override
@@ -38,33 +35,19 @@ public final class TextStream implements Iterable<String>, AutoCloseable {
 
   /** What the server said when it began; empty before the first text. */
   public Optional<Started> started() {
-    return Optional.ofNullable(started);
+    return sum.started();
   }
 
   /** The whole answer; throws IllegalStateException before its end. */
   public Reply reply() {
-    List<Output> complete = outputs.stream().flatMap(output -> output.output().stream()).toList();
-    if (started == null || complete.size() < outputs.size()) {
-      throw new IllegalStateException("the stream has not ended; iterate over it first");
-    }
-    return new Reply(started, complete);
+    return sum.reply()
+        .orElseThrow(() -> new IllegalStateException("the stream has not ended; iterate over it first"));
   }
 
   /** Ends the output on the server too. Harmless after the end. */
   @Override
   public void close() {
     responses.close();
-  }
-
-  private void add(StreamResponse response) {
-    switch (response.getEventCase()) {
-      case STARTED -> started = response.getStarted();
-      case DELTA -> outputs.get(response.getDelta().getCompletionIndex()).add(response.getDelta());
-      case FINISHED -> outputs.get(response.getFinished().getCompletionIndex()).finish(response.getFinished());
-      default -> {
-        // Progress, and what is newer than this client, is for those who ask for events.
-      }
-    }
   }
 
   private final class Events implements Iterator<StreamResponse> {
@@ -82,7 +65,7 @@ public final class TextStream implements Iterable<String>, AutoCloseable {
     @Override
     public StreamResponse next() {
       StreamResponse response = responses.next();
-      add(response);
+      sum.add(response);
       return response;
     }
   }

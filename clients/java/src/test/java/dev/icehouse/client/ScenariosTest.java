@@ -5,7 +5,6 @@ import static org.junit.jupiter.api.Assertions.assertFalse;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
-import com.google.gson.Gson;
 import com.google.gson.JsonElement;
 import com.google.gson.JsonParser;
 import dev.icehouse.v1.CachePolicy;
@@ -27,6 +26,7 @@ import dev.icehouse.v1.ToolCall;
 import dev.icehouse.v1.ToolChoice;
 import dev.icehouse.v1.ToolChoiceMode;
 import io.grpc.ChannelCredentials;
+import io.grpc.Metadata;
 import io.grpc.TlsChannelCredentials;
 import java.io.File;
 import java.io.IOException;
@@ -40,6 +40,8 @@ import java.util.Optional;
 import java.util.concurrent.Callable;
 import java.util.concurrent.Executors;
 import java.util.concurrent.Future;
+import java.util.concurrent.atomic.AtomicInteger;
+import java.util.function.Supplier;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.condition.EnabledIfEnvironmentVariable;
@@ -185,6 +187,20 @@ class ScenariosTest {
   }
 
   @Test
+  void retryLimit(Scenario s) {
+    int limit = s.input("retry_limit").getAsInt();
+    var request = s.request().setRequestId(s.ownName());
+    var patient = s.client(builder -> builder.retryLimit(limit));
+    var answer = patient.generate(request.build());
+    assertEquals(s.expect("output_tokens").getAsInt(), answer.getUsage().getOutputTokens());
+    s.assertRefused(refusal(() -> read(patient.stream(request.build()))));
+    var hasty = s.client(builder -> builder.retryLimit(limit - 1));
+    var error = refusal(() -> hasty.generate(request.setRequestId(s.ownName() + "-again").build()));
+    s.assertRefused(error);
+    assertTrue(error.retryAfter().isPresent());
+  }
+
+  @Test
   void toolsLoop(Scenario s) {
     var client = s.client();
     var facts = s.input("tool").getAsJsonObject();
@@ -229,10 +245,12 @@ class ScenariosTest {
   @Test
   void structuredOutput(Scenario s) {
     var format = ResponseFormat.newBuilder().setJsonSchema(s.input("schema").toString()).setCompact(true);
-    String text = s.client().generate(s.request().setResponseFormat(format).build()).getText();
-    assertEquals(s.expect("text").getAsString(), text);
+    var request = s.request().setResponseFormat(format).build();
+    var client = s.client();
+    assertEquals(s.expect("text").getAsString(), client.generate(request).getText());
     var expected = new City(s.expect("city").getAsString(), s.expect("inhabitants").getAsInt());
-    assertEquals(expected, new Gson().fromJson(text, City.class));
+    assertEquals(expected, client.generateJson(request, City.class));
+    assertEquals(expected, client.async().generateJson(request, City.class).join());
   }
 
   @Test
@@ -317,6 +335,60 @@ class ScenariosTest {
     assertEquals("SERVER_STATE_" + s.expect("state").getAsString(), server.getState().name());
     var features = server.getFeaturesList().stream().map(Enum::name).toList();
     assertTrue(features.contains("SERVER_FEATURE_" + s.expect("feature").getAsString()), features.toString());
+  }
+
+  @Test
+  void tokenRefresh(Scenario s) throws IOException {
+    var trusting = trusting();
+    var request = s.request().build();
+    String unknown = s.input("unknown_token").getAsString();
+    int outputTokens = s.expect("output_tokens").getAsInt();
+    int count = s.expect("source_call_count").getAsInt();
+
+    var source = new Source(unknown, servers.token);
+    var client = s.client(builder -> builder.credentials(trusting).tokenSource(source));
+    for (int turn = 0; turn < 2; turn++) {
+      assertEquals(outputTokens, client.generate(request).getUsage().getOutputTokens());
+      assertEquals(count, source.count.get());
+    }
+    var another = new Source(unknown, servers.token);
+    var streaming = s.client(builder -> builder.credentials(trusting).tokenSource(another)).stream(request);
+    read(streaming);
+    assertEquals(outputTokens, streaming.reply().tokenIds().size());
+    assertEquals(count, another.count.get());
+    var wrong = new Source(unknown);
+    var stranger = s.client(builder -> builder.credentials(trusting).tokenSource(wrong));
+    s.assertRefused(refusal(() -> stranger.generate(request)));
+    assertEquals(count, wrong.count.get());
+  }
+
+  /** Gives one token after another, the last one for ever. */
+  private static final class Source implements Supplier<String> {
+    private final List<String> tokens;
+    private final AtomicInteger count = new AtomicInteger();
+
+    private Source(String... tokens) {
+      this.tokens = List.of(tokens);
+    }
+
+    @Override
+    public String get() {
+      return tokens.get(Math.min(count.getAndIncrement(), tokens.size() - 1));
+    }
+  }
+
+  @Test
+  void callMetadata(Scenario s) throws IOException {
+    var trusting = trusting();
+    var client = s.client(builder -> builder.credentials(trusting));
+    var metadata = new Metadata();
+    var name = Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
+    metadata.put(name, "Bearer " + servers.token);
+    var known = client.withMetadata(metadata);
+    var request = s.request().build();
+    assertEquals(s.expect("output_tokens").getAsInt(), known.generate(request).getUsage().getOutputTokens());
+    read(known.stream(request));
+    s.assertRefused(refusal(() -> client.generate(request)));
   }
 
   @Test

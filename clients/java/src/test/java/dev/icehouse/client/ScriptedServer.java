@@ -22,11 +22,16 @@ import io.grpc.ServerInterceptor;
 import io.grpc.StatusRuntimeException;
 import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import io.grpc.protobuf.services.HealthStatusManager;
+import io.grpc.stub.ServerCallStreamObserver;
 import io.grpc.stub.StreamObserver;
 import java.io.IOException;
 import java.util.ArrayDeque;
+import java.util.ArrayList;
 import java.util.Deque;
+import java.util.List;
+import java.util.concurrent.CountDownLatch;
 import java.util.concurrent.TimeUnit;
+import java.util.concurrent.atomic.AtomicBoolean;
 import java.util.concurrent.atomic.AtomicInteger;
 
 /** A server that refuses as often as it is told; a real one cannot be made to do that. */
@@ -35,6 +40,12 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
   final Deque<StatusRuntimeException> refusals = new ArrayDeque<>();
   final AtomicInteger generateCount = new AtomicInteger();
   final AtomicInteger streamCount = new AtomicInteger();
+
+  /** What a stream answers, as fast as its reader takes it. */
+  final List<StreamResponse> events = new ArrayList<>();
+
+  final AtomicInteger sentEventCount = new AtomicInteger();
+  final CountDownLatch cancelled = new CountDownLatch(1);
   volatile Metadata headers = new Metadata();
   volatile boolean hasDeadline;
   volatile long remainingMinutes;
@@ -49,8 +60,10 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
 
         @Override
         public void evict(EvictRequest request, StreamObserver<EvictResponse> observer) {
-          observer.onNext(EvictResponse.getDefaultInstance());
-          observer.onCompleted();
+          if (!isRefused(observer)) {
+            observer.onNext(EvictResponse.getDefaultInstance());
+            observer.onCompleted();
+          }
         }
       };
   private final HealthStatusManager health = new HealthStatusManager();
@@ -96,9 +109,23 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
   @Override
   public void stream(GenerateRequest request, StreamObserver<StreamResponse> observer) {
     streamCount.incrementAndGet();
-    if (!isRefused(observer)) {
-      observer.onCompleted();
+    if (isRefused(observer)) {
+      return;
     }
+    var reader = (ServerCallStreamObserver<StreamResponse>) observer;
+    reader.setOnCancelHandler(cancelled::countDown);
+    var left = new ArrayDeque<>(events);
+    var isComplete = new AtomicBoolean();
+    reader.setOnReadyHandler(
+        () -> {
+          while (reader.isReady() && !left.isEmpty()) {
+            reader.onNext(left.remove());
+            sentEventCount.incrementAndGet();
+          }
+          if (left.isEmpty() && isComplete.compareAndSet(false, true)) {
+            reader.onCompleted();
+          }
+        });
   }
 
   private boolean isRefused(StreamObserver<?> observer) {

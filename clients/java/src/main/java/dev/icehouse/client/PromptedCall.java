@@ -1,0 +1,226 @@
+package dev.icehouse.client;
+
+import com.google.protobuf.Message;
+import io.grpc.ClientCall;
+import io.grpc.Context;
+import io.grpc.Deadline;
+import io.grpc.Metadata;
+import io.grpc.Status;
+import java.time.Duration;
+import java.util.Optional;
+import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.TimeUnit;
+import java.util.function.Supplier;
+
+/**
+ * A call with one request, which carries the token and the request's prefix key, and is sent again where the server
+ * refuses it for now or wants another token.
+ *
+ * <p>A call's headers are sent when it starts, and its request is known only after that: so the start waits for
+ * the request. The API's calls have one request each, which the stubs send before they wait for anything. Of an
+ * attempt that is refused the caller hears nothing, unless it is the last.
+ */
+final class PromptedCall<I, O> extends ClientCall<I, O> {
+  private static final Metadata.Key<String> AUTHORIZATION =
+      Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
+  private static final Metadata.Key<String> PREFIX_KEY =
+      Metadata.Key.of(PrefixKey.HEADER, Metadata.ASCII_STRING_MARSHALLER);
+
+  /** What all attempts of a call share. */
+  record Terms(Optional<BearerToken> token, int retryLimit, Optional<Deadline> deadline) {}
+
+  private final Supplier<ClientCall<I, O>> attempts;
+  private final Terms terms;
+  private final Context context = Context.current();
+  private Listener<O> listener;
+  private Metadata headers;
+  private I request;
+  private String sentToken;
+  private boolean hasRenewed;
+  private int retriesLeft;
+
+  // The caller's threads, the attempts' and the timer's share what follows.
+  private ClientCall<I, O> current;
+  private boolean isWaiting = true;
+  private int requestedCount;
+  private Optional<Cancellation> cancellation = Optional.empty();
+
+  private record Cancellation(String reason, Throwable cause) {}
+
+  PromptedCall(Supplier<ClientCall<I, O>> attempts, Terms terms) {
+    this.attempts = attempts;
+    this.terms = terms;
+    this.retriesLeft = terms.retryLimit();
+  }
+
+  @Override
+  public void start(Listener<O> listener, Metadata headers) {
+    this.listener = listener;
+    this.headers = headers;
+  }
+
+  @Override
+  public void sendMessage(I request) {
+    this.request = request;
+    begin(announced());
+  }
+
+  @Override
+  public void halfClose() {
+    // An attempt does it at once.
+  }
+
+  @Override
+  public synchronized void request(int count) {
+    requestedCount = (int) Math.min(Integer.MAX_VALUE, (long) requestedCount + count);
+    if (!isWaiting) {
+      current.request(count);
+    }
+  }
+
+  @Override
+  public synchronized void cancel(String reason, Throwable cause) {
+    cancellation = Optional.of(new Cancellation(reason, cause));
+    if (!isWaiting) {
+      current.cancel(reason, cause);
+    } else if (listener != null) {
+      // A call that is not running could not tell its listener of its end.
+      begin(new Metadata());
+    }
+  }
+
+  /** Returns the headers of an attempt; asks for the token. What the caller sets himself is left alone. */
+  private Metadata announced() {
+    var sent = new Metadata();
+    sent.merge(headers);
+    if (request instanceof Message message) {
+      PrefixKey.of(message).ifPresent(key -> sent.put(PREFIX_KEY, key));
+    }
+    if (!sent.containsKey(AUTHORIZATION)) {
+      sentToken = terms.token().map(BearerToken::current).orElse(null);
+      if (sentToken != null) {
+        sent.put(AUTHORIZATION, "Bearer " + sentToken);
+      }
+    }
+    return sent;
+  }
+
+  private synchronized void begin(Metadata sent) {
+    if (!isWaiting) {
+      return;
+    }
+    Context before = context.attach();
+    try {
+      current = attempts.get();
+    } finally {
+      context.detach(before);
+    }
+    isWaiting = false;
+    current.start(new Attempt(), sent);
+    if (cancellation.isPresent()) {
+      current.cancel(cancellation.get().reason(), cancellation.get().cause());
+      return;
+    }
+    if (requestedCount > 0) {
+      current.request(requestedCount);
+    }
+    current.sendMessage(request);
+    current.halfClose();
+  }
+
+  /** Sends a refused call again if that makes sense; tells whether it will. */
+  private boolean isSentAgain(IcehouseException refusal) {
+    Optional<Duration> delay = delayAfter(refusal);
+    if (delay.isEmpty()) {
+      return false;
+    }
+    synchronized (this) {
+      if (cancellation.isPresent()) {
+        return false;
+      }
+      isWaiting = true;
+    }
+    if (delay.get().isZero()) {
+      beginAgain();
+    } else {
+      Context.CancellationListener onCancel = cancelled -> beginAgain();
+      context.addListener(onCancel, Runnable::run);
+      CompletableFuture.delayedExecutor(delay.get().toNanos(), TimeUnit.NANOSECONDS)
+          .execute(
+              () -> {
+                context.removeListener(onCancel);
+                beginAgain();
+              });
+    }
+    return true;
+  }
+
+  private Optional<Duration> delayAfter(IcehouseException refusal) {
+    if (refusal.code() == Status.Code.UNAUTHENTICATED && sentToken != null && !hasRenewed) {
+      hasRenewed = true;
+      return terms.token().filter(token -> token.refused(sentToken)).map(token -> Duration.ZERO);
+    }
+    if (retriesLeft == 0) {
+      return Optional.empty();
+    }
+    retriesLeft--;
+    return RetryPolicy.delayAfter(refusal).filter(this::isInTime);
+  }
+
+  private boolean isInTime(Duration delay) {
+    Optional<Deadline> outer = Optional.ofNullable(context.getDeadline());
+    return terms.deadline().filter(limit -> isPast(limit, delay)).isEmpty()
+        && outer.filter(limit -> isPast(limit, delay)).isEmpty();
+  }
+
+  private static boolean isPast(Deadline deadline, Duration delay) {
+    return deadline.timeRemaining(TimeUnit.NANOSECONDS) <= delay.toNanos();
+  }
+
+  private void beginAgain() {
+    try {
+      begin(announced());
+    } catch (RuntimeException error) {
+      var failed = Status.UNAUTHENTICATED.withDescription("the token's source failed").withCause(error);
+      listener.onClose(failed, new Metadata());
+    }
+  }
+
+  /** Passes on what an attempt answers; its headers wait until it is known that there is no other attempt. */
+  private final class Attempt extends Listener<O> {
+    private Metadata answerHeaders;
+    private boolean isAnswering;
+
+    @Override
+    public void onHeaders(Metadata headers) {
+      answerHeaders = headers;
+    }
+
+    @Override
+    public void onMessage(O message) {
+      answer();
+      listener.onMessage(message);
+    }
+
+    @Override
+    public void onClose(Status status, Metadata trailers) {
+      if (!isAnswering && !status.isOk() && isSentAgain(new IcehouseException(status.asRuntimeException(trailers)))) {
+        return;
+      }
+      answer();
+      listener.onClose(status, trailers);
+    }
+
+    @Override
+    public void onReady() {
+      listener.onReady();
+    }
+
+    private void answer() {
+      if (!isAnswering && answerHeaders != null) {
+        listener.onHeaders(answerHeaders);
+      }
+      isAnswering = true;
+    }
+  }
+}

@@ -1,0 +1,126 @@
+package dev.icehouse.client;
+
+import dev.icehouse.v1.Delta;
+import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.StreamResponse;
+import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.Flow;
+import java.util.concurrent.atomic.AtomicBoolean;
+
+/**
+ * A running output for one subscriber: to its events as the API has them, or to {@link #texts}. It begins with the
+ * subscription, and goes no faster than the subscriber; to cancel the subscription ends it on the server too.
+ */
+public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
+  private final Flow.Publisher<StreamResponse> responses;
+  private final ReplySum sum;
+  private final CompletableFuture<Reply> reply = new CompletableFuture<>();
+  private final AtomicBoolean isTaken = new AtomicBoolean();
+
+  ReplyPublisher(Flow.Publisher<StreamResponse> responses, GenerateRequest request) {
+    this.responses = responses;
+    this.sum = new ReplySum(request);
+  }
+
+  @Override
+  public void subscribe(Flow.Subscriber<? super StreamResponse> subscriber) {
+    // One that comes late is refused, of which the reply knows nothing.
+    responses.subscribe(isTaken.compareAndSet(false, true) ? new Summing(subscriber) : subscriber);
+  }
+
+  /** The pieces of text, of several completions the first one's. */
+  public Flow.Publisher<String> texts() {
+    return subscriber -> subscribe(new Texts(subscriber));
+  }
+
+  /**
+   * The whole answer, once the subscriber has had its last event; the failure otherwise. A subscription that was
+   * cancelled cancels it.
+   */
+  public CompletableFuture<Reply> reply() {
+    return reply;
+  }
+
+  private final class Summing implements Flow.Subscriber<StreamResponse>, Flow.Subscription {
+    private final Flow.Subscriber<? super StreamResponse> subscriber;
+    private Flow.Subscription subscription;
+
+    private Summing(Flow.Subscriber<? super StreamResponse> subscriber) {
+      this.subscriber = subscriber;
+    }
+
+    @Override
+    public void onSubscribe(Flow.Subscription subscription) {
+      this.subscription = subscription;
+      subscriber.onSubscribe(this);
+    }
+
+    @Override
+    public void onNext(StreamResponse response) {
+      sum.add(response);
+      subscriber.onNext(response);
+    }
+
+    @Override
+    public void onError(Throwable failure) {
+      reply.completeExceptionally(failure);
+      subscriber.onError(failure);
+    }
+
+    @Override
+    public void onComplete() {
+      sum.reply()
+          .ifPresentOrElse(
+              reply::complete,
+              () -> reply.completeExceptionally(new IllegalStateException("the stream ended before its output")));
+      subscriber.onComplete();
+    }
+
+    @Override
+    public void request(long count) {
+      subscription.request(count);
+    }
+
+    @Override
+    public void cancel() {
+      subscription.cancel();
+      reply.cancel(false);
+    }
+  }
+
+  private static final class Texts implements Flow.Subscriber<StreamResponse> {
+    private final Flow.Subscriber<? super String> subscriber;
+    private Flow.Subscription subscription;
+
+    private Texts(Flow.Subscriber<? super String> subscriber) {
+      this.subscriber = subscriber;
+    }
+
+    @Override
+    public void onSubscribe(Flow.Subscription subscription) {
+      this.subscription = subscription;
+      subscriber.onSubscribe(subscription);
+    }
+
+    @Override
+    public void onNext(StreamResponse response) {
+      Delta delta = response.getDelta();
+      if (delta.getCompletionIndex() == 0 && !delta.getText().isEmpty()) {
+        subscriber.onNext(delta.getText());
+      } else {
+        // It was requested as a text.
+        subscription.request(1);
+      }
+    }
+
+    @Override
+    public void onError(Throwable failure) {
+      subscriber.onError(failure);
+    }
+
+    @Override
+    public void onComplete() {
+      subscriber.onComplete();
+    }
+  }
+}

@@ -1,0 +1,137 @@
+package dev.icehouse.client;
+
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertThrows;
+
+import com.google.protobuf.Any;
+import com.google.protobuf.util.Durations;
+import com.google.rpc.RetryInfo;
+import dev.icehouse.v1.EvictRequest;
+import dev.icehouse.v1.GenerateRequest;
+import io.grpc.Context;
+import io.grpc.Status;
+import io.grpc.StatusRuntimeException;
+import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
+import io.grpc.protobuf.StatusProto;
+import java.time.Duration;
+import java.util.Collections;
+import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.Executors;
+import java.util.concurrent.TimeUnit;
+import org.junit.jupiter.api.Test;
+import org.junit.jupiter.api.Timeout;
+import org.junit.jupiter.params.ParameterizedTest;
+import org.junit.jupiter.params.provider.CsvSource;
+
+/** What is sent again, and what is not. */
+@Timeout(60)
+class RetriesTest {
+  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setText("Once upon a time").build();
+
+  /** A refusal that says when to come back. */
+  static StatusRuntimeException notNow(Status.Code code, Duration delay) {
+    var retry = RetryInfo.newBuilder().setRetryDelay(Durations.fromNanos(delay.toNanos()));
+    var refusal = com.google.rpc.Status.newBuilder().setCode(code.value()).addDetails(Any.pack(retry.build()));
+    return StatusProto.toStatusRuntimeException(refusal.build());
+  }
+
+  @Test
+  void whatIsRefusedForNowIsSentAgain() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().retryLimit(2).build()) {
+      server.refusals.add(notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ZERO));
+      server.refusals.add(notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ofMillis(1)));
+      assertEquals("done", client.generate(REQUEST).getText());
+      assertEquals(3, server.generateCount.get());
+    }
+  }
+
+  @ParameterizedTest(name = "{0}")
+  @CsvSource({
+    "nobody asked for it, 0, RESOURCE_EXHAUSTED, PT0S, 1",
+    "as often as was asked, 3, RESOURCE_EXHAUSTED, PT0S, 4",
+    "the server does not say when, 3, RESOURCE_EXHAUSTED, , 1",
+    "it will never do, 3, INVALID_ARGUMENT, PT0S, 1",
+    "the deadline comes first, 3, RESOURCE_EXHAUSTED, PT1H, 1",
+  })
+  void nothingElseIs(String about, int limit, Status.Code code, Duration delay, int count) throws Exception {
+    var refusal = delay == null ? code.toStatus().asRuntimeException() : notNow(code, delay);
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().retryLimit(limit).build()) {
+      server.refusals.addAll(Collections.nCopies(9, refusal));
+      assertEquals(code, assertThrows(IcehouseException.class, () -> client.generate(REQUEST)).code());
+      assertEquals(count, server.generateCount.get());
+      try (var stream = client.stream(REQUEST)) {
+        assertEquals(code, assertThrows(IcehouseException.class, stream.iterator()::hasNext).code());
+      }
+      assertEquals(1, server.streamCount.get());
+    }
+  }
+
+  @Test
+  void aDeadlineOfTheContextBoundsTheWaitingToo() throws Exception {
+    var timer = Executors.newSingleThreadScheduledExecutor();
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().retryLimit(1).withoutTimeout().build();
+        var context = Context.current().withDeadlineAfter(50, TimeUnit.SECONDS, timer)) {
+      server.refusals.add(notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ofHours(1)));
+      var error = assertThrows(IcehouseException.class, () -> context.call(() -> client.generate(REQUEST)));
+      assertEquals(Status.Code.RESOURCE_EXHAUSTED, error.code());
+    } finally {
+      timer.shutdownNow();
+    }
+  }
+
+  @Test
+  void aCancelledContextEndsTheWaiting() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().retryLimit(1).withoutTimeout().build();
+        var context = Context.current().withCancellation()) {
+      server.refusals.add(notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ofHours(1)));
+      var call =
+          CompletableFuture.supplyAsync(
+              () ->
+                  assertThrows(IcehouseException.class, () -> context.call(() -> client.generate(REQUEST))));
+      while (server.generateCount.get() == 0) {
+        Thread.onSpinWait();
+      }
+      context.cancel(null);
+      assertEquals(Status.Code.CANCELLED, call.get().code());
+    }
+  }
+
+  @Test
+  void anInterruptEndsTheWaiting() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().retryLimit(1).withoutTimeout().build()) {
+      server.refusals.add(notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ofHours(1)));
+      var code = new CompletableFuture<Status.Code>();
+      var thread =
+          new Thread(
+              () -> code.complete(assertThrows(IcehouseException.class, () -> client.generate(REQUEST)).code()));
+      thread.start();
+      while (server.generateCount.get() == 0) {
+        Thread.onSpinWait();
+      }
+      thread.interrupt();
+      assertEquals(Status.Code.CANCELLED, code.get());
+    }
+  }
+
+  @Test
+  void anOrderIsNotSentAgain() throws Exception {
+    var everything = EvictRequest.newBuilder().setAll(true).build();
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().retryLimit(2).build()) {
+      server.refusals.add(notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ZERO));
+      assertEquals(
+          Status.Code.RESOURCE_EXHAUSTED,
+          assertThrows(IcehouseException.class, () -> client.cache().evict(everything)).code());
+    }
+  }
+
+  @Test
+  void aLimitIsNoNegativeNumber() {
+    assertThrows(IllegalArgumentException.class, () -> IcehouseClient.to("127.0.0.1:1").retryLimit(-1));
+  }
+}
