@@ -56,8 +56,8 @@ class Sample:
 class Trend:
     """The last quarter of a run over the third one; the first half warms up.
 
-    The process keeps the pages of its highest peaks. New ones grow rare, but on a busy machine they came behind
-    the second quarter still; a leak goes on.
+    The process keeps the pages of its highest peaks. New ones grow rare, but on a busy machine they came
+    behind the second quarter still; a leak goes on.
     """
 
     rss_ratio: float
