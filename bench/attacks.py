@@ -28,7 +28,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
-from icehouse_server.cli.stop_bounds import stop_bound_s
+from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.config import Config
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token

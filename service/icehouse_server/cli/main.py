@@ -20,6 +20,7 @@ from icehouse_server.cli.client.top import top
 from icehouse_server.cli.flags import SettingsCommand, with_settings
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
+from icehouse_server.cli.service import commands as service_commands
 from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig
@@ -106,6 +107,7 @@ app.command("config", cls=SettingsCommand)(with_settings(_config))
 app.add_typer(commands.app, name="cache")
 app.add_typer(key.app, name="key")
 app.add_typer(token.app, name="token")
+app.add_typer(service_commands.app, name="service")
 
 
 @app.command()

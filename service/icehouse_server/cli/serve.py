@@ -22,10 +22,12 @@ import uvloop
 from icehouse_server.bootstrap.machine import give_back_large_arrays
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
 from icehouse_server.bootstrap.server import Server, build_server
-from icehouse_server.cli.stop_bounds import BOUNDS
+from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
+from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.console import build_progress
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.config import Config, LoadedConfig
+from icehouse_server.config.load import environment
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
 from icehouse_server.rpc.engine_client.router import Router
@@ -47,10 +49,11 @@ def serve(loaded: LoadedConfig) -> None:
     give_back_large_arrays()
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(loaded.config, SystemClock()))
+        manager = manager_of(environment(), pid=os.getpid())
+        runner.run(_serve(loaded.config, SystemClock(), manager))
 
 
-async def _serve(config: Config, clock: Clock) -> None:
+async def _serve(config: Config, clock: Clock, manager: ServiceManager) -> None:
     _name_loop_threads()
     narrator = Narrator(clock)
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
@@ -76,8 +79,11 @@ async def _serve(config: Config, clock: Clock) -> None:
     server.engine.start()
     try:
         if await _has_begun(router, stop_signal, narrator, address=address, model_id=model.model_id):
-            await _until(router, EngineState.STOPPED, stop_signal)
+            manager.ready(f"serving {model.model_id} on {address}")
+            async with manager.watched(lambda: server.rpc.health.is_serving):
+                await _until(router, EngineState.STOPPED, stop_signal)
     finally:
+        manager.stopping()
         await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator)
     has_failed = router.state is EngineState.FAILED
     await _leave_stuck_work(1 if has_failed else 0)

@@ -1,0 +1,168 @@
+"""`icehouse service install | uninstall | status`: have systemd or launchd run the server for this user."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from icehouse_server.cli.service.definition import DefinitionFile, FileState, ServiceDefinition, ServiceError
+from icehouse_server.cli.service.launchd import Launchd
+from icehouse_server.cli.service.manager import Manager
+from icehouse_server.cli.service.stop_bounds import stop_bound_s
+from icehouse_server.cli.service.systemd import Systemd
+from icehouse_server.cli.terminal.console import AsJson, complain, err, out, print_json
+from icehouse_server.config import load_config
+from icehouse_server.config.load import FILE_VARIABLE, ClientVariable, environment
+from icehouse_server.demo.models import DEMO_MODELS
+
+app = typer.Typer(help="Have systemd or launchd run the server for you.", no_args_is_help=True)
+
+EXIT_FAILURE = 1
+
+_STOP_MARGIN_S = 3
+"""Beyond an orderly stop's bound, before whoever stops the server kills it."""
+
+_LEFT_OUT_PREFIXES = ("ICEHOUSE_", "HF_", "XDG_CACHE_HOME")
+"""Variables that change what a server does, and that a service does not have."""
+
+Force = Annotated[bool, typer.Option("--force", help="Go on although the file was changed by hand.")]
+
+
+@app.command()
+def install(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="What `serve` would take; else the file's.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with the settings: the service has no others.")
+    ] = None,
+    shows_only: Annotated[bool, typer.Option("--print", help="Print the file and install nothing.")] = False,
+    force: Force = False,
+) -> None:
+    """Write the service's file, start the server, and have it start with every login."""
+    with _failing():
+        manager = find_manager()
+        environ = environment()
+        if config is None and environ.get(FILE_VARIABLE):
+            config = Path(environ[FILE_VARIABLE])
+        text = manager.text_of(definition_of(model=model, config=config))
+        if shows_only:
+            typer.echo(text, nl=False)
+            return
+        if left_out := left_out_variables(environ):
+            err.print(f"not in the service, write them into --config: {', '.join(left_out)}", markup=False)
+        # Asked first: where no manager answers, nothing is written.
+        manager.status()
+        file = DefinitionFile(manager.path)
+        was_there = file.state(text) is FileState.SAME
+        file.write(text, is_forced=force)
+        manager.start()
+        done = "unchanged" if was_there else "written"
+        out.print(f"{done}: {file.path}; {manager.name} starts it", markup=False)
+        for hint in ("how it does: icehouse service status", *manager.hints):
+            err.print(hint, markup=False)
+
+
+@app.command()
+def uninstall(force: Force = False) -> None:
+    """Stop the server in order and remove the service's file. Models and blocks stay."""
+    with _failing():
+        manager = find_manager()
+        file = DefinitionFile(manager.path)
+        file.guard_removal(is_forced=force)
+        # Whatever its settings were; the manager ends it by its own bound long before.
+        manager.stop(timeout_s=3600)
+        file.remove()
+        manager.forget()
+        out.print(f"removed: {file.path}", markup=False)
+
+
+@app.command()
+def status(as_json: AsJson = False) -> None:
+    """Say whether the service is installed and runs: exit code 0 when it runs."""
+    with _failing():
+        manager = find_manager()
+        state = DefinitionFile(manager.path).state()
+        is_installed = state is not FileState.ABSENT
+        told = manager.status() if is_installed else None
+    is_running = told is not None and told.is_running
+    facts = {} if told is None else told.facts
+    is_changed = state is FileState.CHANGED
+    if as_json:
+        print_json(
+            {
+                "installed": is_installed,
+                "changed": is_changed,
+                "running": is_running,
+                "file": manager.path,
+                "facts": facts,
+            }
+        )
+    elif not is_installed:
+        out.print(f"not installed: there is no {manager.path}", markup=False)
+    else:
+        out.print(f"{manager.path}{', changed by hand' if is_changed else ''}", markup=False)
+        for name, value in facts.items():
+            out.print(f"{name}: {value}", markup=False)
+    if not is_running:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def find_manager() -> Manager:
+    """Return the service manager of this system; raises ServiceError where it has none that we know."""
+    if sys.platform == "darwin":
+        return Launchd(Path.home())
+    if sys.platform == "linux":
+        given = Path(environment().get("XDG_CONFIG_HOME") or "")
+        return Systemd(given if given.is_absolute() else Path.home() / ".config")
+    raise ServiceError(f"there is no service manager for {sys.platform} that this command knows")
+
+
+def definition_of(*, model: str | None, config: Path | None) -> ServiceDefinition:
+    """Return what is to be run. Raises ConfigError for settings that the server would refuse.
+
+    Paths are made absolute: a service has a working folder of its own.
+    """
+    file = None if config is None else config.expanduser().absolute()
+    # Without this terminal's variables, as the service will see it.
+    loaded = load_config(flags={"model.model": model}, environ={}, file=file)
+    words = [*_program(), "serve"]
+    if model is not None:
+        folder = Path(model).expanduser()
+        words.append(str(folder.absolute()) if model not in DEMO_MODELS and folder.is_dir() else model)
+    if file is not None:
+        words += ["--config", str(file)]
+    has_format = loaded.sources["log.format"] != "default"
+    return ServiceDefinition(
+        command=tuple(words),
+        environment={} if has_format else {"ICEHOUSE_LOG_FORMAT": "json"},
+        stop_timeout_s=math.ceil(stop_bound_s(loaded.config)) + _STOP_MARGIN_S,
+    )
+
+
+def left_out_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that `serve` would take from this terminal."""
+    passed_over = {FILE_VARIABLE, *ClientVariable}
+    return sorted(name for name in environ if name.startswith(_LEFT_OUT_PREFIXES) and name not in passed_over)
+
+
+def _program() -> list[str]:
+    """Return the command of this installation."""
+    script = Path(sys.executable).absolute().with_name("icehouse")
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "icehouse_server.cli.main"]
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Have what cannot be done be one line and exit code 1."""
+    try:
+        yield
+    except ServiceError as error:
+        complain(str(error))
+        raise typer.Exit(EXIT_FAILURE) from error

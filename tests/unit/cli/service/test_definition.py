@@ -1,0 +1,76 @@
+"""A service's file: written whole, and never over what somebody changed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from icehouse_server.cli.service.definition import (
+    SEAL_LINE,
+    DefinitionFile,
+    FileState,
+    ServiceError,
+    is_untouched,
+    sealed,
+)
+
+OLD, NEW = sealed(f"# {SEAL_LINE}\nold\n"), sealed(f"# {SEAL_LINE}\nnew\n")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> DefinitionFile:
+    return DefinitionFile(tmp_path / "deep" / "down" / "icehouse.service")
+
+
+def test_any_change_breaks_the_seal() -> None:
+    assert is_untouched(OLD) and is_untouched(NEW)
+    for changed in (OLD.replace("old", "mine"), OLD + "\n", "", f"# {SEAL_LINE}\nold\n", OLD + OLD):
+        assert not is_untouched(changed)
+
+
+def test_a_file_is_written_and_an_older_one_replaced(file: DefinitionFile) -> None:
+    assert file.state(NEW) is FileState.ABSENT
+    file.write(OLD, is_forced=False)
+    assert (file.state(OLD), file.state(NEW)) == (FileState.SAME, FileState.OLDER)
+    file.write(NEW, is_forced=False)
+    assert file.path.read_text() == NEW
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
+    file.guard_removal(is_forced=False)
+    file.remove()
+    assert file.state() is FileState.ABSENT
+
+
+@pytest.mark.parametrize("content", [b"", OLD.replace("old", "mine").encode(), b"\xff\xfe"])
+def test_a_changed_file_is_left_alone_unless_it_is_said(file: DefinitionFile, content: bytes) -> None:
+    file.path.parent.mkdir(parents=True)
+    file.path.write_bytes(content)
+    for order in (lambda: file.write(NEW, is_forced=False), lambda: file.guard_removal(is_forced=False)):
+        with pytest.raises(ServiceError, match=r"not as .* wrote it.*--force"):
+            order()
+        assert file.path.read_bytes() == content
+    file.guard_removal(is_forced=True)
+    file.write(NEW, is_forced=True)
+    assert file.path.read_text() == NEW
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "own.service", "gone.service"])
+def test_a_link_is_somebodys_own(file: DefinitionFile, target: str) -> None:
+    file.path.parent.mkdir(parents=True)
+    (own := file.path.with_name("own.service")).write_text(OLD)
+    file.path.symlink_to(target)
+    with pytest.raises(ServiceError):
+        file.write(NEW, is_forced=False)
+    if target == "own.service":
+        file.write(NEW, is_forced=True)
+        assert not file.path.is_symlink() and own.read_text() == OLD
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServiceError, match=r"cannot write .*: File exists"):
+        DefinitionFile(tmp_path / "file" / "icehouse.service").write(NEW, is_forced=False)
+
+
+def test_nothing_is_removed_where_nothing_is(file: DefinitionFile) -> None:
+    with pytest.raises(ServiceError, match="no service is installed"):
+        file.guard_removal(is_forced=True)
