@@ -24,7 +24,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages docs clean
+.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -76,7 +76,8 @@ proto: $(STAMP) ## buf lint over protos/, and buf breaking against the API of th
 	@cd protos && $(abspath $(BIN))/buf lint
 	@$(BIN)/python -m release.api_image
 
-fresh: $(STAMP) ## Are gen/ and docs/ what protos/ and the code say?
+fresh: $(STAMP) ## Are gen/ and docs/ what protos/ and the code say, and is the version the same everywhere?
+	@$(BIN)/python -m release.version
 	@$(BIN)/python protos/generate.py --check
 	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py --check
 
@@ -158,6 +159,9 @@ build/docs/.stamp: .ci/docs-requirements.txt
 
 packages: $(STAMP) ## Build the three distributions; install and remove them in every order.
 	@$(BIN)/python .ci/packages.py
+
+release: $(STAMP) build/audit/.stamp ## Build all that a release gives out, with bills of materials and sums, in dist/ (docs/releases.md).
+	@$(BIN)/python -m release.build --tools build/audit/venv/bin/python $(ARGS)
 
 audit: $(STAMP) build/audit/.stamp ## Known vulnerabilities of what is installed, and build/audit/sbom.json, a CycloneDX bill of materials.
 	@build/audit/venv/bin/python .ci/audit.py --python $(BIN)/python --sbom build/audit/sbom.json

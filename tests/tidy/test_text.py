@@ -17,7 +17,10 @@ FORBIDDEN = {
     "a work folder of some machine": re.compile(r"(?<![\w.])/" + r"work/(?:main|shared)|/tmp/" + r"v/env"),
     "a merge conflict": re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE),
     # No index has the packages yet: what somebody puts there under these names is not ours.
-    "a package of ours by name": re.compile(r"pip install (?:-U )?['\"]?icehouse\b"),
+    "a package of ours by name": re.compile(
+        r"(?:pipx? install|uv add|uvx|uv tool install|npm (?:i|install|add)|brew install|docker (?:pull|run)"
+        r"|go install)(?: -{1,2}[\w-]+)* ['\"]?(?:@?icehouse\b(?!:)|icehouse\.dev)"
+    ),
     "unfinished work": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
 }
 
@@ -31,6 +34,12 @@ def test_no_file_names_this_machine_or_unfinished_work() -> None:
         if (match := pattern.search(text))
     ]
     assert found == []
+
+
+def test_go_is_told_where_the_modules_are_before_it_gets_them() -> None:
+    for path, text in text_files():
+        before, got, _ = text.partition("go get icehouse" + ".dev")
+        assert not got or "-replace icehouse.dev/icehouse=" in before, path
 
 
 def test_text_files_end_with_a_newline() -> None:

@@ -1,0 +1,44 @@
+"""What packages are built from: tracked files, with the licence and the project's address in each package."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import zipfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+from release import artifacts
+
+URL = "https://example.com/icehouse"
+
+
+def test_each_package_gets_the_licence_and_where_the_project_is_at_home(tmp_path: Path) -> None:
+    artifacts.copy_tree(tmp_path, project_url=URL)
+    for folder in ("gen/python", "clients/python", "clients/node", "gen/go", "clients/go", "."):
+        assert (tmp_path / folder / "LICENSE").read_bytes() == (artifacts.ROOT / "LICENSE").read_bytes()
+    for folder in artifacts.PYTHON_FOLDERS:
+        project = tomllib.loads((tmp_path / folder / "pyproject.toml").read_text())["project"]
+        assert project["urls"] == {"Homepage": URL} and project["license"] == "Apache-2.0"
+    assert json.loads((tmp_path / "clients/node/package.json").read_text())["homepage"] == URL
+    pom = ElementTree.parse(tmp_path / "clients/java/pom.xml").getroot()
+    assert [e.text for e in pom if e.tag.endswith("}url")] == [URL]
+    assert not (tmp_path / ".git").exists() and (tmp_path / "clients/node/src/gen").is_symlink()
+
+
+def test_a_go_module_is_as_a_proxy_has_it(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "below").mkdir(parents=True)
+    (source / "go.mod").write_text("module example.com/x\n")
+    (source / "below" / "a.go").write_text("package below\n")
+    for folder in (out, tmp_path / "again"):
+        artifacts.write_module(
+            folder, source, module="example.com/x", version="v1.2.3", time="2026-01-02T03:04:05Z"
+        )
+    made = out / "example.com/x/@v"
+    assert sorted(path.name for path in made.iterdir()) == ["list", "v1.2.3.info", "v1.2.3.mod", "v1.2.3.zip"]
+    assert json.loads((made / "v1.2.3.info").read_text())["Version"] == "v1.2.3"
+    with zipfile.ZipFile(made / "v1.2.3.zip") as archive:
+        assert archive.namelist() == ["example.com/x@v1.2.3/below/a.go", "example.com/x@v1.2.3/go.mod"]
+    again = tmp_path / "again" / "example.com/x/@v" / "v1.2.3.zip"
+    assert again.read_bytes() == (made / "v1.2.3.zip").read_bytes()
