@@ -9,7 +9,7 @@ import dataclasses
 import io
 from typing import Final
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from icehouse_server.domain.chat import ImageSource
 from icehouse_server.errors import InvalidRequest, Reason
@@ -23,6 +23,8 @@ _MEDIA_TYPES: Final = {
 _FORMATS: Final = tuple(_MEDIA_TYPES.values())
 PIXEL_LIMIT: Final = 89_478_485
 """Pillow's own bound, beyond which it warns or refuses by itself."""
+_SHOWN_LENGTH: Final = 80
+"""Of what callers say in words of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,11 +71,15 @@ def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
     wanted = _MEDIA_TYPES.get(source.media_type.lower()) if source.media_type else None
     if source.media_type and wanted is None:
         known = ", ".join(_MEDIA_TYPES)
-        raise _invalid(source, f"is said to be {source.media_type!r}; an image may be {known}")
+        raise _invalid(
+            source, f"is said to be {source.media_type[:_SHOWN_LENGTH]!r}; an image may be {known}"
+        )
     try:
         image = Image.open(io.BytesIO(source.data), formats=_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels(source, limits, f"more than {PIXEL_LIMIT}") from error
+    except UnidentifiedImageError as error:  # its words name the object in this process's memory
+        raise _invalid(source, "is no PNG, JPEG, WebP or GIF") from error
     except Exception as error:  # as above
         raise _invalid(source, f"is no PNG, JPEG, WebP or GIF: {_words(error)}") from error
     if wanted is not None and image.format != wanted:

@@ -15,6 +15,7 @@ from google.protobuf.internal import encoder
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from tests.fixtures.image_files import drawn_file, drawn_uri
 from tests.system.fuzz import values
 
 _DEPTH_LIMIT = 6
@@ -39,6 +40,20 @@ def good(descriptor: Descriptor, rng: random.Random, depth: int = 0) -> Message:
         if depth < _DEPTH_LIMIT:
             _fill(message, field, rng, depth)
     return message
+
+
+def add_images(message: Any, rng: random.Random) -> None:
+    """Make the prompt of a request that may have a conversation one with images between texts."""
+    turn = message.chat.messages.add(role="user" if rng.random() < 0.97 else "tool")
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        image = turn.parts.add().image
+        if rng.random() < 0.3:
+            image.uri = drawn_uri(rng)
+        else:
+            drawn = drawn_file(rng)
+            image.data, image.media_type = drawn.data, drawn.media_type
+        if rng.random() < 0.5:
+            turn.parts.add(text=rng.choice(("what is it?", "\n", "<image>")))
 
 
 def parsed(descriptor: Descriptor, data: bytes) -> Any | None:

@@ -38,6 +38,10 @@ _PATHS = tuple(sorted(METHODS))
 _WEIGHTS = tuple(4 if path.startswith(OURS) else 1 for path in _PATHS)
 """Ours have more to break than gRPC's own."""
 
+_CHAT_PATHS = tuple(path for path in _PATHS if "chat" in METHODS[path].input_type.fields_by_name)
+_IMAGE_SHARE = 0.1
+"""Of the conversations; a model that reads text alone refuses them."""
+
 _STREAM_S = 2.0
 """Ends a stream that would go on for ever, if the caller does not."""
 
@@ -113,11 +117,25 @@ def request_of(seed: int, index: int) -> FuzzRequest:
     )
 
 
+def image_request_of(seed: int, index: int) -> FuzzRequest:
+    """Return request `index` of `seed` to a model that sees: a conversation with images in it."""
+    rng = random.Random(f"images/{seed}/{index}")
+    path = rng.choice(_CHAT_PATHS)
+    message = mutations.good(METHODS[path].input_type, rng)
+    mutations.add_images(message, rng)
+    if rng.random() < 0.1:
+        mutations.spoil(message, rng)
+    timeout_s = _timeout_s(METHODS[path], rng)
+    return FuzzRequest(path, (message.SerializeToString(),), _credentials(rng), timeout_s=timeout_s)
+
+
 def _message(method: MethodDescriptor, rng: random.Random) -> bytes:
     kind = rng.random()
     if kind < 0.03:
         return rng.randbytes(rng.randrange(80))
     message = mutations.good(method.input_type, rng)
+    if "chat" in method.input_type.fields_by_name and rng.random() < _IMAGE_SHARE:
+        mutations.add_images(message, rng)
     if kind < 0.2:
         return message.SerializeToString()
     if kind < 0.7:

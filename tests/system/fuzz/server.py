@@ -38,6 +38,10 @@ _FLAGS: Mapping[str, str] = {
     "shared-prefixes": TENANTS[0],
     "log-level": "warning",
 }
+_IMAGE_FLAGS: Mapping[str, str] = {
+    "max-images": "4",
+    "max-image-pixels": "4000000",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,12 +69,29 @@ class Fuzzed:
 def fuzzed(folder: Path) -> Iterator[Fuzzed]:
     """Start a server in `folder` and end it; on the way out it must end as any other, with 0."""
     model = folder / "llama"
+    options = ["--adapters", f"{ADAPTER_NAME}={folder / 'adapter'}", "--draft-model", str(model)]
     if not model.exists():
         tiny_model_dir(
             folder, "llama", num_hidden_layers=3, vocab_size=VOCABULARY_SIZE + len(THINKING.tokens)
         )
         write_family(model, THINKING)
         tiny_adapter_dir(folder, model, seed=1, name="adapter")
+    with _started(folder, model, (*options, *(["--worker"] if HAS_PROTOCOL else []))) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def fuzzed_with_images(folder: Path) -> Iterator[Fuzzed]:
+    """Start one whose model sees; needs mlx-vlm."""
+    from tests.fixtures.models.vision import tiny_vision_dir
+
+    options = tuple(word for name, value in _IMAGE_FLAGS.items() for word in (f"--{name}", value))
+    with _started(folder, tiny_vision_dir(folder), options) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _started(folder: Path, model: Path, more_options: tuple[str, ...]) -> Iterator[Fuzzed]:
     tokens = {name: new_token() for name in ("operator", *TENANTS)}
     token_file, log = folder / "tokens", folder / "log"
     lines = [
@@ -82,9 +103,8 @@ def fuzzed(folder: Path) -> Iterator[Fuzzed]:
     token_file.write_text("\n".join(lines), encoding="utf-8")
     token_file.chmod(0o600)
     options = [word for name, value in _FLAGS.items() for word in (f"--{name}", value)]
-    options += ["--adapters", f"{ADAPTER_NAME}={folder / 'adapter'}", "--draft-model", str(model)]
     options += ["--token-file", str(token_file), "--channelz", "--load-report", "--no-access-log"]
-    options += ["--worker"] if HAS_PROTOCOL else []
+    options += more_options
     process = ServerProcess(
         model=model, directory=folder / "blocks", log=log, options=tuple(options), port=free_port()
     )

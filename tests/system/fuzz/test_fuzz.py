@@ -18,11 +18,12 @@ import pytest
 from tests.system.fuzz import mutations
 from tests.system.fuzz.caller import calling, judged
 from tests.system.fuzz.campaign import Campaign, Chunk
-from tests.system.fuzz.requests import METHODS, FuzzRequest, request_of
-from tests.system.fuzz.server import Fuzzed, fuzzed
+from tests.system.fuzz.requests import METHODS, FuzzRequest, image_request_of, request_of
+from tests.system.fuzz.server import Fuzzed, fuzzed, fuzzed_with_images
 from tests.system.fuzz.shrink import shrunk
 
 _SHORT_COUNT = 2_000
+_IMAGE_COUNT = 250
 _LONG_COUNT = int(os.environ.get("FUZZ_REQUESTS", "20000"))
 _SEED = int(os.environ.get("FUZZ_SEED", "1"))
 _LEAST_RATE_PER_S = 20
@@ -63,6 +64,26 @@ def test_every_answer_is_a_documented_status(server: Fuzzed) -> None:
     chunk = asyncio.run(play(server, seed=0, count=_SHORT_COUNT))
     assert problems_of(chunk) == []
     assert {path for path, _, _ in chunk.rows} >= set(METHODS)
+
+
+@reads_proc
+def test_every_image_is_answered_with_a_documented_status(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
+
+    async def play(server: Fuzzed) -> Chunk:
+        async with calling(server.process.address, server.tokens) as caller:
+            campaign = Campaign(server, caller, seed=0)
+            named = ((f"image {i}", image_request_of(0, i)) for i in range(_IMAGE_COUNT))
+            before = await campaign.good_tokens()
+            chunk = await campaign.send(named)
+            assert await campaign.good_tokens() == before
+        return chunk
+
+    with fuzzed_with_images(tmp_path) as server:
+        chunk = asyncio.run(play(server))
+    assert problems_of(chunk) == []
+    assert {"IMAGE_INVALID", "CHAT_INVALID"} <= {reason for _, _, reason in chunk.rows}
+    assert sum(count for (path, code, _), count in chunk.rows.items() if code == "OK") > _IMAGE_COUNT / 20
 
 
 @reads_proc

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import math
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -21,13 +23,15 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_health.v1 import health_pb2
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from icehouse.v1 import inference_service_pb2
+from icehouse.v1 import inference_service_pb2, prompt_pb2
+from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.events import Delta, Event
-from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogprobs
+from icehouse_server.domain.request import GenerationRequest, ImageSpan, Logprob, TokenLogprobs
 from icehouse_server.errors import Reason
 from icehouse_server.rpc.calls.reason_table import TABLE
 from icehouse_server.rpc.reflection import pool_with_v1
 
+from tests.fixtures.image_files import drawn_file, drawn_uri
 from tests.fixtures.rpc.fake_engine import finished, started
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.conftest import RunningServer, running
@@ -42,6 +46,11 @@ METHODS = {
 """Every RPC that the server offers: `test_methods` proves that the table has them all."""
 
 _OURS = ("/icehouse.", "/vllm.")
+IMAGE_METHODS = (
+    "/icehouse.v1.InferenceService/Generate",
+    "/icehouse.v1.InferenceService/Tokenize",
+    "/icehouse.v1.CacheService/Explain",
+)
 
 DEPTH_LIMIT = 4
 ITEM_LIMIT = 3
@@ -85,6 +94,38 @@ def brief(request: GenerationRequest) -> list[Event]:
     return [started(request), finished(request)]
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodedImages:
+    """Images that were decoded as ever, and take no tokens of a prompt."""
+
+    texts: ImageTexts
+
+    def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
+        return ()
+
+
+class ImageDecoder:
+    """Reads images for a model that does nothing with them."""
+
+    def __init__(self, decode: Callable[[ImageSource], object]) -> None:
+        self._decode = decode
+
+    def read(self, sources: Sequence[ImageSource]) -> DecodedImages:
+        for source in sources:
+            self._decode(source)
+        return DecodedImages(ImageTexts("<image>", ("",) * len(sources)))
+
+
+def image_decoder() -> ImageDecoder | None:
+    """Return the server's own decoding, None where Pillow is not installed."""
+    if importlib.util.find_spec("PIL") is None:
+        return None
+    from icehouse_server.vision.decoder import ImageLimits, decode_image
+
+    limits = ImageLimits(image_count=4, size_bytes=100_000, pixel_count=4_000_000, prepared_bytes=1 << 20)
+    return ImageDecoder(lambda source: decode_image(source, limits))
+
+
 class Target:
     """A server with an event loop of its own, and a plain channel to it."""
 
@@ -124,7 +165,9 @@ def target() -> Iterator[Target]:
     held: list[RunningServer] = []
 
     async def serve() -> None:
-        async with running(info=EMBEDDING, channelz_enabled=True, worker=worker_parts()) as served:
+        images = image_decoder()
+        info = dataclasses.replace(EMBEDDING, sees_images=images is not None)
+        async with running(info=info, images=images, channelz_enabled=True, worker=worker_parts()) as served:
             served.engine.script = brief
             held.append(served)
             ready.set()
@@ -252,6 +295,26 @@ def test_every_answer_is_a_status_of_ours(target: Target, call: tuple[str, bytes
 
 def test_the_server_serves_after_all_of_it(target: Target) -> None:
     assert target.is_serving()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.sampled_from(IMAGE_METHODS), st.integers(0, 2**32))
+def test_every_image_is_answered_with_a_status_of_ours(target: Target, path: str, seed: int) -> None:
+    if target.served.router.require_model().images is None:
+        pytest.skip("Pillow, of the extra `vision`, is not installed")
+    rng = random.Random(seed)
+    file = drawn_file(rng)
+    sent = {"uri": drawn_uri(rng)} if rng.random() < 0.4 else {"data": file.data}
+    image = prompt_pb2.ImagePart(media_type=file.media_type if rng.random() < 0.6 else "", **sent)
+    part = prompt_pb2.ContentPart(image=image)
+    prompt = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", parts=[part])])
+    request: Any = GetMessageClass(METHODS[path].input_type)()
+    request.chat.ParseFromString(prompt.SerializeToString())
+    with broken_calls() as broken:
+        error = target.call(path, request.SerializeToString())
+    assert broken == []
+    if error is not None:
+        check_status(path, error)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import json
 import re
@@ -265,7 +264,7 @@ def _from_data_uri(uri: str, media_type: str, field: str) -> ImageSource:
         )
     try:
         data = base64.b64decode(body, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # of its alphabet, or of letters that are not even ASCII
         raise _bad_image(f"{field}.uri is not base64: {error}", field=f"{field}.uri") from None
     return ImageSource(data, media_type or told, field)
 

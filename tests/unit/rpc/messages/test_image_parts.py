@@ -1,0 +1,65 @@
+"""Image parts of a turn: what bytes and data URIs are taken for, and which lies of a data URI are refused."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+
+import pytest
+from icehouse.v1 import prompt_pb2
+from icehouse_server.domain.chat import ImageSource
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.chat import conversation_of
+
+from tests.fixtures.image_files import PNG
+from tests.fixtures.rpc.fake_engine import MODEL_INFO
+
+SEEING = dataclasses.replace(MODEL_INFO, sees_images=True)
+BODY = base64.b64encode(PNG).decode("ascii")
+FIELD = "chat.messages[0].parts[0].image"
+
+
+def source_of(**image: object) -> ImageSource:
+    part = prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(**image))  # type: ignore[arg-type]
+    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", parts=[part])])
+    (source,) = conversation_of(chat, tools=(), choice=None, info=SEEING).images
+    return source
+
+
+@pytest.mark.parametrize(
+    ("image", "media_type"),
+    [
+        ({"data": PNG}, ""),
+        ({"data": PNG, "media_type": "image/png"}, "image/png"),
+        ({"uri": f"data:image/png;base64,{BODY}"}, "image/png"),
+        ({"uri": f"data:;base64,{BODY}"}, ""),
+        ({"uri": f"data:;base64,{BODY}", "media_type": "image/png"}, "image/png"),
+        ({"uri": f"data:image/png;name=a;base64,{BODY}", "media_type": "IMAGE/PNG"}, "IMAGE/PNG"),
+    ],
+)
+def test_bytes_and_data_uris_are_the_same(image: dict[str, object], media_type: str) -> None:
+    assert source_of(**image) == ImageSource(PNG, media_type, FIELD)
+
+
+@pytest.mark.parametrize(
+    ("image", "field"),
+    [
+        ({}, FIELD),
+        ({"data": b"", "media_type": "image/png"}, FIELD),
+        ({"uri": ""}, f"{FIELD}.uri"),
+        ({"uri": "https://example.org/a.png"}, f"{FIELD}.uri"),
+        ({"uri": "file:///etc/passwd"}, f"{FIELD}.uri"),
+        ({"uri": "data:image/png;base64"}, f"{FIELD}.uri"),
+        ({"uri": f"data:image/png,{BODY}"}, f"{FIELD}.uri"),
+        ({"uri": f"image/png;base64,{BODY}"}, f"{FIELD}.uri"),
+        ({"uri": f"data:image/png;base64,{BODY[:-1]}"}, f"{FIELD}.uri"),
+        ({"uri": f"data:image/png;base64, {BODY}"}, f"{FIELD}.uri"),
+        ({"uri": f"data:image/png;base64,é{BODY}"}, f"{FIELD}.uri"),
+        ({"uri": f"data:image/png;base64,{BODY}", "media_type": "image/jpeg"}, f"{FIELD}.media_type"),
+    ],
+)
+def test_what_a_uri_says_must_be_so(image: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        source_of(**image)
+    assert (caught.value.reason, caught.value.field) == (Reason.IMAGE_INVALID, field)
+    assert len(caught.value.message) < 300
