@@ -262,6 +262,9 @@ class ImageInput:
     """Tokens of the prompt whose embeddings the tower makes."""
     grid: tuple[int, int, int] | None = None
     """Frames, rows and columns of these tokens, for models whose positions tell them (`RopePositions`)."""
+    is_seen_whole: bool = False
+    """Each of its tokens attends to all of them, not only to those before it: they run in one pass, all that
+    are still to run."""
 
     @property
     def pixels(self) -> HostTensor:

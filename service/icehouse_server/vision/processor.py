@@ -21,12 +21,16 @@ from transformers import AutoImageProcessor
 from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.request import ImageInput, ImageSpan, image_digest
 from icehouse_server.errors import InvalidRequest, ModelError, Reason
+from icehouse_server.vision.views import Views, ViewSettings, views_of
 
 _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 _CONFIGS: Final = ("preprocessor_config.json", "processor_config.json")
-_GRID_TYPES: Final = frozenset({"qwen2_5_vl", "qwen3_vl"})
+_GRID_TYPES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+_VIEW_TYPES: Final = frozenset({"lfm2_vl", "lfm2-vl"})
 _DEFAULT_TILE_TOKENS: Final = 169
 """`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
+_DEFAULT_WHOLE_TOKENS: Final = 256
+"""`image_seq_length` of Gemma 3's processor, likewise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +57,9 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
     """Read the processor of a model's folder. Raises ModelError when there is none to read."""
     try:
         configs = [_read(path / name) for name in _CONFIGS]
+        if model_type in _VIEW_TYPES:
+            facts = [model_type, configs, importlib.metadata.version("pillow")]
+            return ViewProcessor(ViewSettings.of(*configs), json.dumps(facts, sort_keys=True).encode())
         inner: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(
@@ -63,6 +70,15 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
     fingerprint = json.dumps(facts, sort_keys=True, default=str).encode()
     if model_type in _GRID_TYPES:
         return GridProcessor(inner, fingerprint)
+    if model_type == "gemma3":
+        if getattr(inner, "do_pan_and_scan", False):
+            raise ModelError(
+                Reason.MODEL_INVALID,
+                f"the image processor in {path} cuts images into crops (do_pan_and_scan), which is not "
+                "served; set it to false in preprocessor_config.json",
+            )
+        token_count = int(configs[1].get("image_seq_length", _DEFAULT_WHOLE_TOKENS))
+        return WholeProcessor(inner, fingerprint, token_count=token_count)
     tile_token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
     return TileProcessor(inner, fingerprint, tile_token_count=tile_token_count)
 
@@ -118,12 +134,64 @@ class GridProcessor:
         return PreparedImage(ImageInput(digest, tensors, count, grid), self.mark * count)
 
 
+class WholeProcessor:
+    """Of Gemma 3: every image is scaled to one size and is so many tokens, each of which sees all of it."""
+
+    mark = "<start_of_image>"
+
+    def __init__(self, inner: Any, fingerprint: bytes, *, token_count: int) -> None:
+        self._inner = inner
+        self._fingerprint = fingerprint
+        self._token_count = token_count
+
+    def prepare(self, image: Image.Image) -> PreparedImage:
+        tensors = (_host("pixel_values", self._inner([image])["pixel_values"]),)
+        digest = image_digest(self._fingerprint, tensors)
+        found = ImageInput(digest, tensors, self._token_count, is_seen_whole=True)
+        tokens = "<image_soft_token>" * self._token_count
+        return PreparedImage(found, f"\n\n{self.mark}{tokens}<end_of_image>\n\n")
+
+
+class ViewProcessor:
+    """Of LFM2-VL: a large image is tiles and all of it once more, a small one is that alone."""
+
+    mark = "<image>"
+
+    def __init__(self, settings: ViewSettings, fingerprint: bytes) -> None:
+        self._settings = settings
+        self._fingerprint = fingerprint
+
+    def prepare(self, image: Image.Image) -> PreparedImage:
+        views = views_of(image, self._settings)
+        tensors = (
+            _host("pixel_attention_mask", views.mask),
+            _host("pixel_values", views.patches),
+            _host("spatial_shapes", views.shapes),
+        )
+        counts = [
+            self._settings.tokens_of(rows=rows, columns=columns) for rows, columns in views.shapes.tolist()
+        ]
+        digest = image_digest(self._fingerprint, tensors)
+        return PreparedImage(ImageInput(digest, tensors, sum(counts)), self._text(views, counts))
+
+    def _text(self, views: Views, counts: Sequence[int]) -> str:
+        """As mlx-vlm and transformers write it."""
+        places = [(row, column) for row in range(views.row_count) for column in range(views.column_count)]
+        text = ""
+        if len(places) > 1:
+            for (row, column), count in zip(places, counts[:-1], strict=True):
+                text += f"<|img_row_{row + 1}_col_{column + 1}|>{self.mark * count}"
+            text += "<|img_thumbnail|>"
+        return f"<|image_start|>{text}{self.mark * counts[-1]}<|image_end|>"
+
+
 def spans_of(
     token_ids: Sequence[int], images: Sequence[ImageInput], *, image_token_id: int
 ) -> tuple[ImageSpan, ...]:
     """Return where images stand in a prompt, each from its first token that the tower makes to its last.
 
-    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text.
+    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and when
+    it ends inside what must be run in one pass, since a prompt's last token is run by itself.
     """
     places = np.flatnonzero(np.asarray(token_ids) == image_token_id)
     wanted = sum(image.feature_count for image in images)
@@ -140,6 +208,12 @@ def spans_of(
         last = first + image.feature_count
         spans.append(ImageSpan(int(places[first]), int(places[last - 1]) + 1, image))
         first = last
+    if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == len(token_ids):
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            "the prompt ends with an image; for this model text must follow it, as its own template writes",
+            field="chat",
+        )
     return tuple(spans)
 
 

@@ -118,9 +118,9 @@ class TowerShape:
 
     def _patches(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return how many runs of patches an image is, and the patches of one that attend to each other: of
-        pixels in tiles, [..., channels, height, width], or of one run of patches, [patches, values]."""
-        if len(shape) == 2:
-            return 1, shape[0]
+        pixels in tiles, [..., channels, height, width], or of runs of patches, [runs, patches, values]."""
+        if len(shape) < 4:
+            return math.prod(shape[:-2]), shape[-2]
         height, width = shape[-2:]
         return math.prod(shape[:-3]), (height // self.patch_size) * (width // self.patch_size)
 

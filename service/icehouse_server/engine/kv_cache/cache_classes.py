@@ -31,6 +31,7 @@ from icehouse_server.engine.kv_cache import opaque_state
 from icehouse_server.engine.kv_cache.held import Held, keys_and_values, none_held
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS
+from icehouse_server.errors import ModelError, Reason
 
 Cache = Any
 """One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
@@ -67,6 +68,11 @@ class CacheClass:
     def step_token_count(self) -> int:
         """Tokens by which such caches grow, each being copied then; of states, any number will do."""
         return int(getattr(self.cache_type, "step", KVCache.step))
+
+    def of_other(self, cache: Cache) -> Cache | None:
+        """Return an empty cache that does what an empty one of mlx-vlm's class of this name does; None where
+        that is not known."""
+        return None
 
     def check(self, cache: Cache) -> None:
         """Raise CacheUnsupported when this cache can neither be cut nor held."""
@@ -137,6 +143,9 @@ class PlainKv(CacheClass):
     is_plain: ClassVar[bool] = True
     takes_fused_attention: ClassVar[bool] = True
 
+    def of_other(self, cache: Cache) -> Cache | None:
+        return self.cache_type()
+
     def held(self, cache: Cache) -> Held:
         if cache.keys is None:
             return none_held()
@@ -175,6 +184,9 @@ class QuantizedKv(PlainKv):
     suffixes = ("k", "k.biases", "k.scales", "v", "v.biases", "v.scales")
     is_plain = False
     takes_fused_attention = False
+
+    def of_other(self, cache: Cache) -> Cache | None:
+        return None
 
     def facts(self, cache: Cache) -> tuple[int, ...]:
         return cache.group_size, cache.bits
@@ -254,6 +266,9 @@ class RotatingKv(CacheClass):
     suffixes = ("k", "v")
     takes_fused_attention = True
 
+    def of_other(self, cache: Cache) -> Cache | None:
+        return self.cache_type(max_size=cache.max_size, keep=cache.keep)
+
     def check(self, cache: Cache) -> None:
         if cache.keep:
             raise CacheUnsupported(self.name, f"keeps its first {cache.keep} tokens for ever")
@@ -302,6 +317,9 @@ class SlottedState(CacheClass):
     __slots__ = ()
     kind = RegionKind.CHECKPOINT
     is_state = True
+
+    def of_other(self, cache: Cache) -> Cache | None:
+        return self.cache_type(size=len(cache.cache))
 
     def facts(self, cache: Cache) -> tuple[int, ...]:
         return (len(cache.cache),)
@@ -376,6 +394,21 @@ def class_of(cache: Cache) -> CacheClass:
     """Return the entry of a cache that is not a CacheList; a class without one is opaque."""
     kind = type(cache)
     return CACHE_CLASSES.get(kind) or OpaqueState(kind)
+
+
+def of_mlx_lm(cache: Cache) -> Cache:
+    """Return an empty cache of mlx-lm's for an empty one: itself, unless it is of mlx-vlm, which has classes
+    of its own, of the same names. Raises ModelError for one that is not known here."""
+    kind = type(cache)
+    if not kind.__module__.startswith("mlx_vlm."):
+        return cache
+    entry = next((each for each in CACHE_CLASSES.values() if each.name == kind.__name__), None)
+    found = None if entry is None else entry.of_other(cache)
+    if found is None:
+        raise ModelError(
+            Reason.MODEL_INVALID, f"the model's layers keep mlx-vlm's {kind.__name__}, which is not served"
+        )
+    return found
 
 
 def is_list(cache: Cache) -> bool:

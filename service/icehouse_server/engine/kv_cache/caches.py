@@ -7,12 +7,16 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from icehouse_server.engine.kv_cache.cache_classes import Cache, class_of, leaves, leaves_at, put
+from icehouse_server.engine.kv_cache.cache_classes import Cache, class_of, leaves, leaves_at, of_mlx_lm, put
 
 
 def make_caches(model: Any) -> list[Cache]:
-    """Return empty caches, one a layer, of the classes the model asks for."""
-    return list(make_prompt_cache(model))
+    """Return empty caches, one a layer, of the classes the model asks for.
+
+    mlx-vlm has classes of its own, of the same names: where a model asks for these, it is given mlx-lm's,
+    which blocks are cut from. Raises ModelError for one that is not known here.
+    """
+    return [of_mlx_lm(cache) for cache in make_prompt_cache(model)]
 
 
 def quantize_caches(caches: Sequence[Cache], *, bits: int, group_size: int) -> list[Cache]:

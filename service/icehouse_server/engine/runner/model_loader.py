@@ -111,9 +111,9 @@ def sees_images(path: Path) -> bool:
     return mlx_vlm.is_used(config)
 
 
-def lays_images_out(model: Any) -> bool:
-    """Whether a loaded model's positions tell the rows and columns of images."""
-    return isinstance(model, mlx_vlm.GridTextModel)
+def needs_flat_layers(model: Any) -> bool:
+    """Whether a loaded model's positions or masks depend on where images are."""
+    return isinstance(model, mlx_vlm.GridTextModel | mlx_vlm.WholeImageTextModel)
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:

@@ -316,11 +316,11 @@ class ModelRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
-        if model_loader.lays_images_out(model) and facts.ways != (Way.ATTENTION.value,):
+        if model_loader.needs_flat_layers(model) and facts.ways != (Way.ATTENTION.value,):
             raise ModelError(
                 Reason.MODEL_INVALID,
                 f"this model's passes are split by {', '.join(facts.ways)} ({facts.reason}); only those that "
-                "attention splits know positions in images; is mlx-vlm a newer one than 0.7?",
+                "attention splits know where images are; is mlx-vlm a newer one than 0.7?",
             )
         told = {"ways": ", ".join(facts.ways), "detail": facts.reason or "rows share every layer"}
         if facts.caches:
@@ -333,5 +333,10 @@ class ModelRunner:
 def _features_of(chunk: Chunk, vectors: Mapping[ImageKey, mx.array]) -> tuple[Features, ...]:
     """Return what stands in the place of the chunk's tokens of images."""
     return tuple(
-        Features(part.start, vectors[part.key][part.place : part.place + part.count]) for part in chunk.images
+        Features(
+            part.start,
+            vectors[part.key][part.place : part.place + part.count],
+            part.start - part.place if part.image.is_seen_whole else None,
+        )
+        for part in chunk.images
     )

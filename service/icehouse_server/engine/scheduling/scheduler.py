@@ -302,7 +302,7 @@ class Scheduler:
         if stop == sequence.prefill_target < end and start < stop:
             # One token more, instead of a chunk of its own for it.
             stop = end
-        stops[sequence.sequence_id] = stop
+        stops[sequence.sequence_id] = _outside_images(sequence, begin, stop)
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:
         """Return how far a chunk from `start` may go at most."""
@@ -327,6 +327,15 @@ class Scheduler:
         if measured and sequence.measures_prompt:
             end = min(end, (start // measured + 1) * measured)
         return end
+
+
+def _outside_images(sequence: Sequence, start: int, stop: int) -> int:
+    """Return where a chunk ends instead of inside an image that is seen whole: before it, or behind it where
+    the chunk begins with tokens of it, however little room there is."""
+    for span in sequence.request.images:
+        if span.image.is_seen_whole and span.start_token_index < stop < span.end_token_index:
+            return span.start_token_index if start < span.start_token_index else span.end_token_index
+    return stop
 
 
 _OLDEST_SHARE = 0.25

@@ -7,7 +7,8 @@ import itertools
 import random
 
 import pytest
-from icehouse_server.domain.ids import SequenceId, Tenant
+from icehouse_server.domain.ids import ImageDigest, SequenceId, Tenant
+from icehouse_server.domain.request import ImageInput, ImageSpan
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler, SchedulerLimits
@@ -150,6 +151,20 @@ def test_where_only_what_passes_can_be_kept_a_chunk_ends_before_the_last_token()
 def test_one_token_is_not_left_for_a_chunk_of_its_own() -> None:
     s = sequence(0, 9)
     assert cuts_of(one_admitted(LIMITS, s), s) == [(0, 9)]
+
+
+@pytest.mark.parametrize("done", [0, 12])
+def test_no_chunk_ends_inside_an_image_that_is_seen_whole(done: int) -> None:
+    s = sequence(0, 30)
+    image = ImageInput(ImageDigest(bytes(32)), (), feature_count=12, is_seen_whole=True)
+    s.request = dataclasses.replace(s.request, images=(ImageSpan(10, 22, image),))
+    s.processed_token_count, s.encoded_token_count = done, 22
+    cuts = cuts_of(one_admitted(LIMITS, s), s)
+    assert (
+        cuts == [(0, 8), (8, 10), (10, 22), (22, 24), (24, 30)]
+        if not done
+        else [(12, 22), (22, 24), (24, 30)]
+    )
 
 
 def test_a_sequence_without_output_ends_before_its_last_token() -> None:

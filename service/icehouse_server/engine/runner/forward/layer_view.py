@@ -73,7 +73,7 @@ class FlatLayer:
         raise AttributeError(name)
 
     def make_mask(self, N: int, **asked: Any) -> RowMasks | None:
-        return asked_masks(self.caches, self.spans.counts, **asked)
+        return asked_masks(self.caches, self.spans.counts, wholes=self.spans.wholes, **asked)
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         if self.handed is not None:

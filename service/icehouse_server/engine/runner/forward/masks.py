@@ -7,7 +7,7 @@ rows are made when the body asks, before any cache is updated, and travel throug
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
@@ -25,10 +25,41 @@ class RowMasks:
         self.masks = masks
 
 
-def asked_masks(caches: Sequence[Any], counts: Sequence[int], **asked: Any) -> RowMasks | None:
+class Whole(NamedTuple):
+    """Tokens of a row's share that each see all of the image that they are of. Places in the share."""
+
+    seen_from: int
+    """Where the image begins, before the share perhaps."""
+    start: int
+    end: int
+    """Behind the last one, which is the image's last."""
+
+
+def asked_masks(
+    caches: Sequence[Any],
+    counts: Sequence[int],
+    *,
+    wholes: Sequence[Sequence[Whole]] = (),
+    **asked: Any,
+) -> RowMasks | None:
     """Return what the rows' caches answer to `make_mask(count, **asked)`; None when no row needs a mask."""
     masks = [_mask(cache, count, asked) for cache, count in zip(caches, counts, strict=True)]
+    for number, row in enumerate(wholes):
+        if row and counts[number] > 1:
+            mask = _mask(caches[number], counts[number], {**asked, "return_array": True})
+            masks[number] = _widened(mask, counts[number], row)
     return RowMasks(masks) if any(mask is not None for mask in masks) else None
+
+
+def _widened(mask: mx.array, count: int, wholes: Sequence[Whole]) -> mx.array:
+    """Return a mask, [tokens, keys], whose last keys are those tokens', with what is seen besides."""
+    first = mask.shape[-1] - count
+    for whole in wholes:
+        assert first + whole.seen_from >= 0, (
+            f"the image begins {-whole.seen_from} tokens back, {first} are kept"
+        )
+        mask[..., whole.start : whole.end, first + whole.seen_from : first + whole.end] = True
+    return mask
 
 
 def _mask(cache: Any, count: int, asked: dict[str, Any]) -> Mask:

@@ -150,6 +150,14 @@ class Features:
     """Of the first of these tokens in the share."""
     vectors: mx.array
     """[tokens, width], or longer by a width for each of the first layers that has some of its own."""
+    seen_from: int | None = None
+    """Where in the share the image begins, before the share perhaps, of which each of these tokens sees all;
+    None where they see what is before each."""
+
+    @property
+    def end(self) -> int:
+        """Behind the last of these tokens in the share."""
+        return self.start + self.vectors.shape[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

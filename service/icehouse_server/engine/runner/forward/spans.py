@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from icehouse_server.domain.request import text_positions
+from icehouse_server.engine.runner.forward.masks import Whole
 from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.forward.slab import Slab
 
@@ -35,6 +36,8 @@ class Spans:
     """[tokens], each token's position in its own sequence."""
     rope_positions: mx.array | None = None
     """[3, tokens], where some row has an image that is a grid to the model."""
+    wholes: tuple[tuple[Whole, ...], ...] = ()
+    """What each row brings of images that are seen whole; empty where none does."""
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What layers of one kind compute once a pass."""
 
@@ -65,6 +68,7 @@ class Spans:
             token_count=total,
             positions=mx.array(positions, dtype=mx.int32),
             rope_positions=_rope_positions(laid),
+            wholes=_wholes(laid),
             single_places=[single_place(position) for position in positions[:single_count]],
         )
 
@@ -101,6 +105,18 @@ def _rope_positions(shares: Sequence[Share]) -> mx.array | None:
         laid = share.row.rope_positions
         parts.append(text_positions(begin, count) if laid is None else laid.at(begin, count))
     return mx.array(np.concatenate(parts, axis=1, dtype=np.int32))
+
+
+def _wholes(shares: Sequence[Share]) -> tuple[tuple[Whole, ...], ...]:
+    found = tuple(
+        tuple(
+            Whole(each.seen_from, each.start, each.end)
+            for each in share.features
+            if each.seen_from is not None
+        )
+        for share in shares
+    )
+    return found if any(found) else ()
 
 
 def _place(share: Share, slab: Slab | None) -> tuple[int, ...]:

@@ -21,18 +21,22 @@ from mlx.nn.layers.base import Module
 from icehouse_server.engine.core.memory_model import TowerShape, keeps_scores
 from icehouse_server.engine.runner.forward.model_seam import become
 
-FAMILIES: Final = frozenset({"idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl"})
+FAMILIES: Final = frozenset(
+    {"idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2_vl", "lfm2-vl"}
+)
 """`model_type` of the models whose images are served."""
-_GRID_FAMILIES: Final = frozenset({"qwen2_5_vl", "qwen3_vl"})
+_GRID_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Those whose positions tell the rows and columns of an image."""
 
 
-_READ_BY_MLX_LM: Final = frozenset({"qwen2_5_vl", "qwen3_vl"})
+_READ_BY_MLX_LM: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2-vl"})
 """Those whose text mlx-lm reads too."""
 
 
 _DEEPSTACK_FAMILIES: Final = frozenset({"qwen3_vl"})
 """Those whose towers give vectors for the first layers too."""
+_WHOLE_IMAGE_FAMILIES: Final = frozenset({"gemma3"})
+"""Those in which each token of an image sees all of it."""
 _TOWER_LAYER: Final = re.compile(r"(?!language_model\.).*\b(layers|blocks)\.\d+$")
 """What mlx-vlm's vision towers call the layers that images go through one after another."""
 
@@ -54,7 +58,8 @@ def is_needed(config: Mapping[str, Any]) -> bool:
 
 def image_token_id(config: Mapping[str, Any]) -> int:
     """Return the token whose embeddings the tower makes."""
-    return int(config["image_token_id"])
+    found = config.get("image_token_id")
+    return int(config["image_token_index"] if found is None else found)
 
 
 def is_installed() -> bool:
@@ -69,8 +74,11 @@ def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[
     whole = load_model(path, lazy=lazy)
     whole.eval()
     config = dict(load_config(path))
-    text_model = GridTextModel if config["model_type"] in _GRID_FAMILIES else TextModel
-    tower = DeepstackTower if config["model_type"] in _DEEPSTACK_FAMILIES else VisionTower
+    kind = config["model_type"]
+    if kind in _WHOLE_IMAGE_FAMILIES:
+        return WholeImageTextModel(whole.language_model), ScaledTower(whole), config
+    text_model = GridTextModel if kind in _GRID_FAMILIES else TextModel
+    tower = DeepstackTower if kind in _DEEPSTACK_FAMILIES else VisionTower
     return text_model(whole.language_model), tower(whole), config
 
 
@@ -91,6 +99,30 @@ class TextModel(Module):
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits: mx.array = self.language_model(inputs, cache=cache).logits
         return logits
+
+    def make_cache(self) -> list[Any]:
+        """Return a cache for each layer, of mlx-vlm's classes."""
+        from mlx_vlm.models.cache import make_prompt_cache  # of an optional extra
+
+        return list(make_prompt_cache(self.language_model))
+
+
+class WholeImageTextModel(TextModel):
+    """The same of models in which each token of an image sees all of it (Gemma 3): which tokens these are
+    comes with each pass, and masks are made for it.
+
+    Upstream generates causally. `transformers` does not (`modeling_gemma3.create_causal_mask_mapping`): in
+    full layers and in those with a window an image's tokens see each other. That is what was trained.
+    """
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__(language_model)
+        config = language_model.config
+        if config.mm_tokens_per_image > config.sliding_window:
+            raise ValueError(
+                f"an image has {config.mm_tokens_per_image} tokens and its layers a window of "
+                f"{config.sliding_window}; only images that fit into the window are served"
+            )
 
 
 class GridTextModel(TextModel):
@@ -144,10 +176,12 @@ class VisionTower:
     def shape(self, *, device: str) -> TowerShape:
         """Return what its temporary arrays are made of. `device` is "cpu", "metal" or "cuda"."""
         found = vars(self._whole.config.vision_config)
-        hidden_size, head_count = found["hidden_size"], _first(found, "num_attention_heads", "num_heads")
+        # Qwen2-VL's `hidden_size` is what comes out, as wide as the other half.
+        hidden_size = _first(found, "embed_dim", "hidden_size")
+        head_count = _first(found, "num_attention_heads", "num_heads")
         return TowerShape(
             hidden_size=hidden_size,
-            feed_forward_size=found["intermediate_size"],
+            feed_forward_size=found.get("intermediate_size") or round(hidden_size * found["mlp_ratio"]),
             head_count=head_count,
             patch_size=found["patch_size"],
             vector_size=self._whole.config.text_config.hidden_size * self._vectors_per_token,
@@ -188,6 +222,22 @@ class VisionTower:
         """Take what a layer gives, where a run is built."""
         if self._layers is not None:
             self._layers.append(output)
+
+
+class ScaledTower(VisionTower):
+    """The same where embeddings are multiplied by the root of their width before the first layer, and an
+    image's vectors are not to be (Gemma 3)."""
+
+    def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
+        whole = self._whole
+        dtype = whole.multi_modal_projector.mm_input_projection_weight.dtype
+        pixels = tensors["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)
+        hidden, _, _ = whole.vision_tower(pixels, output_hidden_states=True)
+        vectors: mx.array = whole.multi_modal_projector(hidden)[0]
+        # Rounded as the factor is that it undoes. Upstream takes the width from another place of the config,
+        # 2,048 where that says nothing: right for none of the models.
+        factor = mx.array(whole.config.text_config.hidden_size**0.5, mx.bfloat16)
+        return vectors / factor.astype(vectors.dtype)
 
 
 class DeepstackTower(VisionTower):
