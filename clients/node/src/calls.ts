@@ -7,14 +7,15 @@ import type {
   MessageShape,
 } from "@bufbuild/protobuf";
 
-import { PREFIX_KEY_HEADER, prefixKey } from "./affinity.js";
-import type { Connection } from "./connection.js";
 import { CacheService } from "./gen/icehouse/v1/cache_service_pb.js";
 import { EmbeddingService } from "./gen/icehouse/v1/embedding_service_pb.js";
 import { InferenceService } from "./gen/icehouse/v1/inference_service_pb.js";
 import { RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
 import { refuseUnknownOptions } from "./options.js";
+import { PREFIX_KEY_HEADER } from "./prefix.js";
 import { sentAgain } from "./retries.js";
+import type { BearerToken } from "./token.js";
+import type { CallBounds, Transport } from "./transport.js";
 
 /** The deadline of a call that names none. */
 export const DEFAULT_TIMEOUT_MS = 120_000;
@@ -53,17 +54,19 @@ export interface CallDefaults {
 
 /** Calls of one connection, each with its deadline and, where it has a prompt, its prefix key. */
 export class Calls {
-  readonly #connection: Connection;
+  readonly #transport: Transport;
+  readonly #token: BearerToken;
   /** The deadline of calls that name none. */
   readonly timeoutMs: number;
   readonly #orderTimeoutMs: number;
   readonly #retryLimit: number;
 
-  constructor(connection: Connection, { timeoutMs, orderTimeoutMs, retryLimit }: CallDefaults) {
+  constructor(transport: Transport, token: BearerToken, { timeoutMs, orderTimeoutMs, retryLimit }: CallDefaults) {
     if (!Number.isInteger(retryLimit) || retryLimit < 0) {
       throw new RangeError(`retryLimit is ${retryLimit}, and must be a whole number of at least 0`);
     }
-    this.#connection = connection;
+    this.#transport = transport;
+    this.#token = token;
     this.timeoutMs = timeoutMs;
     this.#orderTimeoutMs = timeoutMs === Infinity ? Infinity : orderTimeoutMs;
     this.#retryLimit = retryLimit;
@@ -75,10 +78,11 @@ export class Calls {
     request: MessageShape<I>,
     options: CallOptions,
   ): Promise<MessageShape<O>> {
-    const deadline = deadlineOf(options, ORDERS.has(method) ? this.#orderTimeoutMs : this.timeoutMs);
-    const attempt = () => this.#connection.unary(method, request, headersOf(request, options), { deadline }, options.signal);
-    const limit = RETRIED.has(method) ? this.#retryLimit : 0;
-    return sentAgain(attempt, { limit, deadline, signal: options.signal });
+    const bounds = boundsOf(options, ORDERS.has(method) ? this.#orderTimeoutMs : this.timeoutMs);
+    const headers = await this.#headersOf(request, options);
+    const attempt = () =>
+      this.#token.once(headers, (sent) => this.#transport.unary(method, request, sent, bounds));
+    return sentAgain(attempt, { limit: RETRIED.has(method) ? this.#retryLimit : 0, ...bounds });
   }
 
   /** Sends one request and yields its answers, without a deadline unless `options` name one. */
@@ -87,17 +91,31 @@ export class Calls {
     request: MessageShape<I>,
     options: CallOptions,
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
-    const deadline = deadlineOf(options, Infinity);
-    return this.#connection.serverStream(method, request, headersOf(request, options), { deadline }, options.signal);
+    return this.#begun(method, request, boundsOf(options, Infinity), options);
+  }
+
+  async *#begun<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodServerStreaming<I, O>,
+    request: MessageShape<I>,
+    bounds: CallBounds,
+    options: CallOptions,
+  ): AsyncGenerator<MessageShape<O>, void, undefined> {
+    const headers = await this.#headersOf(request, options);
+    yield* this.#token.each(headers, (sent) => this.#transport.serverStream(method, request, sent, bounds));
+  }
+
+  /** Ends the connection and what runs on it. */
+  close(): void {
+    this.#transport.close();
+  }
+
+  async #headersOf(request: Message, { metadata }: CallOptions): Promise<Readonly<Record<string, string>>> {
+    const key = await this.#transport.prefixKey(request);
+    return { ...metadata, ...(key && { [PREFIX_KEY_HEADER]: key }) };
   }
 }
 
-function deadlineOf(options: CallOptions, fallbackMs: number): number {
+function boundsOf(options: CallOptions, fallbackMs: number): CallBounds {
   refuseUnknownOptions(options, ["timeoutMs", "signal", "metadata"]);
-  return Date.now() + (options.timeoutMs ?? fallbackMs);
-}
-
-function headersOf(request: Message, { metadata }: CallOptions): Readonly<Record<string, string>> {
-  const key = prefixKey(request);
-  return { ...metadata, ...(key && { [PREFIX_KEY_HEADER]: key }) };
+  return { deadline: Date.now() + (options.timeoutMs ?? fallbackMs), signal: options.signal };
 }

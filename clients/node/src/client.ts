@@ -1,61 +1,14 @@
-import {
-  create,
-  type DescMessage,
-  type DescMethodServerStreaming,
-  type DescMethodUnary,
-  type MessageInitShape,
-  type MessageShape,
-} from "@bufbuild/protobuf";
-import { type Interceptor, status } from "@grpc/grpc-js";
-import { setTimeout as sleep } from "node:timers/promises";
+import type { Interceptor } from "@grpc/grpc-js";
 
-import { CacheClient } from "./cache.js";
-import { type CallOptions, Calls, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
+import { BASE_OPTION_NAMES, BaseClient, type BaseClientOptions } from "./base_client.js";
 import { Connection } from "./connection.js";
-import { IcehouseError } from "./errors.js";
-import { type EmbedResponse, EmbeddingService } from "./gen/icehouse/v1/embedding_service_pb.js";
-import {
-  type CacheStatsResponse,
-  type DetokenizeResponse,
-  GenerateRequestSchema,
-  type GenerateResponse,
-  InferenceService,
-  type TokenizeResponse,
-} from "./gen/icehouse/v1/inference_service_pb.js";
-import { type Model, ModelService } from "./gen/icehouse/v1/model_service_pb.js";
-import { ResponseFormatSchema } from "./gen/icehouse/v1/response_format_pb.js";
-import { type RerankResponse, RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
-import { type RequestInfo, type Server, ServerService, ServerState } from "./gen/icehouse/v1/server_service_pb.js";
-import { jsonOf, jsonSchemaOf, type Parser } from "./json.js";
 import { refuseUnknownOptions } from "./options.js";
-import {
-  type DetokenizeInit,
-  type EmbedInit,
-  embedRequestFrom,
-  type GenerateInit,
-  promptedRequestFrom,
-  type RerankInit,
-  requestFrom,
-  type TokenizeInit,
-} from "./requests.js";
 import type { Security } from "./security.js";
-import { Stream } from "./stream.js";
+import { BearerToken } from "./token.js";
 
-const FIRST_POLL_MS = 100;
-const LAST_POLL_MS = 2_000;
-
-export interface ClientOptions {
+export interface ClientOptions extends BaseClientOptions {
   /** Absent: no TLS, no token. */
   readonly security?: Security;
-  /** The deadline of calls that name none; Infinity for no deadline. Absent: DEFAULT_TIMEOUT_MS. */
-  readonly timeoutMs?: number;
-  /** That of Warm, Evict and Verify, unless `timeoutMs` is Infinity. Absent: DEFAULT_ORDER_TIMEOUT_MS. */
-  readonly orderTimeoutMs?: number;
-  /**
-   * How often generate, embed and rerank are sent again where the server refuses them for now and says when to come
-   * back (`retryAfterMs`), but never past their deadline. Absent: 0.
-   */
-  readonly retryLimit?: number;
   /** gRPC's own, such as those of tracing; each sees every attempt of a call. */
   readonly interceptors?: readonly Interceptor[];
 }
@@ -64,143 +17,11 @@ export interface ClientOptions {
  * A connection to one server, or to all that a name resolves to. Every method throws IcehouseError, and
  * TypeError for a field or an option that there is none of.
  */
-export class Client {
-  /** The server's prefix cache: warm, explain, pin, unpin, evict, verify, watchStats. */
-  readonly cache: CacheClient;
-  readonly #connection: Connection;
-  readonly #calls: Calls;
-
+export class Client extends BaseClient {
   /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
   constructor(address = "localhost:50051", options: ClientOptions = {}) {
-    refuseUnknownOptions(options, ["security", "timeoutMs", "orderTimeoutMs", "retryLimit", "interceptors"]);
-    const { security = {}, timeoutMs = DEFAULT_TIMEOUT_MS, orderTimeoutMs = DEFAULT_ORDER_TIMEOUT_MS } = options;
-    this.#connection = new Connection(address, security, options.interceptors ?? []);
-    this.#calls = new Calls(this.#connection, { timeoutMs, orderTimeoutMs, retryLimit: options.retryLimit ?? 0 });
-    this.cache = new CacheClient(this.#calls);
+    refuseUnknownOptions(options, [...BASE_OPTION_NAMES, "security", "interceptors"]);
+    const { security = {}, interceptors = [] } = options;
+    super(new Connection(address, security, interceptors), new BearerToken(security.token), options);
   }
-
-  /** Ends the connection. */
-  close(): void {
-    this.#connection.close();
-  }
-
-  /** Returns once the server takes requests: it listens and its model is loaded. */
-  async waitReady(options: CallOptions = {}): Promise<Server> {
-    const end = Date.now() + (options.timeoutMs ?? this.#calls.timeoutMs);
-    for (let delayMs = FIRST_POLL_MS; ; delayMs = Math.min(2 * delayMs, LAST_POLL_MS)) {
-      const leftMs = end - Date.now();
-      try {
-        const server = await this.getServer({ ...options, timeoutMs: leftMs });
-        if (server.state === ServerState.READY) return server;
-        if (server.state === ServerState.FAILED) throw new Error("the server's engine has failed; start it again");
-      } catch (error) {
-        const isAbsent = error instanceof IcehouseError && error.code === status.UNAVAILABLE;
-        if (!isAbsent || leftMs <= delayMs) throw error;
-      }
-      // Of a signal the next call says what all calls say of it.
-      await sleep(delayMs, undefined, options.signal ? { signal: options.signal } : {}).catch(() => undefined);
-    }
-  }
-
-  /** Returns the whole output. Retried while no server takes it, until the deadline. */
-  async generate(request: GenerateInit, options: CallOptions = {}): Promise<GenerateResponse> {
-    return this.#calls.unary(
-      InferenceService.method.generate,
-      promptedRequestFrom(GenerateRequestSchema, request),
-      options,
-    );
-  }
-
-  /**
-   * Returns an output in JSON as `parser` reads it, a schema of zod for example. The output is held to the
-   * request's `responseFormat`; without one, to the JSON schema that the parser tells.
-   */
-  async generateJson<T>(request: GenerateInit, parser: Parser<T>, options: CallOptions = {}): Promise<T> {
-    const message = promptedRequestFrom(GenerateRequestSchema, request);
-    message.responseFormat ??= create(ResponseFormatSchema, { format: { case: "jsonSchema", value: jsonSchemaOf(parser) } });
-    return jsonOf(await this.#calls.unary(InferenceService.method.generate, message, options), parser);
-  }
-
-  /** Returns an output that comes piece by piece. Nothing is sent before the iteration begins; never retried. */
-  stream(request: GenerateInit, options: CallOptions = {}): Stream {
-    const message = promptedRequestFrom(GenerateRequestSchema, request);
-    const bounded = { ...options, timeoutMs: options.timeoutMs ?? this.#calls.timeoutMs };
-    const begin = () => this.#calls.serverStream(InferenceService.method.stream, message, bounded);
-    return new Stream(begin, message.completions);
-  }
-
-  /** Returns a vector for each input, and what they cost. Retried as generate is. */
-  async embed(request: EmbedInit, options: CallOptions = {}): Promise<EmbedResponse> {
-    return this.#calls.unary(EmbeddingService.method.embed, embedRequestFrom(request), options);
-  }
-
-  /** Returns the documents in the order in which they answer the query, best first. Retried as generate is. */
-  async rerank(request: RerankInit, options: CallOptions = {}): Promise<RerankResponse> {
-    return this.call(RerankService.method.rerank, request, options);
-  }
-
-  /** Returns the tokens of a prompt. */
-  async tokenize(request: TokenizeInit, options: CallOptions = {}): Promise<TokenizeResponse> {
-    const { tokenize } = InferenceService.method;
-    return this.#calls.unary(tokenize, promptedRequestFrom(tokenize.input, request), options);
-  }
-
-  /** Returns the text of tokens. */
-  async detokenize(request: DetokenizeInit, options: CallOptions = {}): Promise<DetokenizeResponse> {
-    return this.call(InferenceService.method.detokenize, request, options);
-  }
-
-  /** Returns the served models. */
-  async listModels(options: CallOptions = {}): Promise<Model[]> {
-    return (await this.call(ModelService.method.listModels, {}, options)).models;
-  }
-
-  /** Returns the server's counters. */
-  async cacheStats(options: CallOptions = {}): Promise<CacheStatsResponse> {
-    return this.call(InferenceService.method.cacheStats, {}, options);
-  }
-
-  /** Returns the server's version, state, features and limits. Answered while the model loads, too. */
-  async getServer(options: CallOptions = {}): Promise<Server> {
-    return present((await this.call(ServerService.method.getServer, {}, options)).server);
-  }
-
-  /** Returns the requests that wait or run, the oldest first: an operator's sees those of all tenants. */
-  async listRequests(options: CallOptions = {}): Promise<RequestInfo[]> {
-    const found: RequestInfo[] = [];
-    for (let pageToken = ""; ; ) {
-      const page = await this.call(ServerService.method.listRequests, { pageSize: 1000, pageToken }, options);
-      found.push(...page.requests);
-      if (!page.nextPageToken) return found;
-      pageToken = page.nextPageToken;
-    }
-  }
-
-  /** Ends a request, another caller's too for operators; returns what it was. */
-  async cancelRequest(requestId: string, options: CallOptions = {}): Promise<RequestInfo> {
-    return present((await this.call(ServerService.method.cancelRequest, { requestId }, options)).request);
-  }
-
-  /** Calls any other method with one answer, such as `ModelService.method.getModel`. */
-  async call<I extends DescMessage, O extends DescMessage>(
-    method: DescMethodUnary<I, O>,
-    request: MessageInitShape<I>,
-    options: CallOptions = {},
-  ): Promise<MessageShape<O>> {
-    return this.#calls.unary(method, requestFrom(method.input, request), options);
-  }
-
-  /** Yields the answers of any other method with many; without a deadline unless `options` name one. */
-  watch<I extends DescMessage, O extends DescMessage>(
-    method: DescMethodServerStreaming<I, O>,
-    request: MessageInitShape<I>,
-    options: CallOptions = {},
-  ): AsyncGenerator<MessageShape<O>, void, undefined> {
-    return this.#calls.serverStream(method, requestFrom(method.input, request), options);
-  }
-}
-
-function present<T>(value: T | undefined): T {
-  if (value === undefined) throw new Error("the server left out what its API always sends; is it newer than this client?");
-  return value;
 }

@@ -3,21 +3,26 @@ import {
   type DescMethodServerStreaming,
   type DescMethodUnary,
   fromBinary,
+  type Message,
   type MessageShape,
   toBinary,
 } from "@bufbuild/protobuf";
 import {
-  type CallOptions,
   type ClientReadableStream,
   Client as GrpcClient,
   type Interceptor,
   Metadata,
+  type ServiceError,
 } from "@grpc/grpc-js";
 import { readFileSync } from "node:fs";
 
-import { errorFrom } from "./errors.js";
+import { prefixKey } from "./affinity.js";
+import { IcehouseError } from "./errors.js";
+import { StatusSchema } from "./gen/google/rpc/status_pb.js";
 import { channelCredentials, type Security } from "./security.js";
-import { BearerToken } from "./token.js";
+import type { CallBounds, Transport } from "./transport.js";
+
+const DETAILS_KEY = "grpc-status-details-bin";
 
 /**
  * The published service config: Generate, Embed and Rerank are retried when no server took them, and calls go
@@ -26,13 +31,11 @@ import { BearerToken } from "./token.js";
  */
 export const SERVICE_CONFIG = readFileSync(new URL("../../service_config.json", import.meta.url), "utf8");
 
-/** Speaks to a server in the messages of protobuf-es. */
-export class Connection {
+/** Speaks to a server by gRPC, in the messages of protobuf-es. */
+export class Connection implements Transport {
   readonly #client: GrpcClient;
-  readonly #token: BearerToken;
 
   constructor(address: string, security: Security, interceptors: readonly Interceptor[]) {
-    this.#token = new BearerToken(security.token);
     this.#client = new GrpcClient(address, channelCredentials(security), {
       "grpc.service_config": SERVICE_CONFIG,
       // A prompt's tokens or a long output may pass gRPC's 4 MB.
@@ -42,30 +45,15 @@ export class Connection {
     });
   }
 
-  /** Sends one request and returns its answer; `signal` cancels it. */
+  prefixKey(request: Message): string {
+    return prefixKey(request);
+  }
+
   async unary<I extends DescMessage, O extends DescMessage>(
     method: DescMethodUnary<I, O>,
     request: MessageShape<I>,
     headers: Readonly<Record<string, string>>,
-    options: CallOptions,
-    signal: AbortSignal | undefined,
-  ): Promise<MessageShape<O>> {
-    const plain = metadataOf(headers);
-    const sent = await this.#token.authorized(plain);
-    try {
-      return await this.#unary(method, request, sent, options, signal);
-    } catch (error) {
-      if (!(await this.#token.isRenewed(error, plain, sent))) throw error;
-    }
-    return this.#unary(method, request, await this.#token.authorized(plain), options, signal);
-  }
-
-  async #unary<I extends DescMessage, O extends DescMessage>(
-    method: DescMethodUnary<I, O>,
-    request: MessageShape<I>,
-    metadata: Metadata,
-    options: CallOptions,
-    signal: AbortSignal | undefined,
+    { deadline, signal }: CallBounds,
   ): Promise<MessageShape<O>> {
     return new Promise((resolve, reject) => {
       const call = this.#client.makeUnaryRequest(
@@ -73,8 +61,8 @@ export class Connection {
         (message: MessageShape<I>) => Buffer.from(toBinary(method.input, message)),
         (bytes) => fromBinary(method.output, bytes),
         request,
-        metadata,
-        options,
+        metadataOf(headers),
+        { deadline },
         (error, response) => {
           signal?.removeEventListener("abort", cancel);
           if (error) reject(errorFrom(error));
@@ -86,43 +74,19 @@ export class Connection {
     });
   }
 
-  /** Sends one request and yields its answers. Leaving early, or `signal`, ends the call on the server too. */
   async *serverStream<I extends DescMessage, O extends DescMessage>(
     method: DescMethodServerStreaming<I, O>,
     request: MessageShape<I>,
     headers: Readonly<Record<string, string>>,
-    options: CallOptions,
-    signal: AbortSignal | undefined,
-  ): AsyncGenerator<MessageShape<O>, void, undefined> {
-    const plain = metadataOf(headers);
-    const sent = await this.#token.authorized(plain);
-    let isAnswered = false;
-    try {
-      for await (const response of this.#serverStream(method, request, sent, options, signal)) {
-        isAnswered = true;
-        yield response;
-      }
-      return;
-    } catch (error) {
-      if (isAnswered || !(await this.#token.isRenewed(error, plain, sent))) throw error;
-    }
-    yield* this.#serverStream(method, request, await this.#token.authorized(plain), options, signal);
-  }
-
-  async *#serverStream<I extends DescMessage, O extends DescMessage>(
-    method: DescMethodServerStreaming<I, O>,
-    request: MessageShape<I>,
-    metadata: Metadata,
-    options: CallOptions,
-    signal: AbortSignal | undefined,
+    { deadline, signal }: CallBounds,
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
     const call: ClientReadableStream<MessageShape<O>> = this.#client.makeServerStreamRequest(
       pathOf(method),
       (message: MessageShape<I>) => Buffer.from(toBinary(method.input, message)),
       (bytes) => fromBinary(method.output, bytes),
       request,
-      metadata,
-      options,
+      metadataOf(headers),
+      { deadline },
     );
     const cancel = () => call.cancel();
     cancelOn(signal, cancel);
@@ -138,7 +102,6 @@ export class Connection {
     }
   }
 
-  /** Ends the connection and what runs on it. */
   close(): void {
     this.#client.close();
   }
@@ -157,4 +120,16 @@ function pathOf(method: { readonly parent: { readonly typeName: string }; readon
 function cancelOn(signal: AbortSignal | undefined, cancel: () => void): void {
   if (signal?.aborted) cancel();
   else signal?.addEventListener("abort", cancel, { once: true });
+}
+
+/** Returns what a call threw as IcehouseError; what is no status stays what it is. */
+function errorFrom(error: unknown): unknown {
+  if (!isServiceError(error)) return error;
+  const [packed] = error.metadata.get(DETAILS_KEY);
+  const details = Buffer.isBuffer(packed) ? fromBinary(StatusSchema, packed).details : [];
+  return new IcehouseError({ code: error.code, message: error.details, details, cause: error });
+}
+
+function isServiceError(error: unknown): error is ServiceError {
+  return error instanceof Error && "code" in error && "details" in error && "metadata" in error;
 }

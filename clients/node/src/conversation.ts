@@ -1,5 +1,4 @@
 import { create, fromJson, type JsonValue, toJson } from "@bufbuild/protobuf";
-import { randomUUID } from "node:crypto";
 
 import { type ChatMessage, ChatMessageSchema } from "./gen/icehouse/v1/prompt_pb.js";
 import type { ToolCall } from "./gen/icehouse/v1/tool_pb.js";
@@ -34,7 +33,7 @@ export class Conversation {
 
   constructor({ messages = [], system = "", sessionId }: ConversationOptions = {}) {
     this.messages = [...messages];
-    this.sessionId = sessionId ?? randomUUID().replaceAll("-", "");
+    this.sessionId = sessionId ?? randomId();
     if (system) this.system = system;
   }
 
@@ -92,6 +91,11 @@ export class Conversation {
     const named = typeof sessionId === "string" && sessionId !== "" ? { sessionId } : {};
     return new Conversation({ messages: messages.map(messageFrom), ...named });
   }
+}
+
+function randomId(): string {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 function messageFrom(facts: JsonValue, index: number): ChatMessage {

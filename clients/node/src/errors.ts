@@ -1,11 +1,17 @@
-import { type DescMessage, fromBinary, type MessageShape } from "@bufbuild/protobuf";
-import { anyUnpack } from "@bufbuild/protobuf/wkt";
-import { type ServiceError, status } from "@grpc/grpc-js";
+import { type DescMessage, type MessageShape } from "@bufbuild/protobuf";
+import { type Any, anyUnpack } from "@bufbuild/protobuf/wkt";
+import type { status } from "@grpc/grpc-js";
 
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb.js";
-import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
+import { CODE_NAMES } from "./status.js";
 
-const DETAILS_KEY = "grpc-status-details-bin";
+/** A status as it came, whatever brought it. */
+export interface StatusFacts {
+  readonly code: status;
+  readonly message: string;
+  readonly details: readonly Any[];
+  readonly cause: unknown;
+}
 
 /** What every failed call throws: the server's status with its details unpacked. */
 export class IcehouseError extends Error {
@@ -24,13 +30,12 @@ export class IcehouseError extends Error {
   /** When trying again makes sense. Absent: the server named no delay. */
   readonly retryAfterMs: number | undefined;
 
-  constructor(error: ServiceError) {
-    const codeName = status[error.code] ?? "UNKNOWN";
-    const details = detailsOf(error);
+  constructor({ code, message, details, cause }: StatusFacts) {
+    const codeName = CODE_NAMES[code] ?? "UNKNOWN";
     const info = find(details, ErrorInfoSchema);
     const reason = info?.reason || codeName;
-    super(`${codeName}${reason === codeName ? "" : ` (${reason})`}: ${error.details}`, { cause: error });
-    this.code = error.code;
+    super(`${codeName}${reason === codeName ? "" : ` (${reason})`}: ${message}`, { cause });
+    this.code = code;
     this.reason = reason;
     this.metadata = info?.metadata ?? {};
     this.field = find(details, BadRequestSchema)?.fieldViolations[0]?.field;
@@ -39,21 +44,7 @@ export class IcehouseError extends Error {
   }
 }
 
-/** Returns what a call threw as IcehouseError; what is no status stays what it is. */
-export function errorFrom(error: unknown): unknown {
-  return isServiceError(error) ? new IcehouseError(error) : error;
-}
-
-function isServiceError(error: unknown): error is ServiceError {
-  return error instanceof Error && "code" in error && "details" in error && "metadata" in error;
-}
-
-function detailsOf(error: ServiceError): Status["details"] {
-  const [packed] = error.metadata.get(DETAILS_KEY);
-  return Buffer.isBuffer(packed) ? fromBinary(StatusSchema, packed).details : [];
-}
-
-function find<T extends DescMessage>(details: Status["details"], schema: T): MessageShape<T> | undefined {
+function find<T extends DescMessage>(details: readonly Any[], schema: T): MessageShape<T> | undefined {
   for (const detail of details) {
     const found = anyUnpack(detail, schema);
     if (found) return found;

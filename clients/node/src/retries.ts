@@ -1,7 +1,6 @@
-import { status } from "@grpc/grpc-js";
-import { setTimeout as sleep } from "node:timers/promises";
-
 import { IcehouseError } from "./errors.js";
+import { sleep } from "./sleep.js";
+import { RESOURCE_EXHAUSTED } from "./status.js";
 
 /** A delay is made longer by up to this share, so that those who were refused together come one by one. */
 const SPREAD = 0.25;
@@ -27,13 +26,13 @@ export async function sentAgain<T>(attempt: () => Promise<T>, { limit, deadline,
       const delayMs = left > 0 ? delayAfter(error) : undefined;
       if (delayMs === undefined || delayMs >= deadline - Date.now()) throw error;
       // Of a signal the next attempt says what all calls say of it.
-      await sleep(delayMs, undefined, signal ? { signal } : {}).catch(() => undefined);
+      await sleep(delayMs, signal);
     }
   }
 }
 
 /** Returns how long to wait before a refused call is sent again; undefined where that makes no sense. */
 function delayAfter(error: unknown): number | undefined {
-  if (!(error instanceof IcehouseError) || error.code !== status.RESOURCE_EXHAUSTED) return undefined;
+  if (!(error instanceof IcehouseError) || error.code !== RESOURCE_EXHAUSTED) return undefined;
   return error.retryAfterMs && error.retryAfterMs * (1 + SPREAD * Math.random());
 }

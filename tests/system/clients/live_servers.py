@@ -23,6 +23,7 @@ from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.rpc.authority import Authority
 from tests.system.clients.fronts import busy_front, draining_front
+from tests.system.clients.web_edge import web_edge
 from tests.system.crash.server_process import ServerProcess
 from tests.system.mesh.envoy import free_ports
 
@@ -55,6 +56,8 @@ class Servers:
     """Refuses every call twice and says when to come back; the third one reaches `address`."""
     unused_address: str
     """Nobody listens here."""
+    web_url: str
+    """An Envoy that speaks gRPC-Web to browsers and gRPC to `address`; empty where there is no Envoy."""
 
     def as_json(self) -> str:
         """Return one line."""
@@ -106,6 +109,7 @@ def live_servers() -> Iterator[Servers]:
             draining_address=stack.enter_context(draining_front(plain.address)),
             busy_address=stack.enter_context(busy_front(plain.address)),
             unused_address=f"127.0.0.1:{unused_port}",
+            web_url=stack.enter_context(web_edge(plain.address)),
         )
 
 

@@ -1,0 +1,26 @@
+import type { status } from "@grpc/grpc-js";
+
+/** The names of gRPC's status codes, by number: grpc-js has them too, but cannot be loaded by a browser. */
+export const CODE_NAMES: readonly string[] = [
+  "OK",
+  "CANCELLED",
+  "UNKNOWN",
+  "INVALID_ARGUMENT",
+  "DEADLINE_EXCEEDED",
+  "NOT_FOUND",
+  "ALREADY_EXISTS",
+  "PERMISSION_DENIED",
+  "RESOURCE_EXHAUSTED",
+  "FAILED_PRECONDITION",
+  "ABORTED",
+  "OUT_OF_RANGE",
+  "UNIMPLEMENTED",
+  "INTERNAL",
+  "UNAVAILABLE",
+  "DATA_LOSS",
+  "UNAUTHENTICATED",
+];
+
+export const RESOURCE_EXHAUSTED: status.RESOURCE_EXHAUSTED = 8;
+export const UNAVAILABLE: status.UNAVAILABLE = 14;
+export const UNAUTHENTICATED: status.UNAUTHENTICATED = 16;

@@ -1,0 +1,34 @@
+import type { DescMessage, DescMethodServerStreaming, DescMethodUnary, Message, MessageShape } from "@bufbuild/protobuf";
+
+/** What bounds a call. */
+export interface CallBounds {
+  /** In milliseconds since 1970; Infinity for none. */
+  readonly deadline: number;
+  /** Ends the call with CANCELLED. */
+  readonly signal: AbortSignal | undefined;
+}
+
+/** What carries calls to a server: gRPC in Node, gRPC-Web in browsers. It throws IcehouseError. */
+export interface Transport {
+  /** Returns the request's prefix key; the empty text where it has no prompt. */
+  prefixKey(request: Message): string | Promise<string>;
+
+  /** Sends one request and returns its answer. */
+  unary<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodUnary<I, O>,
+    request: MessageShape<I>,
+    headers: Readonly<Record<string, string>>,
+    bounds: CallBounds,
+  ): Promise<MessageShape<O>>;
+
+  /** Sends one request and yields its answers. Leaving early ends the call on the server too. */
+  serverStream<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodServerStreaming<I, O>,
+    request: MessageShape<I>,
+    headers: Readonly<Record<string, string>>,
+    bounds: CallBounds,
+  ): AsyncGenerator<MessageShape<O>, void, undefined>;
+
+  /** Ends the connection and what runs on it. */
+  close(): void;
+}
