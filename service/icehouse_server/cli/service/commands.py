@@ -19,7 +19,6 @@ from icehouse_server.cli.service.systemd import Systemd
 from icehouse_server.cli.terminal.console import AsJson, complain, err, out, print_json
 from icehouse_server.config import load_config
 from icehouse_server.config.load import FILE_VARIABLE, ClientVariable, environment
-from icehouse_server.demo.models import DEMO_MODELS
 
 app = typer.Typer(help="Have systemd or launchd run the server for you.", no_args_is_help=True)
 
@@ -129,6 +128,9 @@ def definition_of(*, model: str | None, config: Path | None) -> ServiceDefinitio
 
     Paths are made absolute: a service has a working folder of its own.
     """
+    # Imported here, so that commands start without tokenizers.
+    from icehouse_server.demo.models import DEMO_MODELS
+
     file = None if config is None else config.expanduser().absolute()
     # Without this terminal's variables, as the service will see it.
     loaded = load_config(flags={"model.model": model}, environ={}, file=file)
