@@ -105,6 +105,8 @@ class EventWatch:
     def _is_told(self, entry: Entry) -> bool:
         if not (entry.ram or entry.ssd) or entry.token_count != BLOCK:
             return False
+        if not entry.is_told or entry.hash in self._ledger.with_images:
+            return False
         if self._tokens(entry) is not None:
             return True
         excused = entry.hash in self._ledger.ever_damaged or self._ledger.io_errors(self._served)

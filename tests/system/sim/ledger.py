@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from icehouse_server.domain.blocks import Damage, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, Damage, RegionKind, TokenKeys
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
 from icehouse_server.domain.ids import BlockHash
@@ -24,6 +24,7 @@ from icehouse_server.storage.messages import (
 from icehouse_server.storage.record import BlockRecord
 
 from tests.system.sim.disk import Rot
+from tests.system.sim.images import image_token_count
 from tests.system.sim.model import Reply
 
 if TYPE_CHECKING:
@@ -45,8 +46,12 @@ class Promise:
         return self.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
 
     @property
-    def history(self) -> tuple[int, ...]:
-        return self.request.prompt_token_ids + self.reply.token_ids
+    def history(self) -> TokenKeys:
+        return self.keys + self.reply.token_ids
+
+    @property
+    def keys(self) -> TokenKeys:
+        return self.request.keys(self.request.prompt_token_ids)
 
 
 def _kinds(record: BlockRecord) -> frozenset[RegionKind]:
@@ -61,6 +66,8 @@ class Ledger:
         """With the regions that the SSD tier said it has of each."""
         self.removed: set[BlockHash] = set()
         self.spilled: set[BlockHash] = set()
+        self.with_images: set[BlockHash] = set()
+        """Those of them that no gateway hears of."""
         self.damaged: set[BlockHash] = set()
         """Blocks whose files were changed behind the server's back and not written anew since."""
         self.rot_count = 0
@@ -82,9 +89,12 @@ class Ledger:
         self.seen: Counter[str] = Counter()
         """What happened at all, so that a test can say the scenarios reach it."""
 
-    def note_spill(self, block: BlockHash) -> None:
+    def note_spill(self, header: BlockHeader) -> None:
         """A block was handed to the SSD tier."""
+        block = header.hash
         self.spilled.add(block)
+        if header.extra:
+            self.with_images.add(block)
         self.spill_number += 1
         self.spill_numbers[block] = self.spill_number
 
@@ -208,7 +218,8 @@ class Ledger:
         assert count <= len(request.prompt_token_ids) - 1, f"{request.request_id}: the last token must run"
         if request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
             assert count == 0, f"{request.request_id} reused {count} tokens against its will"
-        prefix = request.prompt_token_ids[:count]
+        prefix = promise.keys[:count]
+        self.seen["reused image tokens"] += image_token_count(prefix)
         known = any(
             other.writes
             and other.model == promise.model

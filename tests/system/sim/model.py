@@ -45,6 +45,11 @@ def mix(*values: int) -> int:
     return result
 
 
+def visible(key: int) -> int:
+    """Return what the model reads of a token: its id, or a vector of what an image shows in its place."""
+    return mix(*(key >> shift & _MASK for shift in range(0, key.bit_length(), 64))) if key > _MASK else key
+
+
 class Caches:
     """The caches of one sequence: kv rows, the last window rows, one state."""
 
@@ -115,8 +120,8 @@ class Reply:
 def reference_reply(spec: ModelSpec, request: GenerationRequest) -> Reply:
     """Compute the reply from nothing, without blocks, batches or chunks."""
     caches = Caches(spec.with_adapter(request.adapter))
-    for token_id in request.prompt_token_ids:
-        caches.run(token_id)
+    for key in request.keys(request.prompt_token_ids):
+        caches.run(visible(key))
     room = CONTEXT_TOKEN_LIMIT - len(request.prompt_token_ids)
     reason = FinishReason.LENGTH if request.max_output_tokens <= room else FinishReason.CONTEXT_LENGTH
     tokens: list[int] = []

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import ImagePart
+from icehouse_server.domain.request import ImageKey, ImagePart
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
 
 from tests.fixtures.engine import memory_model, model_info
+from tests.system.sim.images import vectors_of
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
 
 _NAMES = {
@@ -78,6 +79,7 @@ class SimRunner:
         self.open_caches: dict[SequenceId, Caches] = {}
         self.restoring: dict[SequenceId, RestoreInput] = {}
         self.decoding: dict[SequenceId, _Row] = {}
+        self._vectors: dict[SequenceId, dict[ImageKey, list[int]]] = {}
         self._elapsed_s = 0.0
 
     def facts(self) -> CacheFacts:
@@ -129,30 +131,41 @@ class SimRunner:
         assert chunk.wanted is None and chunk.pooling is None, "no story asks for them"
         caches = self.open_caches[chunk.sequence_id]
         caches.spec = self.spec.with_adapter(chunk.adapter)
-        if len(chunk.token_ids) > 1:
-            caches.prefill(chunk.token_ids)
+        seen = list(chunk.token_ids)
+        for part in chunk.images:
+            vectors = self._vectors[chunk.sequence_id][part.key]
+            is_cut = part.place + part.count < len(vectors)
+            assert not (is_cut and part.image.is_seen_whole), "a pass ends inside an image that is seen whole"
+            seen[part.start : part.start + part.count] = vectors[part.place : part.place + part.count]
+        if len(seen) > 1:
+            caches.prefill(seen)
         else:
-            caches.run(chunk.token_ids[0])
+            caches.run(seen[0])
         if chunk.row is not None:
             tokens = (*chunk.row.prompt_token_ids, *chunk.row.output_token_ids)
             assert caches.position == len(tokens), "a row joins with all its input"
             seed = chunk.row.sampling.seed
             del self.open_caches[chunk.sequence_id]
+            self._vectors.pop(chunk.sequence_id, None)
             self.decoding[chunk.sequence_id] = _Row(caches, seed, caches.draw(seed))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        for place in (self.open_caches, self.restoring, self.decoding):
+        for place in (self.open_caches, self.restoring, self.decoding, self._vectors):
             for sequence_id in sequence_ids:
                 place.pop(sequence_id, None)
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
-        raise AssertionError("no story has images")
+        assert sequence_id in self.open_caches, sequence_id
+        if self._dice.random() < 0.5:
+            return False
+        self._vectors.setdefault(sequence_id, {})[image.key] = vectors_of(image.image)
+        return True
 
     def image_use(self) -> ImageUse:
         return ImageUse()
 
     def encode_bytes(self, image: ImagePart) -> int:
-        raise AssertionError("no story has images")
+        return 100
 
     def memory_model(self) -> MemoryModel:
         return memory_model()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import (
     CacheCommand,
     Evict,
@@ -41,6 +42,7 @@ from tests.system.sim.checks import (
 from tests.system.sim.commands import CommandIssuer
 from tests.system.sim.disk import SimDisk, lose_last_transactions, rot
 from tests.system.sim.event_watch import EventWatch
+from tests.system.sim.images import closed, drawn_image, ids_and_spans, untorn, words
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.system.sim.pinning import PinWatch
@@ -55,6 +57,8 @@ _KILL_SHARE = 0.35
 """Of the ends of a process that nobody ordered; the power goes in the others."""
 PIECES_SEED = 2_000_000
 """From here on orders to evict come in pieces, as EvictWithProgress gives them."""
+IMAGES_SEED = 3_000_000
+"""From here on prompts have images in them."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -75,6 +79,7 @@ class Scenario:
         self._adapter_dice = random.Random(-(10**6) - seed)
         self._sharing_dice = random.Random(-2 * 10**6 - seed)
         self._kill_dice = random.Random(-3 * 10**6 - seed)
+        self._image_dice = random.Random(-4 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
@@ -88,7 +93,7 @@ class Scenario:
         self._commands = CommandIssuer(self.ledger, self._say)
         self._pins = PinWatch(self.ledger)
         stems = [bytes(self.dice.choices(ALPHABET, k=40)) for _ in range(2)]
-        self._texts: list[tuple[int, ...]] = [tuple(stem) for stem in stems]
+        self._texts: list[TokenKeys] = [tuple(stem) for stem in stems]
         self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
         self._event_dice = random.Random(-3 * 10**6 - seed)
         self._pieces: list[BlockHash] = []
@@ -159,10 +164,12 @@ class Scenario:
             self._submit_one()
 
     def _submit_one(self) -> None:
-        prompt = self._prompt()
+        keys = self._prompt()
+        prompt, images = ids_and_spans(keys)
         request = GenerationRequest(
             request_id=RequestId(f"r{len(self.ledger.promises)}"),
             prompt_token_ids=prompt,
+            images=images,
             max_output_tokens=self.dice.choice((0, 1, 3, 8, 14, 100)),
             sampling=SamplingParams(seed=self.dice.choice((0, 0, 0, 1))),
             stop=self.dice.choice(((), (), ("ab",), ("dcb", "aa"))),
@@ -183,7 +190,7 @@ class Scenario:
         self._texts.append(promise.history)
         self._live[request.request_id] = promise
         self._say(
-            f"submit {request.request_id} {bytes(prompt).decode()!r} +{request.max_output_tokens} "
+            f"submit {request.request_id} {words(keys)} +{request.max_output_tokens} "
             f"{request.cache_use.name} {request.scope} {request.shared_scope}"
         )
         assert self._served.mailbox.offer(Submit(request))
@@ -193,13 +200,19 @@ class Scenario:
         named = self.setup.has_shared_prefixes and self._sharing_dice.random() < 0.6
         return self._sharing_dice.choice(_TENANTS) if named else None
 
-    def _prompt(self) -> tuple[int, ...]:
+    def _prompt(self) -> TokenKeys:
         """Begin like something known, go on by chance."""
         text = self.dice.choice(self._texts[-12:] if self.dice.random() < 0.7 else self._texts)
         kept = text[: self.dice.randint(0, len(text))] if self.dice.random() < 0.6 else text
         more = bytes(self.dice.choices(ALPHABET, k=self.dice.choice((0, 0, 1, 2, 5, 9))))
-        prompt = (kept + tuple(more))[: CONTEXT_TOKEN_LIMIT - 1]
+        shown = untorn(kept) + self._image()
+        limit = CONTEXT_TOKEN_LIMIT - 1
+        prompt = closed(untorn((shown + tuple(more))[:limit]), limit=limit)
         return prompt or tuple(self.dice.choices(ALPHABET, k=1))
+
+    def _image(self) -> TokenKeys:
+        has_one = self.seed >= IMAGES_SEED and self._image_dice.random() < 0.4
+        return drawn_image(self._image_dice) if has_one else ()
 
     def _cancel(self) -> None:
         if self._live:

@@ -72,7 +72,7 @@ class _WatchedStorage:
         return getattr(self._storage, name)
 
     def spill(self, block: HostBlock, credit: Any, **rest: Any) -> None:
-        self._ledger.note_spill(block.header.hash)
+        self._ledger.note_spill(block.header)
         self._storage.spill(block, credit, **rest)
 
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.system.sim.scenario import PIECES_SEED
+from tests.system.sim.scenario import IMAGES_SEED, PIECES_SEED
 from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 20
@@ -17,6 +17,7 @@ _CHUNK_SEED_COUNT = 30
 _SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "100"))
 _SLOW_CHUNK_SEED_COUNT = 100
 _PIECES_SEED_COUNT = 30
+_IMAGES_SEED_COUNT = 60
 _ONE = os.environ.get("ICEHOUSE_SIM_SEED")
 
 _REACHED = (
@@ -69,6 +70,11 @@ def test_stories(chunk: int) -> None:
 def test_stories_in_which_removals_come_in_pieces() -> None:
     seen = play(range(PIECES_SEED, PIECES_SEED + _PIECES_SEED_COUNT))
     assert seen["EvictReport"] > 0 and seen["KnownBlocks"] > 0 and seen["crash"] > 0
+
+
+def test_stories_whose_prompts_have_images() -> None:
+    seen = play(range(IMAGES_SEED, IMAGES_SEED + _IMAGES_SEED_COUNT))
+    assert min(seen["reused image tokens"], seen["ssd tokens"], seen["parked"], seen["crash"]) > 0
 
 
 @pytest.mark.slow

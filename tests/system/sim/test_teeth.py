@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable
 
 import pytest
+from icehouse_server.domain import blocks
 from icehouse_server.domain.ids import CacheScope, Tenant
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine import requests
 from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
@@ -17,11 +19,11 @@ from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
 from icehouse_server.engine.scheduling import scheduler
 from icehouse_server.rpc.kv_events import channel
-from icehouse_server.storage.block_format import reader
+from icehouse_server.storage.block_format import file, header, reader
 from icehouse_server.storage.directory import commit, reconcile, space, store
 from icehouse_server.storage.worker import credit, spiller
 
-from tests.system.sim.scenario import SimulationFailed
+from tests.system.sim.scenario import IMAGES_SEED, SimulationFailed
 from tests.system.sim.stories import play
 
 _SEED_LIMIT = 300
@@ -96,6 +98,31 @@ def start_from_anybody(patch: pytest.MonkeyPatch) -> None:
         return self.root(CacheScope(Tenant("other")))
 
     patch.setattr(cache.PrefixCache, "shared_root", shared_root)
+
+
+def forget_which_image(patch: pytest.MonkeyPatch) -> None:
+    def without_images(real):
+        return lambda *, extra=b"", **rest: real(**rest)
+
+    for module in (blocks, header, file):
+        patch.setattr(module, "block_hash", without_images(module.block_hash))
+
+
+def keep_no_image_in_files(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(index, "join_keys", lambda token_ids, extra: tuple(token_ids))
+
+
+def begin_every_image_at_its_start(patch: pytest.MonkeyPatch) -> None:
+    real = GenerationRequest.image_parts
+
+    def image_parts(self, start, stop):
+        return tuple(dataclasses.replace(part, place=0) for part in real(self, start, stop))
+
+    patch.setattr(GenerationRequest, "image_parts", image_parts)
+
+
+def cut_images_anywhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "_outside_images", lambda sequence, start, stop: stop)
 
 
 def trust_every_region(patch: pytest.MonkeyPatch) -> None:
@@ -313,6 +340,10 @@ BREAKS: list[Break] = [
     forget_the_tenant,
     forget_the_adapter,
     start_from_anybody,
+    forget_which_image,
+    keep_no_image_in_files,
+    begin_every_image_at_its_start,
+    cut_images_anywhere,
     trust_every_region,
     unlink_before_the_row,
     never_sync_the_file,
@@ -337,8 +368,15 @@ BREAKS: list[Break] = [
 ]
 
 
-FIRST_SEEDS: dict[Break, int] = {adopt_without_a_sync: 240, evict_what_is_pinned: 270}
-"""Where the search begins for what is noticed late: a story takes a tenth of a second."""
+FIRST_SEEDS: dict[Break, int] = {
+    adopt_without_a_sync: 240,
+    evict_what_is_pinned: 270,
+    forget_which_image: IMAGES_SEED,
+    keep_no_image_in_files: IMAGES_SEED,
+    begin_every_image_at_its_start: IMAGES_SEED,
+    cut_images_anywhere: IMAGES_SEED,
+}
+"""Where the search begins for what is noticed late, or in some stories alone: each takes 0.1 s."""
 
 
 @pytest.mark.skipif("ICEHOUSE_SIM_SEED" in os.environ, reason="one story was asked for")
