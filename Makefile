@@ -24,7 +24,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -100,6 +100,9 @@ bench-lone: $(STAMP) ## Cold time to first token of a lone prompt, after a tiny 
 
 bench-cache: $(STAMP) ## Prefix cache: cold, RAM, SSD after a restart.
 	@$(BIN)/python -m bench.cache $(ARGS)
+
+bench-vision: $(STAMP) ## A conversation about one picture: cold, RAM, SSD after a restart, beside mlx-vlm's generation (ARGS=--quick).
+	@$(BIN)/python -m bench.vision $(ARGS)
 
 bench-load: $(STAMP) ## Poisson arrivals at rising rates, beside mlx-lm's server: latency, goodput, a plot.
 	@$(BIN)/python -m bench.load $(ARGS)

@@ -1,0 +1,119 @@
+"""mlx-vlm's own generation in a child process, for side-by-side numbers on the same model and pictures.
+
+Its server asks for packages that nothing else here needs (FastAPI and more): this is `stream_generate`, which
+keeps nothing from one call to the next. The model is loaded once; a line of JSON is a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from icehouse_server.bootstrap.preload import preload_environment
+
+from bench.server_process import ROOT, child_environment
+
+_READY = "ready"
+
+
+class MlxVlmProcess:
+    """A process with a model; ready when `__enter__` returns. OpenBLAS as icehouse has it."""
+
+    def __init__(self, *, model_path: Path, log_file: Path) -> None:
+        self._model_path = model_path
+        self._log_file = log_file
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> MlxVlmProcess:
+        environment = child_environment()
+        environment = {**(preload_environment(environment) or environment), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "bench.mlx_vlm_process", str(self._model_path)]
+        with self._log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        try:
+            assert self._told() == _READY, f"mlx-vlm did not load the model; see {self._log_file}"
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def ttft_s(self, question: str, picture: bytes, *, max_output_tokens: int) -> float:
+        """Generate from a picture and a question; return the seconds until the first token."""
+        assert self._process is not None and self._process.stdin is not None, "it does not run"
+        image = base64.b64encode(picture).decode("ascii")
+        call = {"question": question, "image": image, "max_output_tokens": max_output_tokens}
+        self._process.stdin.write(json.dumps(call) + "\n")
+        self._process.stdin.flush()
+        return float(self._told())
+
+    def _told(self) -> str:
+        assert self._process is not None and self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"mlx-vlm's process has ended; see {self._log_file}"
+        return line.strip()
+
+    def _end(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    """Load the model and answer calls until the input ends."""
+    from mlx_vlm.generate import stream_generate
+    from mlx_vlm.utils import load
+    from PIL import Image
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    model, processor = load(str(parser.parse_args().model))
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    print(_READY, file=answers, flush=True)
+    for line in sys.stdin:
+        call = json.loads(line)
+        began = time.perf_counter()
+        shown: list[Any] = [Image.open(io.BytesIO(base64.b64decode(call["image"])))]
+        tokens = stream_generate(
+            model,
+            processor,
+            _prompt(call["question"]),
+            image=shown,
+            max_tokens=call["max_output_tokens"],
+            temperature=0.0,
+        )
+        times = [time.perf_counter() for _ in tokens]
+        print(times[0] - began, file=answers, flush=True)
+
+
+def _prompt(question: str) -> str:
+    """Return what the model's chat template writes."""
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    return f"<|im_start|>user\n{image}{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+if __name__ == "__main__":
+    main()
