@@ -31,6 +31,7 @@ type scenario struct {
 		Model           string
 		Tenant          string
 		Question        string
+		MaxReasoning    int32 `json:"max_reasoning_tokens"`
 		Tool            struct {
 			Name, Description string
 			Parameters        json.RawMessage
@@ -59,6 +60,8 @@ type scenario struct {
 		RetryAfterLimitS         float64 `json:"retry_after_limit_s"`
 		Text                     string
 		Reasoning                string
+		ReasoningTokens          int32 `json:"reasoning_tokens"`
+		ClosedReasoningTokens    int32 `json:"closed_reasoning_tokens"`
 		Arguments                json.RawMessage
 		City                     string
 		Inhabitants              int

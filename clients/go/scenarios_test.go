@@ -34,6 +34,7 @@ func TestScenarios(t *testing.T) {
 		"retry_on_drain":     testRetryOnDrain,
 		"retry_limit":        testRetryLimit,
 		"tools_loop":         testToolsLoop,
+		"reasoning_budget":   testReasoningBudget,
 		"structured_output":  testStructuredOutput,
 		"unicode":            testUnicode,
 		"hundred_streams":    testHundredStreams,
@@ -314,6 +315,34 @@ func sameJSON(t *testing.T, one, other string) bool {
 		texts = append(texts, string(again))
 	}
 	return texts[0] == texts[1]
+}
+
+func testReasoningBudget(t *testing.T, s scenario) {
+	client, talk := s.client(t), NewConversation("")
+	talk.Say(s.Input.Question)
+	request := talk.Request()
+	request.MaxOutputTokens = s.Input.MaxOutputTokens
+	response, err := client.Generate(t.Context(), request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if response.GetText() != s.Expect.Text || response.GetReasoning() != s.Expect.Reasoning {
+		t.Errorf("%q, %q", response.GetText(), response.GetReasoning())
+	}
+	if count := response.GetUsage().GetReasoningTokens(); count != s.Expect.ReasoningTokens {
+		t.Error(count)
+	}
+	request.MaxReasoningTokens = &s.Input.MaxReasoning
+	closed, err := client.Generate(t.Context(), request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.HasPrefix(closed.GetText(), s.Expect.Text) || closed.GetReasoning() != "" {
+		t.Errorf("%q, %q", closed.GetText(), closed.GetReasoning())
+	}
+	if count := closed.GetUsage().GetReasoningTokens(); count != s.Expect.ClosedReasoningTokens {
+		t.Error(count)
+	}
 }
 
 func testStructuredOutput(t *testing.T, s scenario) {

@@ -154,6 +154,19 @@ scenario("tools_loop", async (s) => {
   assert(following.cachedTokens > known - s.expect["uncached_known_tokens_limit"], `${following.cachedTokens} of ${known}`);
 });
 
+scenario("reasoning_budget", async (s) => {
+  const client = s.client();
+  const talk = new Conversation();
+  talk.say(s.input["question"]);
+  const request = { prompt: talk, maxOutputTokens: s.input["max_output_tokens"] };
+  const { text, reasoning, usage } = await client.generate(request);
+  assert.deepEqual([text, reasoning], [s.expect["text"], s.expect["reasoning"]]);
+  assert.equal(usage?.reasoningTokens, s.expect["reasoning_tokens"]);
+  const closed = await client.generate({ ...request, maxReasoningTokens: s.input["max_reasoning_tokens"] });
+  assert(closed.text.startsWith(text), closed.text);
+  assert.deepEqual([closed.reasoning, closed.usage?.reasoningTokens], ["", s.expect["closed_reasoning_tokens"]]);
+});
+
 scenario("structured_output", async (s) => {
   const format = { case: "jsonSchema", value: JSON.stringify(s.input["schema"]) } as const;
   const client = s.client();

@@ -177,6 +177,18 @@ def test_tools_loop(scenario: Scenario, client: Client) -> None:
     assert following.usage.cached_tokens > known - scenario.expect["uncached_known_tokens_limit"]
 
 
+def test_reasoning_budget(scenario: Scenario, client: Client) -> None:
+    talk = Conversation()
+    talk.say(scenario.input["question"])
+    reply = client.chat(talk, **limits(scenario))
+    assert (reply.text, reply.reasoning) == (scenario.expect["text"], scenario.expect["reasoning"])
+    assert reply.usage.reasoning_tokens == scenario.expect["reasoning_tokens"]
+    limit = scenario.input["max_reasoning_tokens"]
+    closed = client.chat(talk, max_reasoning_tokens=limit, **limits(scenario))
+    assert closed.text.startswith(scenario.expect["text"]) and not closed.reasoning
+    assert closed.usage.reasoning_tokens == scenario.expect["closed_reasoning_tokens"]
+
+
 def test_structured_output(scenario: Scenario, client: Client) -> None:
     form = formats.json_schema(scenario.input["schema"], compact=True)
     reply = client.generate(scenario.text, response_format=form, **limits(scenario))

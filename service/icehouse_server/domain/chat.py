@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from icehouse_server.domain.response_format import TaggedJson
 
@@ -205,3 +205,26 @@ class MalformedPiece:
 
 
 Piece = TextPiece | ReasoningPiece | CallPiece | MalformedPiece
+
+
+class ReasoningMeter(Protocol):
+    """Counts the tokens of one output that the model thinks with."""
+
+    @property
+    def token_count(self) -> int: ...
+    @property
+    def is_open(self) -> bool:
+        """Whether the next token is drawn within reasoning."""
+        ...
+
+    def push(self, text: str) -> None:
+        """Take one more token with the text that became certain with it, which may be empty."""
+        ...
+
+
+class Reasoning(Protocol):
+    """How an output marks its reasoning. Never changes; any number of outputs on any thread may use it."""
+
+    def meter(self) -> ReasoningMeter:
+        """Return a meter at the beginning of an output."""
+        ...

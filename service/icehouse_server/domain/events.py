@@ -87,6 +87,8 @@ class Usage:
     """What speculation did."""
     image_token_count: int = 0
     """Prompt tokens in the spans of images."""
+    reasoning_token_count: int = 0
+    """Output tokens that the model thought with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

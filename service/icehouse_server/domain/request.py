@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icehouse_server.domain.blocks import HostTensor, TokenKeys, image_keys
+from icehouse_server.domain.chat import Reasoning
 from icehouse_server.domain.ids import (
     DEFAULT_TENANT,
     NO_ADAPTER,
@@ -73,6 +74,8 @@ class GenerationRequest:
     """Whether special tokens are a part of the text, but for those that begin, end or pad it."""
     grammar: Grammar | None = None
     """What the output must be, if anything."""
+    reasoning: Reasoning | None = None
+    """How its tokens of reasoning are known; None where none are told apart."""
     logprobs: LogprobsWanted | None = None
     """None tells no log probabilities."""
     speculation: Speculation | None = None
@@ -225,7 +228,8 @@ class SpeculationLimit(enum.Enum):
     CACHE = enum.auto()
     """The model has caches that cannot take rejected tokens back."""
     SAMPLING = enum.auto()
-    """Each token's draw depends on the token before it: penalties, bad words or a response format."""
+    """Each token's draw depends on the token before it: penalties, bad words, a response format
+    or a budget of reasoning tokens."""
     NO_DRAFT_MODEL = enum.auto()
     """The server has no draft model."""
     ACCEPTANCE = enum.auto()

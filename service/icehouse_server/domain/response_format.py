@@ -122,6 +122,11 @@ class Constraint(Protocol):
         """Why it cannot say any more what may follow; its sequence then ends with this."""
         ...
 
+    @property
+    def allows_any(self) -> bool:
+        """Whether every token may come next; `allowed_tokens` is then not asked."""
+        ...
+
     def allows(self, token_id: int) -> bool:
         """Say whether one token may come next, for far less than `allowed_tokens` costs.
 

@@ -39,6 +39,8 @@ class CompiledGrammar:
 class MatcherConstraint:
     """One sequence's place in its grammar."""
 
+    allows_any = False
+
     def __init__(self, matcher: LLMatcher, *, executor: LLExecutor, vocabulary_size: int) -> None:
         self.matcher = matcher
         self.executor = executor

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from icehouse_server.domain.chat import ReasoningMeter
+
 Decode = Callable[[Sequence[int]], str]
 
 _REPLACEMENT = "\ufffd"
@@ -184,11 +186,19 @@ class TextStream:
         prompt_token_ids: Sequence[int],
         stops: Sequence[str],
         unsearched_token_count: int = 0,
+        reasoning: ReasoningMeter | None = None,
     ) -> None:
-        """`unsearched_token_count` tokens come before the text in which a stop string counts."""
+        """`unsearched_token_count` tokens come before the text in which a stop string counts; `reasoning`
+        counts the tokens that the model thinks with, if it does."""
         self._detokenizer = Detokenizer(decode, prompt_token_ids)
         self._stop_filter = StopFilter(stops)
         self._unsearched_token_count = unsearched_token_count
+        self._reasoning = reasoning
+
+    @property
+    def reasoning_token_count(self) -> int:
+        """Tokens so far that the model thought with."""
+        return 0 if self._reasoning is None else self._reasoning.token_count
 
     @property
     def next_offset(self) -> int:
@@ -199,6 +209,8 @@ class TextStream:
     def push(self, token_id: int) -> TextStep:
         """Add one sampled token."""
         text = self._detokenizer.push(token_id)
+        if self._reasoning is not None:
+            self._reasoning.push(text)
         if self._unsearched_token_count:
             self._unsearched_token_count -= 1
             return TextStep(text, None)

@@ -9,6 +9,9 @@ from typing import Any
 ParseCalls = Callable[[str, list[dict[str, Any]] | None], Any]
 """mlx-lm's parser of one call's text; raises what it likes. The second argument are the tools on offer."""
 
+REASONING = "reasoning"
+"""The state of a text in which the model thinks."""
+
 
 class TextMachine:
     """Follows a text through its states: "normal", "reasoning", "tool", and states whose text is dropped.
@@ -25,6 +28,12 @@ class TextMachine:
         """Return the text that is certain now, in pieces, each with its state."""
         self._state, segments = self._split(self._state, text)
         return list(segments)
+
+    @property
+    def held_length(self) -> int:
+        """Characters that are held back, since they may become a marker."""
+        _, held, _ = self._flush(self._state)  # returns the state that would be next and changes none
+        return len(held)
 
     def flush(self) -> tuple[str | None, str]:
         """Return what was held back, at the end of the text."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from icehouse_server.domain.chat import CallPiece, MalformedPiece, Piece, ReasoningPiece, TextPiece, ToolCall
-from icehouse_server.text.reply_format import ReplyFormat
+from icehouse_server.text.reply_format import REASONING, ReplyFormat
 
 
 class ReplySplitter:
@@ -35,7 +35,7 @@ class ReplySplitter:
         self._format = format
         self._tools = tools
         self._make_call_id = make_call_id
-        self._machine = format.make_machine(bool(tools), "reasoning" if is_reasoning else "")
+        self._machine = format.make_machine(bool(tools), REASONING if is_reasoning else "")
         self._section: CallStream | None = None
         self._next_call_index = 0
         self._readable_call_count = 0
@@ -78,7 +78,7 @@ class ReplySplitter:
                 )
             return self._section.push(text)
         pieces = self._end_section(has_end=True)
-        if text and state == "reasoning":
+        if text and state == REASONING:
             pieces.append(ReasoningPiece(text))
         elif text and state == "normal":
             pieces.append(TextPiece(text))

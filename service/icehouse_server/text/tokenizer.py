@@ -18,6 +18,7 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.chat_template import ChatTemplate, offer
 from icehouse_server.text.mlx_lm_parsers import read_reply_format
+from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_parser import ReplySplitter
 
 _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
@@ -109,6 +110,20 @@ class Tokenizer:
             is_reasoning=rendered.is_reasoning,
         )
 
+    def reply_reasoning(self, conversation: Conversation, rendered: RenderedChat) -> ReplyReasoning | None:
+        """Return how this conversation's reply thinks; None where the model marks no reasoning."""
+        format = self._format
+        if not (format.marks_reasoning or format.initial_state):
+            return None
+        return ReplyReasoning(
+            format=format,
+            reads_calls=conversation.reads_tool_calls and format.marks_calls,
+            opening=rendered.opening,
+            is_open=rendered.is_reasoning,
+            start_token_ids=self._marker(format.think_start),
+            end_token_ids=self._marker(format.think_end),
+        )
+
     def hides_markers(self, conversation: Conversation) -> bool:
         """Whether plain decoding hides what tells the parts of this conversation's reply apart."""
         return self._format.hidden_markers[conversation.reads_tool_calls]
@@ -141,6 +156,11 @@ class Tokenizer:
             return self._fast.id_to_token(token_id) or ""
         with self._wrapper_lock:
             return str(self._wrapper.convert_ids_to_tokens(token_id) or "")
+
+    def _marker(self, text: str) -> tuple[int, ...]:
+        """Return the tokens that spell a marker and nothing else; none where there are none."""
+        token_ids = tuple(self.spell(text)) if text else ()
+        return token_ids if self.decode_with_markers(token_ids) == text else ()
 
     def _decode(self, token_ids: Sequence[int], *, hides_special_tokens: bool) -> str:
         if self._fast is not None:

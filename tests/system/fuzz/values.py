@@ -102,6 +102,7 @@ _NUMBERS: Mapping[str, Callable[[random.Random], Any]] = {
     "token_ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
     "stop_token_ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
     "max_output_tokens": lambda rng: rng.randint(1, 4),
+    "max_reasoning_tokens": lambda rng: rng.choice((0, 1, 3)),
     "completions": lambda rng: rng.choice((0, 1, 1, 2)),
     "dimensions": lambda rng: rng.choice((0, 1, 8)),
     "seconds": lambda rng: rng.choice((0, 1, 2)),

@@ -16,6 +16,8 @@ MEANT = {
     "top_logprobs": "logprobs",
     "guided_json": "response_format",
     "functions": "tools",
+    "thinking_token_budget": "max_reasoning_tokens",
+    "budget_tokens": "max_reasoning_tokens",
     "chat_template_kwargs": "template_arguments",
     "timeout": "timeout_s",
     "top_n": "top_count",

@@ -62,6 +62,8 @@ class Options(SamplingOptions, PromptOptions, total=False):
     parallel_tool_calls: bool
     """False holds an output to one call."""
     response_format: ResponseFormat
+    max_reasoning_tokens: int
+    """Most tokens that the model thinks with before it answers; 0 closes its reasoning at once."""
     speculation: Speculation
 
 
@@ -87,6 +89,8 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         request.logprobs.SetInParent()
     if "response_format" in options:
         request.response_format.CopyFrom(options["response_format"])
+    if "max_reasoning_tokens" in options:
+        request.max_reasoning_tokens = options["max_reasoning_tokens"]
     if "speculation" in options:
         request.speculation.CopyFrom(options["speculation"])
     if "tool_choice" in options:

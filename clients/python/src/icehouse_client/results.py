@@ -49,6 +49,8 @@ class Usage:
     accepted_draft_tokens: int = 0
     image_tokens: int = 0
     """Of `prompt_tokens`, those that stand for images."""
+    reasoning_tokens: int = 0
+    """Of the output tokens, those that the model thought with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,7 @@ def usage_from(usage: usage_pb2.Usage) -> Usage:
         draft_tokens=usage.draft_tokens,
         accepted_draft_tokens=usage.accepted_draft_tokens,
         image_tokens=usage.image_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 

@@ -93,9 +93,17 @@ type GenerateRequest struct {
 	// `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
 	// its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
 	// Absent: none.
-	StopTokenIds  []int32 `protobuf:"varint,19,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	StopTokenIds []int32 `protobuf:"varint,19,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
+	// Most tokens of reasoning, from 0 to the server's limit of `max_output_tokens` (PARAMETER_OUT_OF_RANGE);
+	// 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
+	// marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
+	// again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
+	// answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
+	// itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
+	// reasoning. Absent: as long as the model likes.
+	MaxReasoningTokens *int32 `protobuf:"varint,20,opt,name=max_reasoning_tokens,json=maxReasoningTokens,proto3,oneof" json:"max_reasoning_tokens,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -272,6 +280,13 @@ func (x *GenerateRequest) GetStopTokenIds() []int32 {
 		return x.StopTokenIds
 	}
 	return nil
+}
+
+func (x *GenerateRequest) GetMaxReasoningTokens() int32 {
+	if x != nil && x.MaxReasoningTokens != nil {
+		return *x.MaxReasoningTokens
+	}
+	return 0
 }
 
 type isGenerateRequest_Prompt interface {
@@ -1431,7 +1446,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xae\x06\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xfe\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1455,8 +1470,10 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\aadapter\x18\x11 \x01(\tR\aadapter\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x12 \x01(\tR\tsessionId\x12$\n" +
-	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIdsB\b\n" +
-	"\x06prompt\"\xe1\x06\n" +
+	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIds\x125\n" +
+	"\x14max_reasoning_tokens\x18\x14 \x01(\x05H\x01R\x12maxReasoningTokens\x88\x01\x01B\b\n" +
+	"\x06promptB\x17\n" +
+	"\x15_max_reasoning_tokens\"\xe1\x06\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +

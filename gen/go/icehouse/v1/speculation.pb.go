@@ -31,7 +31,8 @@ const (
 	SpeculationLimit_SPECULATION_LIMIT_UNSPECIFIED SpeculationLimit = 0
 	// The model has caches that cannot take a wrong guess back (recurrent or chunked layers).
 	SpeculationLimit_SPECULATION_LIMIT_CACHE SpeculationLimit = 1
-	// Each draw depends on the token before it: penalties, bad words or a response format.
+	// Each draw depends on the token before it: penalties, bad words, a response
+	// format or `max_reasoning_tokens`.
 	SpeculationLimit_SPECULATION_LIMIT_SAMPLING SpeculationLimit = 2
 	// The server has no draft model.
 	SpeculationLimit_SPECULATION_LIMIT_NO_DRAFT_MODEL SpeculationLimit = 3

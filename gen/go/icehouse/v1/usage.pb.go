@@ -543,8 +543,11 @@ type Usage struct {
 	// Why the request decoded plainly, from its start or from some token on, though it asked for
 	// speculation.
 	SpeculationLimit SpeculationLimit `protobuf:"varint,27,opt,name=speculation_limit,json=speculationLimit,proto3,enum=icehouse.v1.SpeculationLimit" json:"speculation_limit,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
+	// reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+	ReasoningTokens int32 `protobuf:"varint,29,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
@@ -682,6 +685,13 @@ func (x *Usage) GetSpeculationLimit() SpeculationLimit {
 	return SpeculationLimit_SPECULATION_LIMIT_UNSPECIFIED
 }
 
+func (x *Usage) GetReasoningTokens() int32 {
+	if x != nil {
+		return x.ReasoningTokens
+	}
+	return 0
+}
+
 var File_icehouse_v1_usage_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_usage_proto_rawDesc = "" +
@@ -709,7 +719,7 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\x04text\x18\x02 \x01(\tR\x04text\"W\n" +
 	"\fPromptChange\x121\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1d.icehouse.v1.PromptChangeKindR\x04kind\x12\x14\n" +
-	"\x05count\x18\x02 \x01(\x05R\x05count\"\x98\x06\n" +
+	"\x05count\x18\x02 \x01(\x05R\x05count\"\xc3\x06\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x05R\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\x05R\fcachedTokens\x12\x1d\n" +
@@ -728,7 +738,8 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\fimage_tokens\x18\x1c \x01(\x05R\vimageTokens\x12!\n" +
 	"\fdraft_tokens\x18\x19 \x01(\x05R\vdraftTokens\x122\n" +
 	"\x15accepted_draft_tokens\x18\x1a \x01(\x05R\x13acceptedDraftTokens\x12J\n" +
-	"\x11speculation_limit\x18\x1b \x01(\x0e2\x1d.icehouse.v1.SpeculationLimitR\x10speculationLimit*\xc4\x01\n" +
+	"\x11speculation_limit\x18\x1b \x01(\x0e2\x1d.icehouse.v1.SpeculationLimitR\x10speculationLimit\x12)\n" +
+	"\x10reasoning_tokens\x18\x1d \x01(\x05R\x0freasoningTokens*\xc4\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18FINISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n" +

@@ -26,6 +26,10 @@ class ResponseFormat(_message.Message):
     FINISH_REASON_STOP_TOKEN. Any other is a beginning of it. The form wins over
     everything in `sampling`: a bias or a ban never makes a token possible or the output impossible.
 
+    Reasoning stays outside of the form: where a chat's prompt ends within it (templates that open it), or
+    `max_reasoning_tokens` above 0 lets the model open it, the form begins behind the end marker, and no end
+    token may be drawn before. Elsewhere it begins with the first token.
+
     A form that cannot be used is refused with RESPONSE_FORMAT_INVALID, whose metadata has `place` (a
     JSON pointer into the schema, or line and column) and `detail`. One that is larger than the server's
     limit (64 KiB by default) or takes too long to compile is refused with GRAMMAR_TOO_COMPLEX; an

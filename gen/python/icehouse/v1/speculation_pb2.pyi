@@ -28,7 +28,9 @@ class _SpeculationLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spec
     SPECULATION_LIMIT_CACHE: _SpeculationLimit.ValueType  # 1
     """The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
     SPECULATION_LIMIT_SAMPLING: _SpeculationLimit.ValueType  # 2
-    """Each draw depends on the token before it: penalties, bad words or a response format."""
+    """Each draw depends on the token before it: penalties, bad words, a response
+    format or `max_reasoning_tokens`.
+    """
     SPECULATION_LIMIT_NO_DRAFT_MODEL: _SpeculationLimit.ValueType  # 3
     """The server has no draft model."""
     SPECULATION_LIMIT_ACCEPTANCE: _SpeculationLimit.ValueType  # 4
@@ -42,7 +44,9 @@ SPECULATION_LIMIT_UNSPECIFIED: SpeculationLimit.ValueType  # 0
 SPECULATION_LIMIT_CACHE: SpeculationLimit.ValueType  # 1
 """The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
 SPECULATION_LIMIT_SAMPLING: SpeculationLimit.ValueType  # 2
-"""Each draw depends on the token before it: penalties, bad words or a response format."""
+"""Each draw depends on the token before it: penalties, bad words, a response
+format or `max_reasoning_tokens`.
+"""
 SPECULATION_LIMIT_NO_DRAFT_MODEL: SpeculationLimit.ValueType  # 3
 """The server has no draft model."""
 SPECULATION_LIMIT_ACCEPTANCE: SpeculationLimit.ValueType  # 4

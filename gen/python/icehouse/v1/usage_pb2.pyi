@@ -313,6 +313,7 @@ class Usage(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     SPECULATION_LIMIT_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt, chat template and start tokens included."""
     cached_tokens: _builtins.int
@@ -332,6 +333,10 @@ class Usage(_message.Message):
     speculation_limit: _speculation_pb2.SpeculationLimit.ValueType
     """Why the request decoded plainly, from its start or from some token on, though it asked for
     speculation.
+    """
+    reasoning_tokens: _builtins.int
+    """Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
+    reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
     """
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
@@ -375,10 +380,11 @@ class Usage(_message.Message):
         draft_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
         speculation_limit: _speculation_pb2.SpeculationLimit.ValueType = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_duration", b"decode_duration", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration", "restore_duration", b"restore_duration", "time_to_first_token", b"time_to_first_token", "total_duration", b"total_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "decode_duration", b"decode_duration", "draft_tokens", b"draft_tokens", "image_tokens", b"image_tokens", "output_tokens", b"output_tokens", "prefill_duration", b"prefill_duration", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "ram_tokens", b"ram_tokens", "restore_duration", b"restore_duration", "speculation_limit", b"speculation_limit", "ssd_tokens", b"ssd_tokens", "time_to_first_token", b"time_to_first_token", "total_duration", b"total_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "decode_duration", b"decode_duration", "draft_tokens", b"draft_tokens", "image_tokens", b"image_tokens", "output_tokens", b"output_tokens", "prefill_duration", b"prefill_duration", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "ram_tokens", b"ram_tokens", "reasoning_tokens", b"reasoning_tokens", "restore_duration", b"restore_duration", "speculation_limit", b"speculation_limit", "ssd_tokens", b"ssd_tokens", "time_to_first_token", b"time_to_first_token", "total_duration", b"total_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -124,7 +124,8 @@ export enum SpeculationLimit {
   CACHE = 1,
 
   /**
-   * Each draw depends on the token before it: penalties, bad words or a response format.
+   * Each draw depends on the token before it: penalties, bad words, a response
+   * format or `max_reasoning_tokens`.
    *
    * @generated from enum value: SPECULATION_LIMIT_SAMPLING = 2;
    */

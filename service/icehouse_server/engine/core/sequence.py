@@ -122,6 +122,7 @@ class Sequence:
                 prompt_token_ids=prompt,
                 stops=request.stop,
                 unsearched_token_count=request.sampling.min_output_token_count,
+                reasoning=None if request.reasoning is None else request.reasoning.meter(),
             ),
             output_token_limit=min(request.max_output_tokens, context_token_limit - len(prompt)),
         )
@@ -279,4 +280,5 @@ class Sequence:
             total_s=now - self.request.arrival_time,
             drafts=self.drafts,
             image_token_count=sum(span.token_count for span in self.request.images),
+            reasoning_token_count=self.text.reasoning_token_count,
         )

@@ -84,7 +84,8 @@ class SamplingRow:
     @property
     def is_constrained(self) -> bool:
         """Whether the constraint has a say in the next draw."""
-        return self.constraint is not None and not self.constraint.is_finished
+        constraint = self.constraint
+        return constraint is not None and not (constraint.is_finished or constraint.allows_any)
 
     @property
     def is_complete(self) -> bool:

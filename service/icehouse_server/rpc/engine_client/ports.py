@@ -15,6 +15,7 @@ from icehouse_server.domain.request import GenerationRequest, ImageSpan
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
+from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_parser import ReplySplitter
 
 StatsReply = Callable[[EngineStats, CacheStats | None], None]
@@ -78,6 +79,10 @@ class TokenizerPort(Protocol):
         self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
     ) -> ReplySplitter | None:
         """Return what tells the parts of the reply apart; None where there is but text."""
+        ...
+
+    def reply_reasoning(self, conversation: Conversation, rendered: RenderedChat) -> ReplyReasoning | None:
+        """Return how the reply thinks; None where the model marks no reasoning."""
         ...
 
     def hides_markers(self, conversation: Conversation) -> bool:

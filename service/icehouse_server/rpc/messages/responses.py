@@ -113,6 +113,7 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
         draft_tokens=usage.drafts.proposed_count,
         accepted_draft_tokens=usage.drafts.accepted_count,
         speculation_limit=LIMITS[usage.drafts.limit],
+        reasoning_tokens=usage.reasoning_token_count,
     )
 
 

@@ -108,6 +108,13 @@ def max_output_tokens_of(value: int, config: ServerConfig) -> int:
     return value
 
 
+def max_reasoning_tokens_of(value: int, config: ServerConfig) -> int:
+    """Return how many tokens the model may think with at most."""
+    if not 0 <= value <= config.max_output_tokens_limit:
+        refuse_value("max_reasoning_tokens", value, f"0 to {config.max_output_tokens_limit}, or absent")
+    return value
+
+
 def completions_of(value: int, sampling: SamplingParams, config: ServerConfig) -> int:
     """Return how many outputs to generate; 0 asks for one."""
     if not 0 <= value <= config.max_completions:

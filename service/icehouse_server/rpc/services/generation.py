@@ -28,7 +28,12 @@ from icehouse_server.rpc.engine_client.submission import Submission
 from icehouse_server.rpc.messages.request import RunMessage, request_of
 from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.messages.sampling import spellings
-from icehouse_server.rpc.messages.validation import check_adapter, check_model, shared_tenant_of
+from icehouse_server.rpc.messages.validation import (
+    check_adapter,
+    check_model,
+    refuse_value,
+    shared_tenant_of,
+)
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
@@ -40,6 +45,8 @@ from icehouse_server.rpc.services.prompts import (
     prompt_of,
     unchecked,
 )
+from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
+from icehouse_server.text.reasoning import ReplyReasoning
 
 
 class Generation:
@@ -98,12 +105,15 @@ class Generation:
         if unread.bad_words:
             banned = await self._prompts.run(lambda: spellings(unread.bad_words, model.tokenizer))
             sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
+        reasoning = _reasoning_of(unread, prompt)
+        form = await self._grammar(unread.form, prompt.chat)
         request = dataclasses.replace(
             request,
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
             sampling=sampling,
-            grammar=await self._grammar(unread.form, prompt.chat),
+            grammar=_budgeted(form, reasoning, unread=unread, prompt=prompt),
+            reasoning=reasoning,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
@@ -193,6 +203,45 @@ class Generation:
         ):
             on_open(opened)
             yield _events(outboxes, stays, opened, call)
+
+
+def _reasoning_of(unread: Unread, prompt: ReadPrompt) -> ReplyReasoning | None:
+    """Return how the reply thinks, if it does; raises InvalidRequest where it shall stop and cannot."""
+    limit = unread.max_reasoning_tokens
+    if prompt.chat is None:
+        if limit is not None:
+            refuse_value("max_reasoning_tokens", limit, "absent without `chat`")
+        return None
+    chat = prompt.chat
+    reasoning = unread.model.tokenizer.reply_reasoning(chat.conversation, chat.rendered)
+    if limit is not None and (reasoning is None or not reasoning.end_token_ids):
+        raise InvalidRequest(
+            Reason.UNSUPPORTED,
+            f"max_reasoning_tokens is {limit}, but this model marks no end of its reasoning; leave it out",
+            field="max_reasoning_tokens",
+            metadata={"max_reasoning_tokens": limit},
+        )
+    return reasoning
+
+
+def _budgeted(
+    form: Grammar | None, reasoning: ReplyReasoning | None, *, unread: Unread, prompt: ReadPrompt
+) -> Grammar | None:
+    """Return what the output must be, its reasoning included; None for anything."""
+    limit, model = unread.max_reasoning_tokens, unread.model
+    is_answer = unread.form is not None
+    if reasoning is None or (limit is None and not (is_answer and reasoning.is_open)):
+        return form
+    return ReasoningBudget(
+        reasoning=reasoning,
+        token_limit=limit,
+        form=form,
+        scope=FormScope.ANSWER if is_answer else FormScope.WHOLE,
+        decode=model.tokenizer.decode_with_markers,
+        prompt_token_ids=prompt.token_ids,
+        end_token_ids=model.info.eos_token_ids,
+        vocabulary_size=model.info.vocabulary_size,
+    )
 
 
 def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Call) -> ReportNotes:

@@ -22,6 +22,7 @@ from icehouse_server.rpc.messages.validation import (
     completions_of,
     logprobs_of,
     max_output_tokens_of,
+    max_reasoning_tokens_of,
     session_id_of,
     stop_of,
     stop_token_ids_of,
@@ -163,6 +164,11 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             ),
             bad_words=bad_words_of(request.sampling.bad_words),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
+            max_reasoning_tokens=(
+                max_reasoning_tokens_of(request.max_reasoning_tokens, self._config)
+                if request.HasField("max_reasoning_tokens")
+                else None
+            ),
             completion_count=completions_of(request.completions, sampling, self._config),
             prompt=unchecked(
                 request, lambda: prompt_of(request, kind, model.info, choice, normalizes=normalizes)

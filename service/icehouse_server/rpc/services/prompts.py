@@ -113,6 +113,7 @@ class Unread:
     prompt: UncheckedPrompt
     bad_words: tuple[str, ...] = ()
     form: ResponseFormat | None = None
+    max_reasoning_tokens: int | None = None
     completion_count: int = 1
 
 

@@ -35,6 +35,7 @@ class Residues:
         return len(self.accepted) >= self._length
 
     error = None
+    allows_any = False
 
     def allows(self, token_id: int) -> bool:
         self.thread_ids.add(threading.get_ident())

@@ -11,6 +11,7 @@ class AllowOnly:
     """Allows one set of tokens for ever, and counts the masks it was asked for."""
 
     is_finished = False
+    allows_any = False
     error = None
 
     def __init__(self, allowed: Collection[int], *, word_count: int = 2) -> None:

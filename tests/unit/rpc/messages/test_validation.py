@@ -60,6 +60,9 @@ def tokens(*ids: int) -> messages.GenerateRequest:
 OUT_OF_RANGE = [
     ("max_output_tokens", request(max_output_tokens=-1)),
     ("max_output_tokens", request(max_output_tokens=2**31 - 1)),
+    ("max_reasoning_tokens", request(max_reasoning_tokens=-1)),
+    ("max_reasoning_tokens", request(max_reasoning_tokens=2**31 - 1)),
+    ("max_reasoning_tokens", request(max_reasoning_tokens=0)),
     ("completions", request(completions=-1)),
     ("completions", request(completions=17, sampling=samplings(temperature=1))),
     ("completions", request(completions=2)),

@@ -239,6 +239,25 @@ class ScenariosTest {
     assertTrue(following.getCachedTokens() > known - limit, following.getCachedTokens() + " of " + known);
   }
 
+  @Test
+  void reasoningBudget(Scenario s) {
+    var client = s.client();
+    var talk = new Conversation().say(s.input("question").getAsString());
+    var request =
+        GenerateRequest.newBuilder()
+            .setChat(talk.prompt())
+            .setMaxOutputTokens(s.input("max_output_tokens").getAsInt());
+    GenerateResponse answer = client.generate(request.build());
+    assertEquals(s.expect("text").getAsString(), answer.getText());
+    assertEquals(s.expect("reasoning").getAsString(), answer.getReasoning());
+    assertEquals(s.expect("reasoning_tokens").getAsInt(), answer.getUsage().getReasoningTokens());
+    request.setMaxReasoningTokens(s.input("max_reasoning_tokens").getAsInt());
+    GenerateResponse closed = client.generate(request.build());
+    assertTrue(closed.getText().startsWith(answer.getText()), closed.getText());
+    assertEquals("", closed.getReasoning());
+    assertEquals(s.expect("closed_reasoning_tokens").getAsInt(), closed.getUsage().getReasoningTokens());
+  }
+
   /** What the output of structuredOutput is read into. */
   private record City(String city, int inhabitants) {}
 

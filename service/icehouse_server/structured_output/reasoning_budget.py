@@ -1,0 +1,165 @@
+"""Reasoning budget: a constraint that closes an output's reasoning, and lets its form begin behind that.
+
+Within reasoning every token may come; when so many were drawn as the budget says, the tokens of the model's
+own end marker are all that may. It counts as the output's usage does, by the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+from icehouse_server.domain.response_format import Constraint, Grammar
+from icehouse_server.errors import IcehouseError
+from icehouse_server.text.detokenizer import Decode, Detokenizer
+from icehouse_server.text.reasoning import ReplyReasoning
+
+_BITS = 32
+
+Mask = npt.NDArray[np.uint32]
+
+
+class FormScope(enum.Enum):
+    """What of an output a form is for."""
+
+    WHOLE = enum.auto()
+    """All of it: the form itself says where reasoning may stand."""
+    ANSWER = enum.auto()
+    """What follows the reasoning, if there is any."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """A grammar of outputs that think. Never changes; any number of outputs may start from it."""
+
+    reasoning: ReplyReasoning
+    token_limit: int | None
+    """Most tokens of reasoning; None for any number. Else the model's end marker has tokens."""
+    form: Grammar | None
+    scope: FormScope
+    decode: Decode
+    """Shows the markers."""
+    prompt_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    """They end an output: not before its answer has its form."""
+    vocabulary_size: int
+
+    def start(self) -> ReasoningConstraint:
+        """Return a constraint at the beginning of an output."""
+        return ReasoningConstraint(self)
+
+    @property
+    def may_begin_reasoning(self) -> bool:
+        """Whether an answer with a form may be preceded by reasoning that the output itself begins."""
+        return bool(self.token_limit) and bool(self.reasoning.start_token_ids)
+
+
+class ReasoningConstraint:
+    """One sequence's reasoning, and its place in its form."""
+
+    def __init__(self, budget: ReasoningBudget) -> None:
+        self._budget = budget
+        self._meter = budget.reasoning.meter()
+        self._detokenizer = Detokenizer(budget.decode, budget.prompt_token_ids)
+        self._form: Constraint | None = None if budget.form is None else budget.form.start()
+        self._forced: list[int] = []
+        """What must come next, the next token first."""
+        is_answer = budget.scope is FormScope.WHOLE or not (self._meter.is_open or budget.may_begin_reasoning)
+        self._has_form_begun = is_answer
+        """Whether the next token is the form's, or the form has no say at all."""
+        self._close_when_spent()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._has_form_begun and self._form is not None and self._form.is_finished
+
+    @property
+    def error(self) -> IcehouseError | None:
+        return None if self._form is None else self._form.error
+
+    @property
+    def allows_any(self) -> bool:
+        return self._form is None and not self._forced
+
+    def allows(self, token_id: int) -> bool:
+        if (forced := self._forced_token()) is not None:
+            return token_id == forced
+        if self._form is None:
+            return True
+        if self._has_form_begun:
+            return self._form.allows(token_id)
+        if self._meter.is_open:
+            return token_id not in self._budget.end_token_ids
+        return token_id == self._budget.reasoning.start_token_ids[0] or self._form.allows(token_id)
+
+    def allowed_tokens(self) -> Mask:
+        if (forced := self._forced_token()) is not None:
+            return _with(self._no_tokens(), forced)
+        if self._form is None:
+            return ~self._no_tokens()
+        if self._has_form_begun:
+            return self._form.allowed_tokens()
+        if self._meter.is_open:
+            mask = ~self._no_tokens()
+            for token_id in self._budget.end_token_ids:
+                mask[token_id // _BITS] &= ~np.uint32(1 << token_id % _BITS)
+            return mask
+        return _with(self._form.allowed_tokens().copy(), self._budget.reasoning.start_token_ids[0])
+
+    def accept(self, token_id: int) -> None:
+        """Go on behind a token that was drawn."""
+        was_open = self._meter.is_open
+        self._meter.push(self._detokenizer.push(token_id))
+        if self._form is not None and self._has_form_begun:
+            self._form.accept(token_id)
+        elif not was_open and not self._meter.is_open:
+            self._begin(token_id)
+        if self._forced:
+            # Another token where the form did not let it come.
+            self._forced = self._forced[1:] if token_id == self._forced[0] else []
+        if was_open and not self._meter.is_open:
+            self._has_form_begun = True
+        self._close_when_spent()
+
+    def _begin(self, token_id: int) -> None:
+        """Take a token before the answer that neither lies in reasoning nor completes its start marker."""
+        if self._forced:
+            return
+        start = self._budget.reasoning.start_token_ids
+        if self._form is not None and token_id == start[0]:
+            self._forced = list(start)
+            return
+        self._has_form_begun = True
+        if self._form is not None:
+            self._form.accept(token_id)
+
+    def _close_when_spent(self) -> None:
+        limit = self._budget.token_limit
+        if limit is None or self._forced or not self._meter.is_open or self._is_answering:
+            return
+        if self._meter.token_count >= limit:
+            self._forced = list(self._budget.reasoning.end_token_ids)
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether what comes next is the answer's form, in which markers mean nothing."""
+        has_form = self._form is not None and self._has_form_begun
+        return has_form and self._budget.scope is FormScope.ANSWER
+
+    def _forced_token(self) -> int | None:
+        """Return what must come next; nothing where a form of the whole output does not let it."""
+        if not self._forced:
+            return None
+        form = self._form if self._budget.scope is FormScope.WHOLE else None
+        return self._forced[0] if form is None or form.allows(self._forced[0]) else None
+
+    def _no_tokens(self) -> Mask:
+        return np.zeros(-(-self._budget.vocabulary_size // _BITS), dtype=np.uint32)
+
+
+def _with(mask: Mask, token_id: int) -> Mask:
+    mask[token_id // _BITS] |= np.uint32(1 << token_id % _BITS)
+    return mask
