@@ -22,6 +22,7 @@ type scenario struct {
 		TextUnit        string `json:"text_unit"`
 		Repeat          int
 		MaxOutputTokens int32  `json:"max_output_tokens"`
+		OtherMaxTokens  int32  `json:"other_max_output_tokens"`
 		TimeoutMS       int64  `json:"timeout_ms"`
 		IntervalMS      int64  `json:"interval_ms"`
 		AnswerCount     int    `json:"answer_count"`

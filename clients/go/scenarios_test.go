@@ -27,6 +27,7 @@ func TestScenarios(t *testing.T) {
 		"invalid_argument":   testInvalidArgument,
 		"not_found":          testNotFound,
 		"already_exists":     testAlreadyExists,
+		"id_of_two_tenants":  testIDOfTwoTenants,
 		"unauthenticated":    testUnauthenticated,
 		"permission_denied":  testPermissionDenied,
 		"resource_exhausted": testResourceExhausted,
@@ -185,6 +186,26 @@ func testAlreadyExists(t *testing.T, s scenario) {
 		}
 		_, err := client.Generate(t.Context(), s.request())
 		s.checkRefused(t, err)
+		break
+	}
+}
+
+func testIDOfTwoTenants(t *testing.T, s scenario) {
+	client, one, other := s.client(t), s.request(), s.request()
+	one.Cache = &icehousev1.CachePolicy{Tenant: s.ownName() + "-1"}
+	other.Cache = &icehousev1.CachePolicy{Tenant: s.ownName() + "-2"}
+	other.MaxOutputTokens = s.Input.OtherMaxTokens
+	for _, err := range client.Stream(t.Context(), one).Texts() {
+		if err != nil {
+			t.Fatal(err)
+		}
+		response, err := client.Generate(t.Context(), other)
+		if err != nil || response.GetUsage().GetOutputTokens() != s.Expect.OutputTokens {
+			t.Error(response, err)
+		}
+		if one.RequestId == "" || one.RequestId != other.RequestId {
+			t.Error(one.RequestId, other.RequestId)
+		}
 		break
 	}
 }

@@ -82,6 +82,18 @@ scenario("already_exists", async (s) => {
   }
 });
 
+scenario("id_of_two_tenants", async (s) => {
+  const client = s.client();
+  const ofTenant = (tenant: string) => ({ ...s.request, cache: { tenant: `${s.ownName}-${tenant}` } });
+  for await (const { event } of client.stream(ofTenant("1")).events()) {
+    assert.equal(event.case, "started");
+    const maxOutputTokens = s.input["other_max_output_tokens"];
+    const { requestId, usage } = await client.generate({ ...ofTenant("2"), maxOutputTokens });
+    assert.deepEqual([requestId, usage?.outputTokens], [s.ownName, s.expect["output_tokens"]]);
+    break;
+  }
+});
+
 scenario("unauthenticated", async (s) => {
   const ca = readFileSync(servers.ca_path);
   const missing = s.client({ security: { ca } });

@@ -96,6 +96,17 @@ def test_already_exists(scenario: Scenario, client: Client) -> None:
     assert_refused(caught.value, scenario)
 
 
+def test_id_of_two_tenants(scenario: Scenario, client: Client) -> None:
+    name = scenario.own_name
+    with client.stream(scenario.text, request_id=name, tenant=f"{name}-1", **limits(scenario)) as stream:
+        # Kept: an iteration that nobody holds any more ends the call.
+        pieces = iter(stream)
+        next(pieces)
+        count = scenario.input["other_max_output_tokens"]
+        other = client.generate(scenario.text, request_id=name, tenant=f"{name}-2", max_output_tokens=count)
+    assert (other.request_id, other.usage.output_tokens) == (name, scenario.expect["output_tokens"])
+
+
 def test_unauthenticated(scenario: Scenario) -> None:
     for token, reason in (
         ("", scenario.expect["missing_reason"]),

@@ -15,6 +15,7 @@ CALLER_NAME_PATTERN = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 """What a caller may call a request or a session: it stands in logs as it is."""
 
 RequestId = NewType("RequestId", str)
+"""A request among those of all tenants, made of its name and its tenant (see `domain.request`)."""
 Tenant = NewType("Tenant", str)
 """Who may share KV with whom. The empty tenant is the default one."""
 

@@ -37,6 +37,8 @@ _IMAGE_TAG = b"icehouse.image.v1\x00"
 
 _PART_MARK = "#"
 """Between a call's name and the number of one of its requests. No caller's name has it."""
+_TENANT_MARK = "@"
+"""Before the tenant whose name it is. No caller's name has it either; a tenant may."""
 
 
 class CacheUse(enum.Enum):
@@ -85,6 +87,11 @@ class GenerationRequest:
     """What the model sees in the place of some of the prompt's tokens; ascending, none overlaps another."""
     pooling: Pooling | None = None
     """Asks for the prompt's pooled hidden states; every token of it then runs, and nothing is generated."""
+
+    @property
+    def name(self) -> str:
+        """What its caller calls it; no other request of the tenant that runs has it."""
+        return name_of(self.request_id)
 
     @property
     def scope(self) -> CacheScope:
@@ -136,14 +143,26 @@ class GenerationRequest:
         )
 
 
+def request_id_of(name: str, tenant: Tenant) -> RequestId:
+    """Return the id of what a tenant calls so: another tenant may use the same name at the same time."""
+    return RequestId(f"{name}{_TENANT_MARK}{tenant}" if tenant else name)
+
+
+def name_of(request_id: RequestId) -> str:
+    """Return the name that a tenant's caller gave, with the number of a further request of its call."""
+    return request_id.partition(_TENANT_MARK)[0]
+
+
 def call_of(request_id: RequestId) -> RequestId:
-    """Return the name of the call that a request belongs to: itself, unless it is a further one of a call."""
-    return RequestId(request_id.partition(_PART_MARK)[0])
+    """Return the id of the call that a request belongs to: itself, unless it is a further one of a call."""
+    name, mark, tenant = request_id.partition(_TENANT_MARK)
+    return RequestId(name.partition(_PART_MARK)[0] + mark + tenant)
 
 
 def part_of(call: RequestId, index: int) -> RequestId:
-    """Return the name of a call's request; the first has the call's own."""
-    return RequestId(f"{call}{_PART_MARK}{index}") if index else call
+    """Return the id of a call's request; the first has the call's own."""
+    name, mark, tenant = call.partition(_TENANT_MARK)
+    return RequestId(f"{name}{_PART_MARK}{index}{mark}{tenant}") if index else call
 
 
 Vector = npt.NDArray[np.float32]

@@ -22,7 +22,8 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from icehouse_server.domain.call import PROVIDER, CallRecord, SpanNames, SpillRecord
-from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.ids import RequestId, Tenant
+from icehouse_server.domain.request import request_id_of
 from icehouse_server.telemetry.stages import Attribute, stages_of
 
 SERVICE_NAME = "icehouse"
@@ -84,7 +85,7 @@ class Spans:
                     start_time=_ns(record.start_time + stage.start_s),
                 )
                 child.end(_ns(record.start_time + stage.end_s))
-        for spill in self._joins.call_ended(RequestId(record.request_id), span):
+        for spill in self._joins.call_ended(request_id_of(record.request_id, Tenant(record.tenant)), span):
             self._spill_span(spill, span)
         span.end(_ns(record.start_time + record.duration_s))
         return _names_of(span) if span.get_span_context().trace_flags.sampled else None

@@ -117,7 +117,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
     sampling = full.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 3)
     assert (sampling.min_p, sampling.seed) == (0.1, 7)
-    assert (full.stop, full.request_id, full.cache_use) == (("x",), "o", CacheUse.OFF)
+    assert (full.stop, full.name, full.cache_use) == (("x",), "o", CacheUse.OFF)
     assert sampling.stop_token_ids == (9,)
     assert (full.tenant, full.priority, full.session_id) == ("blue", 2, "s")
     assert chat.prompt_token_ids == tuple(b"user:Hi;")
@@ -394,7 +394,7 @@ async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) 
 
     warmed, pinned, unpinned = await threaded(served, use)
     [run] = served.engine.submitted
-    assert (run.tenant, run.request_id, run.priority, run.max_output_tokens) == ("blue", "w", 3, 0)
+    assert (run.tenant, run.name, run.priority, run.max_output_tokens) == ("blue", "w", 3, 0)
     assert (warmed.request_id, pinned.block_count, unpinned.size_bytes) == ("w", 1, 3)
     async with AsyncClient(served.server.address) as client:
         await client.cache.pin(chat)

@@ -72,8 +72,11 @@ async def test_a_request_id_in_use_is_refused_while_it_runs_and_free_afterwards(
         first = await server.begin("same", max_output_tokens=3)
         _, refusal = await refused_stream(server.inference.Stream(request("same")))
         assert refusal.code is grpc.StatusCode.ALREADY_EXISTS
+        others = request("same")
+        others.cache.tenant = "another"
+        second = server.inference.Stream(others)
         server.runner.is_paused = False
-        assert await is_finished(first)
+        assert await is_finished(first) and await is_finished(second), "another tenant's is another one"
         assert len((await server.inference.Generate(request("same"))).text) == 4
 
 

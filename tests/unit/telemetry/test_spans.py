@@ -12,7 +12,8 @@ from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.config import load_config
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord, TraceContext
-from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
 from icehouse_server.storage.messages import Outcome, Persisted, SpillDropped
 from icehouse_server.telemetry import spans as module
@@ -24,6 +25,7 @@ from tests.fixtures.telemetry.collector import Collector, Sent, collecting
 from tests.fixtures.telemetry.facts import call_record
 
 TRACE_ID, CALLER_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+BLUE = Tenant("blue")
 KEPT = TraceContext(f"00-{TRACE_ID}-{CALLER_ID}-01")
 NOT_KEPT = TraceContext(f"00-{TRACE_ID}-{CALLER_ID}-00")
 
@@ -47,7 +49,10 @@ def by_name(collector: Collector) -> dict[str, Sent]:
 
 
 def spill(request_id: str = "r1") -> SpillRecord:
-    return SpillRecord(RequestId(request_id), 1_700_000_003.0, 0.5, token_count=256, size_bytes=4096)
+    """Return a spill of the tenant whose calls `call_record` makes."""
+    return SpillRecord(
+        request_id_of(request_id, BLUE), 1_700_000_003.0, 0.5, token_count=256, size_bytes=4096
+    )
 
 
 def test_a_call_and_its_stages_are_one_trace_under_the_callers_span() -> None:
@@ -104,15 +109,20 @@ def test_a_spill_is_a_child_of_the_call_that_caused_it(is_early: bool) -> None:
     assert written.attributes == {"icehouse.tokens": 256, "icehouse.size": 4096}
 
 
-@pytest.mark.parametrize("request_id", ["r1", "r1#2"], ids=["the request", "its third completion"])
-def test_what_storage_tells_becomes_a_span_and_goes_on_to_the_engine(request_id: str) -> None:
+def test_a_spill_is_not_anothers_whose_request_has_the_same_name() -> None:
+    collector, _ = sent_for(call_record(tenant="red"), spill())
+    assert [span.name for span in collector.spans].count("spill") == 0
+
+
+@pytest.mark.parametrize("index", [0, 2], ids=["the request", "its third completion"])
+def test_what_storage_tells_becomes_a_span_and_goes_on_to_the_engine(index: int) -> None:
     record = record_of(Shelf().chain([1, 2, 3])[0])
     told: list[Outcome] = []
     with collecting() as (collector, endpoint):
         room = TelemetryParts(load_config(flags={"telemetry.traces_endpoint": endpoint}, environ={}).config)
         assert room.watchers.tracer is not None
         outcomes = (
-            Persisted(record, RequestId(request_id), 1_700_000_003.0, 0.5),
+            Persisted(record, part_of(request_id_of("r1", BLUE), index), 1_700_000_003.0, 0.5),
             Persisted(record),
             SpillDropped(record.hash, SpillDropCause.DUPLICATE),
         )

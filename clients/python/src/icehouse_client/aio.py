@@ -192,10 +192,11 @@ class AsyncClient:
                 request.page_token = page.next_page_token
 
     async def cancel(
-        self, request_id: str, *, timeout_s: float | None = None
+        self, request_id: str, *, tenant: str | None = None, timeout_s: float | None = None
     ) -> server_service_pb2.RequestInfo:
-        """End a request, another caller's too for operators; return what it was."""
-        request = server_service_pb2.CancelRequestRequest(request_id=request_id)
+        """End a request, another caller's too for operators; return what it was. Where several tenants
+        have one of this id, operators say whose."""
+        request = server_service_pb2.CancelRequestRequest(request_id=request_id, tenant=tenant)
         with translated():
             response = await self._calls.unary(
                 self._server.CancelRequest, request, timeout_s or self._timeout_s

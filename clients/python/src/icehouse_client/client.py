@@ -220,9 +220,12 @@ class Client:
                     return found
                 request.page_token = page.next_page_token
 
-    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> server_service_pb2.RequestInfo:
-        """End a request, another caller's too for operators; return what it was."""
-        request = server_service_pb2.CancelRequestRequest(request_id=request_id)
+    def cancel(
+        self, request_id: str, *, tenant: str | None = None, timeout_s: float | None = None
+    ) -> server_service_pb2.RequestInfo:
+        """End a request, another caller's too for operators; return what it was. Where several tenants
+        have one of this id, operators say whose."""
+        request = server_service_pb2.CancelRequestRequest(request_id=request_id, tenant=tenant)
         with translated():
             response = self._calls.unary(self._server.CancelRequest, request, timeout_s or self._timeout_s)
         return response.request

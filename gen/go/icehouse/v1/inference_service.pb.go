@@ -29,10 +29,12 @@ const (
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-	// Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name waits or runs on this
-	// server, whoever's it is: sent again before the first one has ended, a request does not run twice, and
-	// nothing of the first one is answered. Once that has ended the name is free, and the same request runs
-	// anew. Absent: one is made.
+	// Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
+	// this server, whatever it asks; another tenant may use the same name at the same time. So a request that
+	// is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
+	// is answered. Once the first one has ended, the name is free and the same request runs anew: with
+	// the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
+	// connection broke finds the name free a step after the server has noticed. Absent: one is made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`

@@ -771,7 +771,10 @@ func (x *RequestInfo) GetMaxOutputTokens() int32 {
 type CancelRequestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its id, as ListRequests has it; required.
-	RequestId     string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
+	// be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+	Tenant        *string `protobuf:"bytes,2,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -809,6 +812,13 @@ func (*CancelRequestRequest) Descriptor() ([]byte, []int) {
 func (x *CancelRequestRequest) GetRequestId() string {
 	if x != nil {
 		return x.RequestId
+	}
+	return ""
+}
+
+func (x *CancelRequestRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
 	}
 	return ""
 }
@@ -909,10 +919,12 @@ const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"\rcached_tokens\x18\n" +
 	" \x01(\x05R\fcachedTokens\x12#\n" +
 	"\routput_tokens\x18\v \x01(\x05R\foutputTokens\x12*\n" +
-	"\x11max_output_tokens\x18\f \x01(\x05R\x0fmaxOutputTokens\"5\n" +
+	"\x11max_output_tokens\x18\f \x01(\x05R\x0fmaxOutputTokens\"]\n" +
 	"\x14CancelRequestRequest\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\"K\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x1b\n" +
+	"\x06tenant\x18\x02 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"K\n" +
 	"\x15CancelRequestResponse\x122\n" +
 	"\arequest\x18\x01 \x01(\v2\x18.icehouse.v1.RequestInfoR\arequest*\xee\x01\n" +
 	"\rServerFeature\x12\x1e\n" +
@@ -997,6 +1009,7 @@ func file_icehouse_v1_server_service_proto_init() {
 	if File_icehouse_v1_server_service_proto != nil {
 		return
 	}
+	file_icehouse_v1_server_service_proto_msgTypes[7].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

@@ -82,7 +82,9 @@ TABLE: Mapping[Reason, Row] = {
         "Name one that ListModels shows, or leave `adapter` empty.",
     ),
     Reason.REQUEST_ID_IN_USE: Row(
-        grpc.StatusCode.ALREADY_EXISTS, "A request of this id runs.", "Choose another id, or none."
+        grpc.StatusCode.ALREADY_EXISTS,
+        "A request of this id and tenant waits or runs.",
+        "Wait until it has ended, or choose another id, or none.",
     ),
     Reason.QUEUE_FULL: Row(_EXHAUSTED, "As many calls, requests or orders wait as may.", _WAIT),
     Reason.DEADLINE_UNREACHABLE: Row(

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterator
 
 from icehouse_server.domain.events import Delta, Event, Started
-from icehouse_server.errors import NotFound, Reason
+from icehouse_server.errors import InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.engine_client.submission import Submission
 
@@ -76,9 +76,20 @@ class OpenRequests:
         """Return those that a caller may know of, and end; none whose reader takes what an end has left."""
         return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.submission.is_running)
 
-    def cancel(self, request_id: str, caller: Caller) -> OpenRequest:
-        """End a request; raises NotFound for what is not there and, without a difference, for another's."""
-        named = [r for r in self.visible_to(caller) if r.first.request_id == request_id]
+    def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> OpenRequest:
+        """End a request; raises NotFound for what is not there and, without a difference, for another's, and
+        InvalidRequest where the caller has to say which of several tenants' it is."""
+        named = [r for r in self.visible_to(caller) if r.first.name == request_id]
+        if tenant is not None:
+            named = [r for r in named if r.first.tenant == tenant]
+        owner_count = len({r.first.tenant for r in named})
+        if owner_count > 1:
+            raise InvalidRequest(
+                Reason.PARAMETER_OUT_OF_RANGE,
+                f"{owner_count} tenants have a request {request_id!r}; say whose by `tenant`",
+                field="tenant",
+                metadata={"request_id": request_id, "tenant_count": owner_count},
+            )
         if not named:
             raise NotFound(
                 Reason.REQUEST_NOT_FOUND,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from icehouse_server.domain.events import Event, Failed, Finished
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import name_of
 from icehouse_server.engine.core.refusals import engine_failed
 from icehouse_server.errors import AlreadyExists, IcehouseError, Reason, Unavailable
 from icehouse_server.rpc.engine_client.outbox import Outbox
@@ -67,9 +68,9 @@ class Router:
         if request_id in self._outboxes:
             raise AlreadyExists(
                 Reason.REQUEST_ID_IN_USE,
-                f"a request named {request_id!r} is running; choose another request_id",
+                f"a request of yours named {name_of(request_id)!r} is running; choose another request_id",
                 field="request_id",
-                metadata={"request_id": request_id},
+                metadata={"request_id": name_of(request_id)},
             )
         self._outboxes[request_id] = outbox
 

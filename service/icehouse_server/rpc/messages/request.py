@@ -9,7 +9,7 @@ from icehouse.v1 import cache_policy_pb2
 
 from icehouse_server.domain.ids import AdapterName
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.request import GenerationRequest, request_id_of
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.rpc.calls.calls import Call
 from icehouse_server.rpc.messages.validation import (
@@ -17,7 +17,7 @@ from icehouse_server.rpc.messages.validation import (
     check_adapter,
     check_model,
     priority_of,
-    request_id_of,
+    request_name_of,
     shared_tenant_of,
     tenant_of,
 )
@@ -51,12 +51,11 @@ def request_of(
     check_model(message.model, info)
     check_adapter(message.adapter, info)
     call.model_id = info.model_id
-    request_id = request_id_of(message.request_id, generated=call.request_id)
-    call.request_id = request_id
+    call.request_id = request_name_of(message.request_id, generated=call.request_id)
     cache_use = cache_use_of(policy)
     tenant = call.tenant = tenant_of(policy, call.caller)
     return GenerationRequest(
-        request_id=request_id,
+        request_id=request_id_of(call.request_id, tenant),
         prompt_token_ids=(),
         max_output_tokens=0,
         sampling=SamplingParams(),

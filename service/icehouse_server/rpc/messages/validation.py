@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from icehouse.v1 import cache_policy_pb2, logprobs_pb2
 
 from icehouse_server.config import ServerConfig
-from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, RequestId, Tenant
+from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
@@ -83,13 +83,13 @@ def check_adapter(name: str, info: ModelInfo) -> None:
         )
 
 
-def request_id_of(request_id: str, *, generated: str) -> RequestId:
+def request_name_of(request_id: str, *, generated: str) -> str:
     """Return the caller's request id, or `generated` when there is none."""
     if not request_id:
-        return RequestId(generated)
+        return generated
     if CALLER_NAME_PATTERN.fullmatch(request_id) is None:
         refuse_value("request_id", request_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
-    return RequestId(request_id)
+    return request_id
 
 
 def session_id_of(session_id: str) -> str:

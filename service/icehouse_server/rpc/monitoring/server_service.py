@@ -20,7 +20,7 @@ from icehouse_server.rpc.messages.validation import (
     TOP_LOGPROB_COUNT_LIMIT,
     page_size_of,
     refuse_value,
-    request_id_of,
+    request_name_of,
 )
 
 _STATES = {
@@ -85,14 +85,15 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
         async with self._calls.call("CancelRequest", context) as call:
             if not request.request_id:
                 refuse_value("request_id", "", "the id of a request that waits or runs")
-            request_id = request_id_of(request.request_id, generated="")
-            ended = self._requests.cancel(request_id, call.caller)
+            name = request_name_of(request.request_id, generated="")
+            tenant = request.tenant if request.HasField("tenant") else None
+            ended = self._requests.cancel(name, call.caller, tenant=tenant)
             return messages.CancelRequestResponse(request=self._info_of(ended))
 
     def _info_of(self, request: OpenRequest) -> messages.RequestInfo:
         first = request.first
         return messages.RequestInfo(
-            request_id=first.request_id,
+            request_id=first.name,
             method=request.method,
             tenant=first.tenant,
             session_id=first.session_id,

@@ -120,7 +120,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             async for index, event in events:
                 if isinstance(event, Finished):
                     finished = messages.WarmResponse(
-                        request_id=prepared.request.request_id,
+                        request_id=prepared.request.name,
                         cache=cache_report_proto(event.usage.cache, prepared.notes),
                         usage=usage_proto(event.usage),
                     )

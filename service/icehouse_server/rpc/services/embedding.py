@@ -64,7 +64,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
                     vectors[order[rank]] = event.embedding
                     total_s = max(total_s, event.usage.total_s)
         return messages.EmbedResponse(
-            request_id=whole.request_id,
+            request_id=whole.name,
             model=model.info.model_id,
             embeddings=[
                 messages.Embedding(

@@ -51,7 +51,7 @@ class Prepared:
     def _new_reply(self, request: GenerationRequest) -> Reply:
         info = self.model.info
         facts = ReplyFacts(
-            request_id=request.request_id,
+            request_id=request.name,
             model_id=info.model_id,
             seed=request.sampling.seed,
             create_time=self.create_time,
@@ -70,7 +70,7 @@ class Prepared:
         return self.model.tokenizer.reply_splitter(
             self.chat.conversation,
             self.chat.rendered,
-            make_call_id=call_id_maker(request.request_id, request.prompt_token_ids),
+            make_call_id=call_id_maker(request.name, request.prompt_token_ids),
         )
 
 

@@ -10,7 +10,6 @@ from icehouse.v1 import rerank_service_pb2_grpc
 
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import Delta, Event, Finished
-from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.rpc.calls.calls import Call, Context
@@ -54,7 +53,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
             )
             prompts = await self._read(request, form, model, call)
             order, requests = requests_together(whole, prompts)
-            ranking = _Ranking(whole.request_id, model.info.model_id, prompts)
+            ranking = _Ranking(whole.name, model.info.model_id, prompts)
             async with self._generation.run(requests, call=call) as events:
                 async for rank, event in events:
                     ranking.note(order[rank], event)
@@ -92,7 +91,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
 class _Ranking:
     """What the engine has told of the documents so far."""
 
-    def __init__(self, request_id: RequestId, model_id: str, prompts: list[tuple[int, ...]]) -> None:
+    def __init__(self, request_id: str, model_id: str, prompts: list[tuple[int, ...]]) -> None:
         self._request_id = request_id
         self._model_id = model_id
         self._prompts = prompts

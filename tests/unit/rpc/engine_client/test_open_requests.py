@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from icehouse_server.domain.events import CacheReport, Delta, Started
-from icehouse_server.domain.ids import RequestId, Tenant
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.request import GenerationRequest, part_of, request_id_of
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.errors import NotFound
+from icehouse_server.errors import InvalidRequest, NotFound
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.engine_client.open_requests import OpenRequests, RequestPhase
 
@@ -27,7 +27,7 @@ async def engine() -> AsyncIterator[Submissions]:
 
 def request(name: str = "r", *, tenant: str = "red", prompt: tuple[int, ...] = (1, 2)) -> GenerationRequest:
     return GenerationRequest(
-        request_id=RequestId(name),
+        request_id=request_id_of(name, Tenant(tenant)),
         prompt_token_ids=prompt,
         max_output_tokens=4,
         sampling=SamplingParams(),
@@ -48,7 +48,7 @@ async def test_a_name_that_is_taken_again_is_the_later_ones(
         with known.opened("Stream", engine.begin(request(tenant=tenant))) as later:
             assert known.visible_to(UNPROVED) == (later,)
             assert known.cancel("r", caller) is later
-            assert engine.cancelled() == ["r"]
+            assert engine.cancelled() == [f"r@{tenant}"]
     assert known.visible_to(UNPROVED) == ()
 
 
@@ -61,6 +61,21 @@ async def test_what_has_ended_is_not_there_whoever_has_its_name_now(engine: Subm
             with pytest.raises(NotFound):
                 known.cancel("r", RED)
             assert engine.cancelled() == [] and not (first.is_cancelled or later.is_cancelled)
+
+
+async def test_whose_of_one_name_is_ended_has_to_be_said_where_it_is_not_clear(engine: Submissions) -> None:
+    known = OpenRequests()
+    red, blue = engine.begin(request()), engine.begin(request(tenant="blue"))
+    with known.opened("Generate", red), known.opened("Generate", blue) as second:
+        with pytest.raises(InvalidRequest) as caught:
+            known.cancel("r", UNPROVED)
+        assert caught.value.field == "tenant" and engine.cancelled() == []
+        with pytest.raises(NotFound):
+            known.cancel("r", UNPROVED, tenant="")
+        assert known.cancel("r", UNPROVED, tenant="blue") is second
+        assert engine.cancelled() == ["r@blue"]
+        known.cancel("r", RED)
+        assert engine.cancelled() == ["r@red"]
 
 
 async def test_another_tenants_request_is_as_if_it_were_not_there(engine: Submissions) -> None:
@@ -76,7 +91,7 @@ async def test_another_tenants_request_is_as_if_it_were_not_there(engine: Submis
 
 async def test_it_is_as_far_as_its_furthest_part(engine: Submissions) -> None:
     one = request()
-    both = engine.begin(one, dataclasses.replace(one, request_id=RequestId("r/1")))
+    both = engine.begin(one, dataclasses.replace(one, request_id=part_of(one.request_id, 1)))
     with OpenRequests().opened("Generate", both) as opened:
         assert (opened.phase, opened.prompt_token_count) == (RequestPhase.WAITING, 2)
         opened.note(Started(prompt_token_count=2, cache=CacheReport(ram_token_count=1), queue_s=0.0))

@@ -28,8 +28,8 @@ GET = server_service_pb2.GetServerRequest()
 LIST = server_service_pb2.ListRequestsRequest()
 
 
-def cancel(request_id: str) -> server_service_pb2.CancelRequestRequest:
-    return server_service_pb2.CancelRequestRequest(request_id=request_id)
+def cancel(request_id: str, *, tenant: str | None = None) -> server_service_pb2.CancelRequestRequest:
+    return server_service_pb2.CancelRequestRequest(request_id=request_id, tenant=tenant)
 
 
 async def test_a_server_says_what_it_is_while_it_loads_too() -> None:
@@ -214,11 +214,40 @@ async def test_what_has_ended_is_not_there_although_its_reader_has_not_taken_it(
         assert [each.tenant for each in listed] == ["ads"]
         assert served.engine.cancelled.empty() and not first.done()
         await served.serving.CancelRequest(cancel("one"), metadata=bearer(ADS))
-        assert await served.cancelled() == "one"
+        assert await served.cancelled() == "one@ads"
         with pytest.raises(grpc.aio.AioRpcError, match="ended by CancelRequest"):
             await call.read()
         while await first.read() is not grpc.aio.EOF:
             pass
+
+
+async def test_two_tenants_may_use_one_id_and_each_ends_its_own(tmp_path: Path) -> None:
+    one = inference.GenerateRequest(text="ab", request_id="one")
+    async with guarded_server(tmp_path) as served:
+        served.engine.script = hanging
+        calls = {
+            token: await begun(served.inference.Stream(one, metadata=bearer(token)))
+            for token in (SEARCH, ADS)
+        }
+        again = await refused(served.inference.Generate(one, metadata=bearer(ADS)))
+        assert (again.code, again.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
+        assert "@" not in again.message
+        for token, tenants in ((SEARCH, ["search"]), (ADS, ["ads"]), (BOSS, ["search", "ads"])):
+            found = (await served.serving.ListRequests(LIST, metadata=bearer(token))).requests
+            assert [(each.request_id, each.tenant) for each in found] == [("one", name) for name in tenants]
+        either = await refused(served.serving.CancelRequest(cancel("one"), metadata=bearer(BOSS)))
+        assert (either.code, either.field) == (grpc.StatusCode.INVALID_ARGUMENT, "tenant")
+        theirs = cancel("one", tenant="ads")
+        other = await refused(served.serving.CancelRequest(theirs, metadata=bearer(SEARCH)))
+        assert other.reason == "REQUEST_NOT_FOUND" and served.engine.cancelled.empty()
+        await served.serving.CancelRequest(theirs, metadata=bearer(BOSS))
+        assert await served.cancelled() == "one@ads"
+        with pytest.raises(grpc.aio.AioRpcError, match="ended by CancelRequest"):
+            await calls[ADS].read()
+        await served.serving.CancelRequest(cancel("one"), metadata=bearer(SEARCH))
+        assert await served.cancelled() == "one@search"
+        with pytest.raises(grpc.aio.AioRpcError, match="ended by CancelRequest"):
+            await calls[SEARCH].read()
 
 
 async def test_inputs_to_embed_are_one_request() -> None:

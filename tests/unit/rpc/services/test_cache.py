@@ -76,7 +76,7 @@ async def test_warm_runs_the_prompt_without_output(served: RunningServer) -> Non
     served.engine.script = lambda request: [started(request), finished(request)]
     response = await served.cache.Warm(messages.WarmRequest(text="Hi", request_id="w", cache=BLUE))
     [request] = served.engine.submitted
-    assert (request.max_output_tokens, request.tenant, request.request_id) == (0, "blue", "w")
+    assert (request.max_output_tokens, request.tenant, request.name) == (0, "blue", "w")
     assert (response.request_id, response.cache.ram_tokens) == ("w", REPORT.ram_token_count)
     assert response.usage.output_tokens == 0
 

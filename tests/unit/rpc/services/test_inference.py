@@ -49,7 +49,7 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
     wanted.cache.tenant = "blue"
     await served.inference.Generate(wanted)
     [request] = served.engine.submitted
-    assert request.request_id == "a.b:c-1"
+    assert request.name == "a.b:c-1"
     assert (request.sampling.temperature, request.sampling.top_p) == (0.7, 0.9)
     assert (request.sampling.top_k, request.sampling.min_p) == (40, 0.05)
     assert request.sampling.seed == 2**64 - 1

@@ -95,7 +95,7 @@ async def test_the_engine_is_asked_for_one_token_of_each_the_longest_first(ranke
     policy = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_READ_ONLY, tenant="t")
     await ranker.reranking.Rerank(rank("a", "abc", request_id="mine", priority=3, cache=policy))
     [long, short] = ranker.engine.submitted
-    assert (long.request_id, short.request_id) == ("mine", "mine#1")
+    assert (long.name, short.name) == ("mine", "mine#1")
     assert [bytes(r.prompt_token_ids) for r in (long, short)] == [b"q/abc", b"q/a"]
     for request in (long, short):
         assert request.logprobs == LogprobsWanted(token_ids=(YES, NO))

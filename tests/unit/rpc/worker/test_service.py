@@ -237,7 +237,7 @@ async def test_an_abort_is_for_ones_own_requests(tmp_path: Path) -> None:
 async def test_a_name_that_another_tenant_used_first_is_one_s_own_too(tmp_path: Path) -> None:
     async with guarded_server(tmp_path, server={"worker": worker_parts()}) as served:
         served.engine.script = hanging
-        # Its name is known, and it has not reached the engine yet, which runs no two of one name.
+        # Its name is known, and it has not reached the engine yet.
         first = served.worker.Generate(asking(regex=HELD.pattern), metadata=bearer(ADS))
         assert await asyncio.to_thread(served.grammars.held.wait, 10)
         call = served.worker.Generate(asking(), metadata=bearer(SEARCH))

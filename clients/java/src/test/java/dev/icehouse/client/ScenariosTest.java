@@ -143,6 +143,25 @@ class ScenariosTest {
   }
 
   @Test
+  void idOfTwoTenants(Scenario s) {
+    var client = s.client();
+    var request = s.request().setRequestId(s.ownName());
+    var one = request.clone().setCache(CachePolicy.newBuilder().setTenant(s.ownName() + "-1")).build();
+    var other =
+        request
+            .clone()
+            .setCache(CachePolicy.newBuilder().setTenant(s.ownName() + "-2"))
+            .setMaxOutputTokens(s.input("other_max_output_tokens").getAsInt())
+            .build();
+    try (var stream = client.stream(one)) {
+      stream.iterator().next();
+      GenerateResponse answer = client.generate(other);
+      assertEquals(s.ownName(), answer.getRequestId());
+      assertEquals(s.expect("output_tokens").getAsInt(), answer.getUsage().getOutputTokens());
+    }
+  }
+
+  @Test
   void unauthenticated(Scenario s) throws IOException {
     var trusting = trusting();
     var request = s.request().build();
