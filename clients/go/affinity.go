@@ -24,8 +24,8 @@ const (
 //
 //	first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ variant ‖ beginning)
 //
-// kind is "text", "tokens", "chat" or, for Rerank, "query". The beginning is the first 1024 bytes of the
-// text or the query in UTF-8; the first 256 token ids, each as four bytes, little-endian; or of a
+// kind is "text", "tokens", "chat", "infill" or, for Rerank, "query". The beginning is the first 1024 bytes of
+// the text, the query or the infill's prefix in UTF-8; the first 256 token ids, each as four bytes, little-endian; or of a
 // conversation each message up to and with the first of role "user", as role ‖ 0x00 ‖ content ‖ 0x00 with
 // the texts of parts joined to the content, cut after 4096 bytes. The variant is what else makes KV another:
 // empty without an adapter and tools, otherwise adapter ‖ 0x00 and of each tool
@@ -83,6 +83,9 @@ func beginning(request prompted) (kind string, start []byte) {
 	}
 	if chat := request.GetChat(); chat != nil {
 		return "chat", turns(chat)
+	}
+	if generate, is := request.(*icehousev1.GenerateRequest); is && generate.GetInfill() != nil {
+		return "infill", firstBytes(generate.GetInfill().GetPrefix())
 	}
 	if text := request.GetText(); text != "" {
 		return "text", firstBytes(text)

@@ -17,6 +17,12 @@ func Tokens(ids ...int32) *icehousev1.GenerateRequest_Tokens {
 	return &icehousev1.GenerateRequest_Tokens{Tokens: &icehousev1.TokenPrompt{Ids: ids}}
 }
 
+// Infill returns a prompt with a gap between two texts, which the output fills: for models of code that were
+// trained to.
+func Infill(prefix, suffix string) *icehousev1.GenerateRequest_Infill {
+	return &icehousev1.GenerateRequest_Infill{Infill: &icehousev1.InfillPrompt{Prefix: prefix, Suffix: suffix}}
+}
+
 // Chat returns a prompt that is a conversation, oldest turn first.
 func Chat(messages ...*icehousev1.ChatMessage) *icehousev1.GenerateRequest_Chat {
 	return &icehousev1.GenerateRequest_Chat{Chat: &icehousev1.ChatPrompt{Messages: messages}}

@@ -32,6 +32,7 @@ type scenario struct {
 		Model           string
 		Tenant          string
 		Question        string
+		Prefix, Suffix  string
 		MaxReasoning    int32 `json:"max_reasoning_tokens"`
 		Tool            struct {
 			Name, Description string

@@ -36,6 +36,7 @@ func TestScenarios(t *testing.T) {
 		"retry_limit":        testRetryLimit,
 		"tools_loop":         testToolsLoop,
 		"reasoning_budget":   testReasoningBudget,
+		"infill":             testInfill,
 		"structured_output":  testStructuredOutput,
 		"unicode":            testUnicode,
 		"hundred_streams":    testHundredStreams,
@@ -363,6 +364,29 @@ func testReasoningBudget(t *testing.T, s scenario) {
 	}
 	if count := closed.GetUsage().GetReasoningTokens(); count != s.Expect.ClosedReasoningTokens {
 		t.Error(count)
+	}
+}
+
+func testInfill(t *testing.T, s scenario) {
+	client, prompt := s.client(t), Infill(s.Input.Prefix, s.Input.Suffix)
+	response, err := client.Generate(t.Context(), &icehousev1.GenerateRequest{
+		Prompt: prompt, MaxOutputTokens: s.Input.MaxOutputTokens,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	reason := response.GetFinishReason().String()
+	if response.GetText() != s.Expect.Text || reason != "FINISH_REASON_"+s.Expect.FinishReason {
+		t.Errorf("%q, %s", response.GetText(), reason)
+	}
+	if ids := response.GetTokenIds(); response.GetStopTokenId() != ids[len(ids)-1] {
+		t.Error(response.GetStopTokenId(), ids)
+	}
+	tokens, err := client.Inference.Tokenize(t.Context(), &icehousev1.TokenizeRequest{
+		Prompt: &icehousev1.TokenizeRequest_Infill{Infill: prompt.Infill},
+	})
+	if err != nil || tokens.GetTokenCount() != response.GetUsage().GetPromptTokens() {
+		t.Error(tokens, err)
 	}
 }
 

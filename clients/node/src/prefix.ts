@@ -55,6 +55,8 @@ function beginning(request: Keyed): Readonly<{ kind: string; bytes: Uint8Array }
       ids.forEach((id, index) => bytes.setInt32(4 * index, id, true));
       return { kind: "tokens", bytes: new Uint8Array(bytes.buffer) };
     }
+    case "infill":
+      return { kind: "infill", bytes: firstBytes(prompt.value.prefix) };
     case "chat":
       return { kind: "chat", bytes: turns(prompt.value) };
     default:

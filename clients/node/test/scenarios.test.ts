@@ -179,6 +179,15 @@ scenario("reasoning_budget", async (s) => {
   assert.deepEqual([closed.reasoning, closed.usage?.reasoningTokens], ["", s.expect["closed_reasoning_tokens"]]);
 });
 
+scenario("infill", async (s) => {
+  const client = s.client();
+  const prompt = { case: "infill", value: { prefix: s.input["prefix"], suffix: s.input["suffix"] } } as const;
+  const answer = await client.generate({ prompt, maxOutputTokens: s.input["max_output_tokens"] });
+  assert.deepEqual([answer.text, FinishReason[answer.finishReason]], [s.expect["text"], s.expect["finish_reason"]]);
+  assert.equal(answer.stopTokenId, answer.tokenIds.at(-1));
+  assert.equal((await client.tokenize({ prompt })).tokenCount, answer.usage?.promptTokens);
+});
+
 scenario("structured_output", async (s) => {
   const format = { case: "jsonSchema", value: JSON.stringify(s.input["schema"]) } as const;
   const client = s.client();

@@ -13,6 +13,7 @@ from icehouse_client import (
     Client,
     Conversation,
     IcehouseClientError,
+    Infill,
     Reply,
     Security,
     Tool,
@@ -198,6 +199,14 @@ def test_reasoning_budget(scenario: Scenario, client: Client) -> None:
     closed = client.chat(talk, max_reasoning_tokens=limit, **limits(scenario))
     assert closed.text.startswith(scenario.expect["text"]) and not closed.reasoning
     assert closed.usage.reasoning_tokens == scenario.expect["closed_reasoning_tokens"]
+
+
+def test_infill(scenario: Scenario, client: Client) -> None:
+    gap = Infill(scenario.input["prefix"], scenario.input["suffix"])
+    reply = client.generate(gap, **limits(scenario))
+    assert (reply.text, reply.finish_reason) == (scenario.expect["text"], scenario.expect["finish_reason"])
+    assert reply.stop_token_id == reply.token_ids[-1]
+    assert len(client.tokenize(gap)) == reply.usage.prompt_tokens
 
 
 def test_structured_output(scenario: Scenario, client: Client) -> None:

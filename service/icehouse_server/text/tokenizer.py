@@ -17,6 +17,7 @@ from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.chat_template import ChatTemplate, offer
+from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.mlx_lm_parsers import read_reply_format
 from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_parser import ReplySplitter
@@ -24,6 +25,8 @@ from icehouse_server.text.reply_parser import ReplySplitter
 _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _UNINTERRUPTED_LENGTH = 4096
 """Characters that are tokenized in about a millisecond."""
+_LETTER = "a"
+"""A text that every vocabulary spells: what stands before its tokens begins each prompt."""
 _MERGES = '"merges":['
 """How tokenizer.json begins its list of merges; inside a string of it the quotes would be escaped."""
 
@@ -73,6 +76,12 @@ class Tokenizer:
         """Bytes of the vocabulary's longest entry as it is spelled there: at least those of its text."""
         return max(len(spelling.encode("utf-8", "replace")) for spelling in self._wrapper.get_vocab())
 
+    @functools.cached_property
+    def _infill(self) -> InfillFormat | None:
+        text, plain = self.encode(_LETTER), self.spell(_LETTER)
+        start = next((i for i in range(len(text)) if text[i : i + len(plain)] == plain), 0)
+        return infill_format_of(self._wrapper.get_vocab(), encode=self.spell, start=tuple(text[:start]))
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` with the model's own special tokens around it (`<bos>`)."""
         return self._encode(text, add_special_tokens=True)
@@ -80,6 +89,19 @@ class Tokenizer:
     def spell(self, text: str) -> list[int]:
         """Return the token ids of a piece of text by itself, without a start token."""
         return self._encode(text, add_special_tokens=False)
+
+    def render_infill(self, *, prefix: str, suffix: str) -> InfillTokens:
+        """Return the prompt of a gap between two texts.
+
+        Raises InvalidRequest when the vocabulary has no tokens for one.
+        """
+        if self._infill is None:
+            raise InvalidRequest(
+                Reason.UNSUPPORTED,
+                "this model's vocabulary has no tokens for infill, as those of code models have; send `text`",
+                field="infill",
+            )
+        return self._infill.tokens(prefix=prefix, suffix=suffix)
 
     def render_chat(self, conversation: Conversation) -> RenderedChat:
         """Return the prompt of a conversation.

@@ -30,6 +30,8 @@ from tests.system.mesh.envoy import free_ports
 TENANT = "clients"
 TOKENS_PER_MINUTE = 60
 BLOCK_TOKENS = 16
+INFILL = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", " a + b", "<|endoftext|>")
+"""Tokens of a gap's two sides, and what fills it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class Servers:
     tenant: str
     """Whose token it is."""
     chat_address: str
-    """A plain server with a model that reasons, writes a text and asks for the tool "get_weather"."""
+    """A plain server with a model that reasons, writes a text and asks for the tool "get_weather"; it fills
+    gaps, too."""
     draining_address: str
     """Refuses the first attempt of every call as a server that is stopping does; the next reach `address`."""
     busy_address: str
@@ -78,7 +81,8 @@ def live_servers() -> Iterator[Servers]:
         tokens.touch(mode=0o600)
         tokens.write_text(line_of(token, tenant=TENANT, role=Role.TENANT, expire_date=None) + "\n")
         model = tiny_model_dir(folder, "llama")
-        chat_model = chain_model_dir(folder / "chat", REMEMBERING, TOOL_CALL, first="Ċ")
+        script = (*TOOL_CALL, *INFILL)
+        chat_model = chain_model_dir(folder / "chat", REMEMBERING, script, first="Ċ")
         plain_port, secured_port, unused_port = free_ports(3)
         small_blocks = ("--block-token-count", str(BLOCK_TOKENS))
 

@@ -5,7 +5,16 @@ from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.cache import CacheUse
 from icehouse_client.cache_client import AsyncCacheClient, CacheClient, VerifyOptions, WarmOptions
-from icehouse_client.chat import Image, MalformedToolCall, Message, Tool, ToolCall, ToolChoice, tool_result
+from icehouse_client.chat import (
+    Image,
+    Infill,
+    MalformedToolCall,
+    Message,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    tool_result,
+)
 from icehouse_client.client import Client, Stream
 from icehouse_client.conversation import Conversation
 from icehouse_client.embeddings import Embeddings, EmbedOptions
@@ -40,6 +49,7 @@ __all__ = [
     "FinishReason",
     "IcehouseClientError",
     "Image",
+    "Infill",
     "MalformedToolCall",
     "Message",
     "Options",

@@ -6,12 +6,12 @@ different languages meet in the same cache:
 
     key = first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ variant ‖ beginning)
 
-`kind` is "text", "tokens", "chat" or, for Rerank, "query". The beginning is the first 1024 bytes of the text
-or the query in UTF-8; the first 256 token ids, each as four bytes, little-endian; or of a conversation each
-message up to and with the first of role "user", as role ‖ 0x00 ‖ content ‖ 0x00 with the texts of `parts`
-joined to the content, cut after 4096 bytes. So all turns of a conversation have one key. The variant is what
-else makes KV another: empty without an adapter and tools, otherwise adapter ‖ 0x00 and of each tool
-name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
+`kind` is "text", "tokens", "chat", "infill" or, for Rerank, "query". The beginning is the first 1024 bytes of
+the text, the query or the infill's prefix in UTF-8; the first 256 token ids, each as four bytes,
+little-endian; or of a conversation each message up to and with the first of role "user", as
+role ‖ 0x00 ‖ content ‖ 0x00 with the texts of `parts` joined to the content, cut after 4096 bytes. So all
+turns of a conversation have one key. The variant is what else makes KV another: empty without an adapter and
+tools, otherwise adapter ‖ 0x00 and of each tool name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def prefix_key(request: PromptRequest | reranking.RerankRequest) -> str:
         return _key(request.model, "tokens", variant, ids)
     if request.HasField("chat"):
         return _key(request.model, "chat", variant, _turns(request.chat))
+    if isinstance(request, inference.GenerateRequest) and request.HasField("infill"):
+        return _key(request.model, "infill", variant, request.infill.prefix.encode()[:_TEXT_BYTES])
     if request.HasField("text"):
         return _key(request.model, "text", variant, request.text.encode()[:_TEXT_BYTES])
     return ""

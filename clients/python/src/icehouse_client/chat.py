@@ -55,6 +55,14 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Infill:
+    """A prompt with a gap, which the output fills: for models of code that were trained to."""
+
+    prefix: str
+    suffix: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may ask to be called. `parameters` is the JSON schema of its arguments, which
     those of a `strict` tool always fit."""

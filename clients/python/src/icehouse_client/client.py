@@ -25,7 +25,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_client.cache_client import CacheClient, CacheTimeouts
 from icehouse_client.calls import Calls, ResponseCall
 from icehouse_client.channel import channel_options
-from icehouse_client.chat import Message, Tool
+from icehouse_client.chat import Infill, Message, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.requests import (
@@ -146,7 +146,7 @@ class Client:
 
     def tokenize(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | Sequence[Message] | Infill,
         *,
         model: str = "",
         tools: Sequence[Tool] = (),

@@ -10,7 +10,7 @@ from icehouse.v1 import prompt_pb2
 
 from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
-from icehouse_client.chat import Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
+from icehouse_client.chat import Infill, Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
 from icehouse_client.options import refuse_unknown
 from icehouse_client.sampling import SamplingOptions, sampling_proto
@@ -22,8 +22,8 @@ DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_ORDER_TIMEOUT_S = 3600.0
 """The deadline of Warm, Evict and Verify that name none: a large disk or a long prompt takes its time."""
 
-Prompt = str | Sequence[Message] | Sequence[int]
-"""Text, a conversation, or token ids."""
+Prompt = str | Sequence[Message] | Sequence[int] | Infill
+"""Text, a conversation, token ids, or two texts with a gap between them."""
 
 
 class PromptOptions(CacheOptions, total=False):
@@ -108,7 +108,11 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
     request.model = options.get("model", "")
     request.adapter = options.get("adapter", "")
     request.tools.extend(tool_protos(options.get("tools", ())))
-    if isinstance(prompt, str):
+    if isinstance(prompt, Infill):
+        if not isinstance(request, inference.GenerateRequest):
+            raise TypeError("the cache takes an Infill as the tokens that tokenize makes of it")
+        request.infill.CopyFrom(prompt_pb2.InfillPrompt(prefix=prompt.prefix, suffix=prompt.suffix))
+    elif isinstance(prompt, str):
         request.text = prompt
     elif _is_chat(prompt):
         request.chat.CopyFrom(
@@ -123,9 +127,12 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
 
 
 def tokenize_request(
-    prompt: str | Sequence[Message], *, model: str, tools: Sequence[Tool] = ()
+    prompt: str | Sequence[Message] | Infill, *, model: str, tools: Sequence[Tool] = ()
 ) -> inference.TokenizeRequest:
     """Return the message of Tokenize."""
+    if isinstance(prompt, Infill):
+        infill = prompt_pb2.InfillPrompt(prefix=prompt.prefix, suffix=prompt.suffix)
+        return inference.TokenizeRequest(model=model, infill=infill, tools=tool_protos(tools))
     if isinstance(prompt, str):
         return inference.TokenizeRequest(model=model, text=prompt)
     return inference.TokenizeRequest(model=model, chat=chat_proto(prompt), tools=tool_protos(tools))

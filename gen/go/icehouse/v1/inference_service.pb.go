@@ -48,6 +48,7 @@ type GenerateRequest struct {
 	//	*GenerateRequest_Text
 	//	*GenerateRequest_Chat
 	//	*GenerateRequest_Tokens
+	//	*GenerateRequest_Infill
 	Prompt isGenerateRequest_Prompt `protobuf_oneof:"prompt"`
 	// Most tokens to generate, from 1 to the server's limit (32768 by default; beyond it
 	// PARAMETER_OUT_OF_RANGE). Absent or 0: the server's default (256 by default).
@@ -186,6 +187,15 @@ func (x *GenerateRequest) GetTokens() *TokenPrompt {
 	return nil
 }
 
+func (x *GenerateRequest) GetInfill() *InfillPrompt {
+	if x != nil {
+		if x, ok := x.Prompt.(*GenerateRequest_Infill); ok {
+			return x.Infill
+		}
+	}
+	return nil
+}
+
 func (x *GenerateRequest) GetMaxOutputTokens() int32 {
 	if x != nil {
 		return x.MaxOutputTokens
@@ -310,11 +320,19 @@ type GenerateRequest_Tokens struct {
 	Tokens *TokenPrompt `protobuf:"bytes,5,opt,name=tokens,proto3,oneof"`
 }
 
+type GenerateRequest_Infill struct {
+	// Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
+	// Tokenize makes of it.
+	Infill *InfillPrompt `protobuf:"bytes,21,opt,name=infill,proto3,oneof"`
+}
+
 func (*GenerateRequest_Text) isGenerateRequest_Prompt() {}
 
 func (*GenerateRequest_Chat) isGenerateRequest_Prompt() {}
 
 func (*GenerateRequest_Tokens) isGenerateRequest_Prompt() {}
+
+func (*GenerateRequest_Infill) isGenerateRequest_Prompt() {}
 
 // The complete output; of several completions the first one, but for `completions`.
 type GenerateResponse struct {
@@ -1015,6 +1033,7 @@ type TokenizeRequest struct {
 	//
 	//	*TokenizeRequest_Text
 	//	*TokenizeRequest_Chat
+	//	*TokenizeRequest_Infill
 	Prompt isTokenizeRequest_Prompt `protobuf_oneof:"prompt"`
 	// Tools that the conversation's template shows, as for Generate. Absent: none.
 	Tools         []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
@@ -1084,6 +1103,15 @@ func (x *TokenizeRequest) GetChat() *ChatPrompt {
 	return nil
 }
 
+func (x *TokenizeRequest) GetInfill() *InfillPrompt {
+	if x != nil {
+		if x, ok := x.Prompt.(*TokenizeRequest_Infill); ok {
+			return x.Infill
+		}
+	}
+	return nil
+}
+
 func (x *TokenizeRequest) GetTools() []*Tool {
 	if x != nil {
 		return x.Tools
@@ -1105,9 +1133,16 @@ type TokenizeRequest_Chat struct {
 	Chat *ChatPrompt `protobuf:"bytes,3,opt,name=chat,proto3,oneof"`
 }
 
+type TokenizeRequest_Infill struct {
+	// Two texts with a gap.
+	Infill *InfillPrompt `protobuf:"bytes,4,opt,name=infill,proto3,oneof"`
+}
+
 func (*TokenizeRequest_Text) isTokenizeRequest_Prompt() {}
 
 func (*TokenizeRequest_Chat) isTokenizeRequest_Prompt() {}
+
+func (*TokenizeRequest_Infill) isTokenizeRequest_Prompt() {}
 
 // The tokens of a prompt.
 type TokenizeResponse struct {
@@ -1448,14 +1483,15 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xfe\x06\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xb3\a\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12\x14\n" +
 	"\x04text\x18\x03 \x01(\tH\x00R\x04text\x12-\n" +
 	"\x04chat\x18\x04 \x01(\v2\x17.icehouse.v1.ChatPromptH\x00R\x04chat\x122\n" +
-	"\x06tokens\x18\x05 \x01(\v2\x18.icehouse.v1.TokenPromptH\x00R\x06tokens\x12*\n" +
+	"\x06tokens\x18\x05 \x01(\v2\x18.icehouse.v1.TokenPromptH\x00R\x06tokens\x123\n" +
+	"\x06infill\x18\x15 \x01(\v2\x19.icehouse.v1.InfillPromptH\x00R\x06infill\x12*\n" +
 	"\x11max_output_tokens\x18\x06 \x01(\x05R\x0fmaxOutputTokens\x127\n" +
 	"\bsampling\x18\a \x01(\v2\x1b.icehouse.v1.SamplingParamsR\bsampling\x12\x12\n" +
 	"\x04stop\x18\b \x03(\tR\x04stop\x12D\n" +
@@ -1539,11 +1575,12 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x10completion_index\x18\x04 \x01(\x05R\x0fcompletionIndex\x12'\n" +
 	"\rstop_token_id\x18\x05 \x01(\x05H\x01R\vstopTokenId\x88\x01\x01B\x0e\n" +
 	"\f_stop_stringB\x10\n" +
-	"\x0e_stop_token_id\"\x9f\x01\n" +
+	"\x0e_stop_token_id\"\xd4\x01\n" +
 	"\x0fTokenizeRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
 	"\x04text\x18\x02 \x01(\tH\x00R\x04text\x12-\n" +
-	"\x04chat\x18\x03 \x01(\v2\x17.icehouse.v1.ChatPromptH\x00R\x04chat\x12'\n" +
+	"\x04chat\x18\x03 \x01(\v2\x17.icehouse.v1.ChatPromptH\x00R\x04chat\x123\n" +
+	"\x06infill\x18\x04 \x01(\v2\x19.icehouse.v1.InfillPromptH\x00R\x06infill\x12'\n" +
 	"\x05tools\x18\n" +
 	" \x03(\v2\x11.icehouse.v1.ToolR\x05toolsB\b\n" +
 	"\x06prompt\"_\n" +
@@ -1607,83 +1644,86 @@ var file_icehouse_v1_inference_service_proto_goTypes = []any{
 	(*CacheStatsResponse)(nil),    // 13: icehouse.v1.CacheStatsResponse
 	(*ChatPrompt)(nil),            // 14: icehouse.v1.ChatPrompt
 	(*TokenPrompt)(nil),           // 15: icehouse.v1.TokenPrompt
-	(*SamplingParams)(nil),        // 16: icehouse.v1.SamplingParams
-	(*ResponseFormat)(nil),        // 17: icehouse.v1.ResponseFormat
-	(*Tool)(nil),                  // 18: icehouse.v1.Tool
-	(*LogprobsOptions)(nil),       // 19: icehouse.v1.LogprobsOptions
-	(*CachePolicy)(nil),           // 20: icehouse.v1.CachePolicy
-	(*ToolChoice)(nil),            // 21: icehouse.v1.ToolChoice
-	(*Speculation)(nil),           // 22: icehouse.v1.Speculation
-	(FinishReason)(0),             // 23: icehouse.v1.FinishReason
-	(*Usage)(nil),                 // 24: icehouse.v1.Usage
-	(*CacheReport)(nil),           // 25: icehouse.v1.CacheReport
-	(*ToolCall)(nil),              // 26: icehouse.v1.ToolCall
-	(*TokenLogprobs)(nil),         // 27: icehouse.v1.TokenLogprobs
-	(*Completion)(nil),            // 28: icehouse.v1.Completion
-	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
-	(*MalformedToolCall)(nil),     // 30: icehouse.v1.MalformedToolCall
-	(*durationpb.Duration)(nil),   // 31: google.protobuf.Duration
-	(*ToolCallDelta)(nil),         // 32: icehouse.v1.ToolCallDelta
-	(*EngineStats)(nil),           // 33: icehouse.v1.EngineStats
-	(*CacheStats)(nil),            // 34: icehouse.v1.CacheStats
-	(*SlowRequest)(nil),           // 35: icehouse.v1.SlowRequest
-	(*TenantStats)(nil),           // 36: icehouse.v1.TenantStats
+	(*InfillPrompt)(nil),          // 16: icehouse.v1.InfillPrompt
+	(*SamplingParams)(nil),        // 17: icehouse.v1.SamplingParams
+	(*ResponseFormat)(nil),        // 18: icehouse.v1.ResponseFormat
+	(*Tool)(nil),                  // 19: icehouse.v1.Tool
+	(*LogprobsOptions)(nil),       // 20: icehouse.v1.LogprobsOptions
+	(*CachePolicy)(nil),           // 21: icehouse.v1.CachePolicy
+	(*ToolChoice)(nil),            // 22: icehouse.v1.ToolChoice
+	(*Speculation)(nil),           // 23: icehouse.v1.Speculation
+	(FinishReason)(0),             // 24: icehouse.v1.FinishReason
+	(*Usage)(nil),                 // 25: icehouse.v1.Usage
+	(*CacheReport)(nil),           // 26: icehouse.v1.CacheReport
+	(*ToolCall)(nil),              // 27: icehouse.v1.ToolCall
+	(*TokenLogprobs)(nil),         // 28: icehouse.v1.TokenLogprobs
+	(*Completion)(nil),            // 29: icehouse.v1.Completion
+	(*timestamppb.Timestamp)(nil), // 30: google.protobuf.Timestamp
+	(*MalformedToolCall)(nil),     // 31: icehouse.v1.MalformedToolCall
+	(*durationpb.Duration)(nil),   // 32: google.protobuf.Duration
+	(*ToolCallDelta)(nil),         // 33: icehouse.v1.ToolCallDelta
+	(*EngineStats)(nil),           // 34: icehouse.v1.EngineStats
+	(*CacheStats)(nil),            // 35: icehouse.v1.CacheStats
+	(*SlowRequest)(nil),           // 36: icehouse.v1.SlowRequest
+	(*TenantStats)(nil),           // 37: icehouse.v1.TenantStats
 }
 var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
 	14, // 0: icehouse.v1.GenerateRequest.chat:type_name -> icehouse.v1.ChatPrompt
 	15, // 1: icehouse.v1.GenerateRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	16, // 2: icehouse.v1.GenerateRequest.sampling:type_name -> icehouse.v1.SamplingParams
-	17, // 3: icehouse.v1.GenerateRequest.response_format:type_name -> icehouse.v1.ResponseFormat
-	18, // 4: icehouse.v1.GenerateRequest.tools:type_name -> icehouse.v1.Tool
-	19, // 5: icehouse.v1.GenerateRequest.logprobs:type_name -> icehouse.v1.LogprobsOptions
-	20, // 6: icehouse.v1.GenerateRequest.cache:type_name -> icehouse.v1.CachePolicy
-	21, // 7: icehouse.v1.GenerateRequest.tool_choice:type_name -> icehouse.v1.ToolChoice
-	22, // 8: icehouse.v1.GenerateRequest.speculation:type_name -> icehouse.v1.Speculation
-	23, // 9: icehouse.v1.GenerateResponse.finish_reason:type_name -> icehouse.v1.FinishReason
-	24, // 10: icehouse.v1.GenerateResponse.usage:type_name -> icehouse.v1.Usage
-	25, // 11: icehouse.v1.GenerateResponse.cache:type_name -> icehouse.v1.CacheReport
-	26, // 12: icehouse.v1.GenerateResponse.tool_calls:type_name -> icehouse.v1.ToolCall
-	27, // 13: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	27, // 14: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	28, // 15: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
-	29, // 16: icehouse.v1.GenerateResponse.create_time:type_name -> google.protobuf.Timestamp
-	30, // 17: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
-	3,  // 18: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
-	4,  // 19: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
-	5,  // 20: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
-	6,  // 21: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
-	25, // 22: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
-	31, // 23: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
-	29, // 24: icehouse.v1.Started.create_time:type_name -> google.protobuf.Timestamp
-	27, // 25: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	32, // 26: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
-	27, // 27: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	30, // 28: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
-	23, // 29: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
-	24, // 30: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
-	14, // 31: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	18, // 32: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
-	9,  // 33: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
-	29, // 34: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
-	33, // 35: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
-	34, // 36: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
-	35, // 37: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
-	36, // 38: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
-	0,  // 39: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
-	0,  // 40: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
-	7,  // 41: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
-	10, // 42: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
-	12, // 43: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
-	1,  // 44: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
-	2,  // 45: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
-	8,  // 46: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
-	11, // 47: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
-	13, // 48: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
-	44, // [44:49] is the sub-list for method output_type
-	39, // [39:44] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	16, // 2: icehouse.v1.GenerateRequest.infill:type_name -> icehouse.v1.InfillPrompt
+	17, // 3: icehouse.v1.GenerateRequest.sampling:type_name -> icehouse.v1.SamplingParams
+	18, // 4: icehouse.v1.GenerateRequest.response_format:type_name -> icehouse.v1.ResponseFormat
+	19, // 5: icehouse.v1.GenerateRequest.tools:type_name -> icehouse.v1.Tool
+	20, // 6: icehouse.v1.GenerateRequest.logprobs:type_name -> icehouse.v1.LogprobsOptions
+	21, // 7: icehouse.v1.GenerateRequest.cache:type_name -> icehouse.v1.CachePolicy
+	22, // 8: icehouse.v1.GenerateRequest.tool_choice:type_name -> icehouse.v1.ToolChoice
+	23, // 9: icehouse.v1.GenerateRequest.speculation:type_name -> icehouse.v1.Speculation
+	24, // 10: icehouse.v1.GenerateResponse.finish_reason:type_name -> icehouse.v1.FinishReason
+	25, // 11: icehouse.v1.GenerateResponse.usage:type_name -> icehouse.v1.Usage
+	26, // 12: icehouse.v1.GenerateResponse.cache:type_name -> icehouse.v1.CacheReport
+	27, // 13: icehouse.v1.GenerateResponse.tool_calls:type_name -> icehouse.v1.ToolCall
+	28, // 14: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	28, // 15: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	29, // 16: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
+	30, // 17: icehouse.v1.GenerateResponse.create_time:type_name -> google.protobuf.Timestamp
+	31, // 18: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
+	3,  // 19: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
+	4,  // 20: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	5,  // 21: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
+	6,  // 22: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
+	26, // 23: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
+	32, // 24: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
+	30, // 25: icehouse.v1.Started.create_time:type_name -> google.protobuf.Timestamp
+	28, // 26: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	33, // 27: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
+	28, // 28: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	31, // 29: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
+	24, // 30: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
+	25, // 31: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
+	14, // 32: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
+	16, // 33: icehouse.v1.TokenizeRequest.infill:type_name -> icehouse.v1.InfillPrompt
+	19, // 34: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
+	9,  // 35: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
+	30, // 36: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
+	34, // 37: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
+	35, // 38: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
+	36, // 39: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
+	37, // 40: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
+	0,  // 41: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
+	0,  // 42: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
+	7,  // 43: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
+	10, // 44: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
+	12, // 45: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
+	1,  // 46: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
+	2,  // 47: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
+	8,  // 48: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
+	11, // 49: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
+	13, // 50: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
+	46, // [46:51] is the sub-list for method output_type
+	41, // [41:46] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_inference_service_proto_init() }
@@ -1708,6 +1748,7 @@ func file_icehouse_v1_inference_service_proto_init() {
 		(*GenerateRequest_Text)(nil),
 		(*GenerateRequest_Chat)(nil),
 		(*GenerateRequest_Tokens)(nil),
+		(*GenerateRequest_Infill)(nil),
 	}
 	file_icehouse_v1_inference_service_proto_msgTypes[1].OneofWrappers = []any{}
 	file_icehouse_v1_inference_service_proto_msgTypes[2].OneofWrappers = []any{
@@ -1720,6 +1761,7 @@ func file_icehouse_v1_inference_service_proto_init() {
 	file_icehouse_v1_inference_service_proto_msgTypes[7].OneofWrappers = []any{
 		(*TokenizeRequest_Text)(nil),
 		(*TokenizeRequest_Chat)(nil),
+		(*TokenizeRequest_Infill)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

@@ -416,6 +416,66 @@ func (*ImagePart_Data) isImagePart_Source() {}
 
 func (*ImagePart_Uri) isImagePart_Source() {}
 
+// Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
+// they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+// CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
+// A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
+// prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
+// output as the request's `stop_token_ids` do.
+type InfillPrompt struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+	Prefix string `protobuf:"bytes,1,opt,name=prefix,proto3" json:"prefix,omitempty"`
+	// What stands behind the gap.
+	Suffix        string `protobuf:"bytes,2,opt,name=suffix,proto3" json:"suffix,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InfillPrompt) Reset() {
+	*x = InfillPrompt{}
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InfillPrompt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InfillPrompt) ProtoMessage() {}
+
+func (x *InfillPrompt) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InfillPrompt.ProtoReflect.Descriptor instead.
+func (*InfillPrompt) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *InfillPrompt) GetPrefix() string {
+	if x != nil {
+		return x.Prefix
+	}
+	return ""
+}
+
+func (x *InfillPrompt) GetSuffix() string {
+	if x != nil {
+		return x.Suffix
+	}
+	return ""
+}
+
 // A prompt that the caller has tokenized. Nothing is added to it, no start token either.
 type TokenPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -428,7 +488,7 @@ type TokenPrompt struct {
 
 func (x *TokenPrompt) Reset() {
 	*x = TokenPrompt{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -440,7 +500,7 @@ func (x *TokenPrompt) String() string {
 func (*TokenPrompt) ProtoMessage() {}
 
 func (x *TokenPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -453,7 +513,7 @@ func (x *TokenPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenPrompt.ProtoReflect.Descriptor instead.
 func (*TokenPrompt) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{4}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *TokenPrompt) GetIds() []int32 {
@@ -496,7 +556,10 @@ const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"\x03uri\x18\x02 \x01(\tH\x00R\x03uri\x12\x1d\n" +
 	"\n" +
 	"media_type\x18\x03 \x01(\tR\tmediaTypeB\b\n" +
-	"\x06source\"\x1f\n" +
+	"\x06source\">\n" +
+	"\fInfillPrompt\x12\x16\n" +
+	"\x06prefix\x18\x01 \x01(\tR\x06prefix\x12\x16\n" +
+	"\x06suffix\x18\x02 \x01(\tR\x06suffix\"\x1f\n" +
 	"\vTokenPrompt\x12\x10\n" +
 	"\x03ids\x18\x01 \x03(\x05R\x03idsB<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
@@ -513,20 +576,21 @@ func file_icehouse_v1_prompt_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_prompt_proto_rawDescData
 }
 
-var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
+var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
 var file_icehouse_v1_prompt_proto_goTypes = []any{
 	(*ChatPrompt)(nil),      // 0: icehouse.v1.ChatPrompt
 	(*ChatMessage)(nil),     // 1: icehouse.v1.ChatMessage
 	(*ContentPart)(nil),     // 2: icehouse.v1.ContentPart
 	(*ImagePart)(nil),       // 3: icehouse.v1.ImagePart
-	(*TokenPrompt)(nil),     // 4: icehouse.v1.TokenPrompt
-	(*structpb.Struct)(nil), // 5: google.protobuf.Struct
-	(*ToolCall)(nil),        // 6: icehouse.v1.ToolCall
+	(*InfillPrompt)(nil),    // 4: icehouse.v1.InfillPrompt
+	(*TokenPrompt)(nil),     // 5: icehouse.v1.TokenPrompt
+	(*structpb.Struct)(nil), // 6: google.protobuf.Struct
+	(*ToolCall)(nil),        // 7: icehouse.v1.ToolCall
 }
 var file_icehouse_v1_prompt_proto_depIdxs = []int32{
 	1, // 0: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
-	5, // 1: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
-	6, // 2: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
+	6, // 1: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
+	7, // 2: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
 	2, // 3: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
 	3, // 4: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
 	5, // [5:5] is the sub-list for method output_type
@@ -558,7 +622,7 @@ func file_icehouse_v1_prompt_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_prompt_proto_rawDesc), len(file_icehouse_v1_prompt_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   5,
+			NumMessages:   6,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -223,6 +223,38 @@ class ImagePart(_message.Message):
 Global___ImagePart: _TypeAlias = ImagePart  # noqa: Y015
 
 @_typing.final
+class InfillPrompt(_message.Message):
+    """Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
+    they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+    CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
+    A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
+    prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
+    output as the request's `stop_token_ids` do.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    SUFFIX_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    """What stands before the gap. One of the two must not be empty (PROMPT_EMPTY)."""
+    suffix: _builtins.str
+    """What stands behind the gap."""
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.str = ...,
+        suffix: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "suffix", b"suffix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InfillPrompt: _TypeAlias = InfillPrompt  # noqa: Y015
+
+@_typing.final
 class TokenPrompt(_message.Message):
     """A prompt that the caller has tokenized. Nothing is added to it, no start token either."""
 

@@ -15,7 +15,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/prompt.proto.
  */
 export const file_icehouse_v1_prompt: GenFile = /*@__PURE__*/
-  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi2AEKC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIRCgRuYW1lGAMgASgJSACIAQESEQoJcmVhc29uaW5nGAQgASgJEikKCnRvb2xfY2FsbHMYBSADKAsyFS5pY2Vob3VzZS52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBiABKAkSEQoJdG9rZW5faWRzGAcgAygFEicKBXBhcnRzGAggAygLMhguaWNlaG91c2UudjEuQ29udGVudFBhcnRCBwoFX25hbWUiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJICglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAlCCAoGc291cmNlIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM", [file_google_protobuf_struct, file_icehouse_v1_tool]);
+  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi2AEKC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIRCgRuYW1lGAMgASgJSACIAQESEQoJcmVhc29uaW5nGAQgASgJEikKCnRvb2xfY2FsbHMYBSADKAsyFS5pY2Vob3VzZS52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBiABKAkSEQoJdG9rZW5faWRzGAcgAygFEicKBXBhcnRzGAggAygLMhguaWNlaG91c2UudjEuQ29udGVudFBhcnRCBwoFX25hbWUiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJICglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAlCCAoGc291cmNlIi4KDEluZmlsbFByb21wdBIOCgZwcmVmaXgYASABKAkSDgoGc3VmZml4GAIgASgJIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM", [file_google_protobuf_struct, file_icehouse_v1_tool]);
 
 /**
  * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
@@ -238,6 +238,39 @@ export const ImagePartSchema: GenMessage<ImagePart> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_prompt, 3);
 
 /**
+ * Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
+ * they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+ * CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
+ * A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
+ * prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
+ * output as the request's `stop_token_ids` do.
+ *
+ * @generated from message icehouse.v1.InfillPrompt
+ */
+export type InfillPrompt = Message<"icehouse.v1.InfillPrompt"> & {
+  /**
+   * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+   *
+   * @generated from field: string prefix = 1;
+   */
+  prefix: string;
+
+  /**
+   * What stands behind the gap.
+   *
+   * @generated from field: string suffix = 2;
+   */
+  suffix: string;
+};
+
+/**
+ * Describes the message icehouse.v1.InfillPrompt.
+ * Use `create(InfillPromptSchema)` to create a new message.
+ */
+export const InfillPromptSchema: GenMessage<InfillPrompt> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_prompt, 4);
+
+/**
  * A prompt that the caller has tokenized. Nothing is added to it, no start token either.
  *
  * @generated from message icehouse.v1.TokenPrompt
@@ -257,5 +290,5 @@ export type TokenPrompt = Message<"icehouse.v1.TokenPrompt"> & {
  * Use `create(TokenPromptSchema)` to create a new message.
  */
 export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 4);
+  messageDesc(file_icehouse_v1_prompt, 5);
 

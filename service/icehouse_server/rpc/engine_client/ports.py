@@ -15,6 +15,7 @@ from icehouse_server.domain.request import GenerationRequest, ImageSpan
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
+from icehouse_server.text.infill import InfillTokens
 from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_parser import ReplySplitter
 
@@ -73,6 +74,10 @@ class TokenizerPort(Protocol):
 
     def render_chat(self, conversation: Conversation) -> RenderedChat:
         """Return the prompt of a conversation; raises InvalidRequest when the template refuses."""
+        ...
+
+    def render_infill(self, *, prefix: str, suffix: str) -> InfillTokens:
+        """Return the prompt of a gap between two texts; raises InvalidRequest for a model that fills none."""
         ...
 
     def reply_splitter(

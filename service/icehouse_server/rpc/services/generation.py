@@ -105,6 +105,9 @@ class Generation:
         if unread.bad_words:
             banned = await self._prompts.run(lambda: spellings(unread.bad_words, model.tokenizer))
             sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
+        if prompt.stop_token_ids:
+            stops = dict.fromkeys((*sampling.stop_token_ids, *prompt.stop_token_ids))
+            sampling = dataclasses.replace(sampling, stop_token_ids=tuple(stops))
         reasoning = _reasoning_of(unread, prompt)
         form = await self._grammar(unread.form, prompt.chat)
         request = dataclasses.replace(

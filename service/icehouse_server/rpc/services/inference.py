@@ -13,6 +13,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
+from icehouse_server.rpc.messages.chat import check_no_tools
 from icehouse_server.rpc.messages.response_format import response_format_of
 from icehouse_server.rpc.messages.responses import cache_report_proto
 from icehouse_server.rpc.messages.sampling import bad_words_of, sampling_of
@@ -31,7 +32,9 @@ from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
+    Prompt,
     Unread,
+    infill_of,
     pieces,
     prompt_of,
     text_of,
@@ -99,8 +102,11 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             normalizes = self._generation.normalizes(call.caller.tenant or DEFAULT_TENANT)
 
             def answer() -> messages.TokenizeResponse:
-                prompt = text_prompt_of(request, kind, model.info, normalizes=normalizes)
-                found = pieces(prompt, model)
+                if kind == "infill":
+                    check_no_tools(request.tools, None)
+                    found = pieces(infill_of(request.infill), model)
+                else:
+                    found = pieces(text_prompt_of(request, kind, model.info, normalizes=normalizes), model)
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
 
@@ -152,6 +158,13 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         wants_logprobs = request.HasField("logprobs")
         kind = request.WhichOneof("prompt")
         choice = request.tool_choice if request.HasField("tool_choice") else None
+
+        def check() -> Prompt:
+            if kind == "infill":
+                check_no_tools(request.tools, choice)
+                return infill_of(request.infill)
+            return prompt_of(request, kind, model.info, choice, normalizes=normalizes)
+
         unread = Unread(
             model=model,
             request=dataclasses.replace(
@@ -170,9 +183,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 else None
             ),
             completion_count=completions_of(request.completions, sampling, self._config),
-            prompt=unchecked(
-                request, lambda: prompt_of(request, kind, model.info, choice, normalizes=normalizes)
-            ),
+            prompt=unchecked(request, check),
         )
         return await self._generation.prepare(unread, call=call)
 

@@ -77,7 +77,21 @@ class Tokens:
     field: str = "tokens"
 
 
-Prompt = Text | Chat | Tokens
+@dataclasses.dataclass(frozen=True, slots=True)
+class Infill:
+    """A gap between two texts."""
+
+    prefix: str
+    suffix: str
+    field: str = "infill"
+
+    @property
+    def size_bytes(self) -> int:
+        """At least so many bytes: one for each character."""
+        return len(self.prefix) + len(self.suffix)
+
+
+Prompt = Text | Chat | Tokens | Infill
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +110,8 @@ class ReadPrompt:
     token_ids: tuple[int, ...]
     chat: RenderedConversation | None = None
     images: tuple[ImageSpan, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """What ends the output of such a prompt, beside the model's end tokens."""
 
     @property
     def keys(self) -> TokenKeys:
@@ -162,6 +178,13 @@ def text_prompt_of(
     if kind == "text":
         return Text(message.text)
     raise _missing("`text` or `chat`")
+
+
+def infill_of(message: prompt_pb2.InfillPrompt) -> Infill:
+    """Return a gap, not of nothing; raises InvalidRequest."""
+    if not (message.prefix or message.suffix):
+        raise _empty("infill")
+    return Infill(message.prefix, message.suffix)
 
 
 def prompt_of(
@@ -294,7 +317,7 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def pieces(prompt: Text | Chat, model: ServedModel) -> list[tuple[int, str]]:
+def pieces(prompt: Text | Chat | Infill, model: ServedModel) -> list[tuple[int, str]]:
     """Return each token's id and spelling, longer than the context as it may be. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
@@ -343,9 +366,12 @@ def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
     return read
 
 
-def _tokens(prompt: Text | Chat, model: ServedModel) -> ReadPrompt:
+def _tokens(prompt: Text | Chat | Infill, model: ServedModel) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
+    if isinstance(prompt, Infill):
+        infill = model.tokenizer.render_infill(prefix=prompt.prefix, suffix=prompt.suffix)
+        return ReadPrompt(infill.token_ids, stop_token_ids=infill.stop_token_ids)
     conversation, images = prompt.conversation, None
     if conversation.images:
         assert model.images is not None, "a model that reads text alone refuses images before"
@@ -357,7 +383,7 @@ def _tokens(prompt: Text | Chat, model: ServedModel) -> ReadPrompt:
     return ReadPrompt(rendered.token_ids, chat, spans)
 
 
-def _check_bytes(prompt: Text | Chat, *, limit_bytes: int) -> None:
+def _check_bytes(prompt: Text | Chat | Infill, *, limit_bytes: int) -> None:
     if prompt.size_bytes <= limit_bytes:
         return
     raise InvalidRequest(

@@ -113,6 +113,12 @@ BAD_PROMPTS = [
     (Reason.PROMPT_MISSING, "prompt", messages.GenerateRequest()),
     (Reason.PROMPT_EMPTY, "text", messages.GenerateRequest(text="")),
     (Reason.PROMPT_EMPTY, "tokens", tokens()),
+    (Reason.PROMPT_EMPTY, "infill", messages.GenerateRequest(infill=prompt_pb2.InfillPrompt())),
+    (
+        Reason.PROMPT_TOO_LONG,
+        "infill",
+        messages.GenerateRequest(infill=prompt_pb2.InfillPrompt(prefix="x" * 64)),
+    ),
     (Reason.PROMPT_TOO_LONG, "text", request(text="x" * 64)),
     (Reason.PROMPT_TOO_LONG, "tokens", tokens(*[1] * 64)),
     (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[1]", tokens(0, 300)),

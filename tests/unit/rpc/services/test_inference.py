@@ -59,6 +59,17 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
     assert request.cache_use is CacheUse.READ_ONLY
 
 
+async def test_a_gap_is_a_prompt_whose_markers_end_the_output(served: RunningServer) -> None:
+    gap = prompt_pb2.InfillPrompt(prefix="ab", suffix="c")
+    wanted = messages.GenerateRequest(infill=gap, max_output_tokens=1, stop_token_ids=[9])
+    await served.inference.Generate(wanted)
+    [request] = served.engine.submitted
+    assert request.prompt_token_ids == (256, *b"ab", 257, *b"c", 258)
+    assert request.sampling.stop_token_ids == (9, 256, 257, 258)
+    tokens = await served.inference.Tokenize(messages.TokenizeRequest(infill=gap))
+    assert tuple(token.id for token in tokens.tokens) == request.prompt_token_ids
+
+
 async def test_every_sampling_parameter_reaches_the_engine(served: RunningServer) -> None:
     sampling = sampling_pb2.SamplingParams(
         temperature=0.5,

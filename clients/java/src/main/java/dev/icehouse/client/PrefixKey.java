@@ -8,6 +8,7 @@ import dev.icehouse.v1.ContentPart;
 import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.ExplainRequest;
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.InfillPrompt;
 import dev.icehouse.v1.PinRequest;
 import dev.icehouse.v1.RerankRequest;
 import dev.icehouse.v1.TokenPrompt;
@@ -30,8 +31,8 @@ import java.util.Set;
  * The key by which a load balancer sends prompts with one beginning to one server.
  *
  * <p>Every client library makes it the same way: the first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖
- * 0x00 ‖ variant ‖ beginning). The kind is "text", "tokens", "chat" or, for Rerank, "query". The beginning is
- * the first 1024 bytes of the text or the query in UTF-8; the first 256 token ids, each as four bytes,
+ * 0x00 ‖ variant ‖ beginning). The kind is "text", "tokens", "chat", "infill" or, for Rerank, "query". The
+ * beginning is the first 1024 bytes of the text, the query or the infill's prefix in UTF-8; the first 256 token ids, each as four bytes,
  * little-endian; or of a conversation each message up to and with the first of role "user", as role ‖ 0x00 ‖
  * content ‖ 0x00 with the texts of parts joined to the content, cut after 4096 bytes. The variant is what else
  * makes KV another: empty without an adapter and tools, otherwise adapter ‖ 0x00 and of each tool name ‖ 0x00
@@ -45,7 +46,7 @@ public final class PrefixKey {
   private static final int TOKEN_COUNT = 256;
   private static final int CHAT_BYTES = 4096;
 
-  private static final List<String> KINDS = List.of("text", "chat", "tokens");
+  private static final List<String> KINDS = List.of("text", "chat", "tokens", "infill");
   private static final Set<Descriptor> PROMPTED =
       Set.of(
           GenerateRequest.getDescriptor(),
@@ -75,7 +76,7 @@ public final class PrefixKey {
     List<?> tools = (List<?>) request.getField(type.findFieldByName("tools"));
     return KINDS.stream()
         .map(type::findFieldByName)
-        .filter(request::hasField)
+        .filter(field -> field != null && request.hasField(field))
         .findFirst()
         .map(kind -> key(model, kind.getName(), variant(adapter, tools), beginning(request.getField(kind))));
   }
@@ -107,6 +108,9 @@ public final class PrefixKey {
     }
     if (prompt instanceof TokenPrompt tokens) {
       return littleEndian(tokens.getIdsList());
+    }
+    if (prompt instanceof InfillPrompt infill) {
+      return firstBytes(infill.getPrefix());
     }
     return firstBytes((String) prompt);
   }

@@ -14,6 +14,7 @@ import dev.icehouse.v1.EmbedRequest;
 import dev.icehouse.v1.Embedding;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.InfillPrompt;
 import dev.icehouse.v1.RequestInfo;
 import dev.icehouse.v1.RerankRequest;
 import dev.icehouse.v1.RerankResult;
@@ -275,6 +276,24 @@ class ScenariosTest {
     assertTrue(closed.getText().startsWith(answer.getText()), closed.getText());
     assertEquals("", closed.getReasoning());
     assertEquals(s.expect("closed_reasoning_tokens").getAsInt(), closed.getUsage().getReasoningTokens());
+  }
+
+  @Test
+  void infill(Scenario s) {
+    var client = s.client();
+    var gap =
+        InfillPrompt.newBuilder()
+            .setPrefix(s.input("prefix").getAsString())
+            .setSuffix(s.input("suffix").getAsString())
+            .build();
+    int limit = s.input("max_output_tokens").getAsInt();
+    GenerateResponse answer =
+        client.generate(GenerateRequest.newBuilder().setInfill(gap).setMaxOutputTokens(limit).build());
+    assertEquals(s.expect("text").getAsString(), answer.getText());
+    assertEquals("FINISH_REASON_" + s.expect("finish_reason").getAsString(), answer.getFinishReason().name());
+    assertEquals(answer.getTokenIds(answer.getTokenIdsCount() - 1), answer.getStopTokenId());
+    var tokens = client.tokenize(TokenizeRequest.newBuilder().setInfill(gap).build());
+    assertEquals(answer.getUsage().getPromptTokens(), tokens.getTokenCount());
   }
 
   /** What the output of structuredOutput is read into. */
