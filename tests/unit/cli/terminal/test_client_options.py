@@ -40,8 +40,8 @@ ASKING = (
     *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health", "bench"),
     *("explain", "warm", "pin", "unpin", "evict", "tokenize", "detokenize", "embed"),
 )
-WITHOUT_JSON = {"serve", "demo", "change"}
-"""What prints no facts."""
+WITHOUT_JSON = {"serve", "demo", "change", "install", "uninstall"}
+"""What does something, and prints no facts."""
 
 
 def commands_of(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.sampling import top_p
@@ -50,8 +50,8 @@ SHAPES = {
 def expected(row: np.ndarray, share: float, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     """Rank a whole row in double precision; return what is kept, and what may be either way.
 
-    Tokens as far from the peak as each other go together. Sums of a hundred thousand numbers differ in their
-    last bits with their order, so a token just where the mass is reached may fall on either side.
+    Tokens as far from the peak as each other go together. Ours are sums of thousands of numbers in single
+    precision, so a token just where the mass is reached may fall on either side.
     """
     distances = (row.max() - row).astype(np.float64)
     order = np.argsort(distances, kind="stable")
@@ -61,11 +61,12 @@ def expected(row: np.ndarray, share: float, top_k: int) -> tuple[np.ndarray, np.
     in_count = (first < top_k) if top_k else np.ones(len(row), dtype=bool)
     found, unsure = np.zeros(len(row), dtype=bool), np.zeros(len(row), dtype=bool)
     found[order] = in_count & ((before < share) | (share >= 1.0))
-    unsure[order] = in_count & (np.abs(before - share) < 1e-5)
+    unsure[order] = in_count & (np.abs(before - share) < 4e-5)
     return found, unsure
 
 
 @settings(deadline=None, max_examples=25)
+@example(shape="sharp", seed=99190, share=0.999999, top_k=0)
 @given(
     shape=st.sampled_from(sorted(SHAPES)),
     seed=st.integers(0, 2**32 - 1),
