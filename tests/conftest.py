@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# An example may take as long as it takes: a busy machine is no fault.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 _LOGGERS = ("", "icehouse", "icehouse_server")
 
