@@ -38,6 +38,8 @@ class Detokenizer:
         self._known_text = decode(self._window[: self._read_index])
         # What the prompt's unfinished last character shows by itself: not output, unless output changes it.
         self._echo = self._new_text(self._window) if self._read_index < len(self._window) else ""
+        self._undecided_count = len(self._window) - self._read_index
+        """Tokens since text last became certain."""
         self._returned_byte_count = 0
         self._pending_byte_count = 0
         """Of whole characters that are not certain yet: a space before the beginning of another one."""
@@ -50,16 +52,18 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add one token; return the text that became certain, often one token's, sometimes empty."""
         self._window.append(token_id)
+        self._undecided_count += 1
         text = self._new_text(self._window)
         if text and not text.endswith(_REPLACEMENT):
             return self._commit(text)
         self._pending_byte_count = len(text.rstrip(_REPLACEMENT).removeprefix(self._echo).encode())
-        pending_count = len(self._window) - self._read_index
-        if not text and (self._known_text or pending_count > _PENDING_TOKEN_LIMIT):
+        is_garbage = self._undecided_count > _PENDING_TOKEN_LIMIT
+        if not text and (self._known_text or is_garbage):
             # A special token: no text and no context for what follows. Kept, each one of a long run would
             # cost as much as all before it. At the very start it may be a space that the decoder strips.
             self._window.pop()
-        elif pending_count > _PENDING_TOKEN_LIMIT:
+            self._undecided_count -= 1
+        elif is_garbage:
             return self._let_go(text)
         return ""
 
@@ -83,6 +87,7 @@ class Detokenizer:
                 self._window = head
                 sent = self._commit(head_text)
                 self._window += tail
+                self._undecided_count = kept_count
                 return sent
         certain = text.rstrip(_REPLACEMENT)
         if certain and len(self._window) - self._read_index <= _CUT_TOKEN_LIMIT:
@@ -96,7 +101,7 @@ class Detokenizer:
         self._known_text += certain
         sent, self._echo = certain.removeprefix(self._echo), ""
         self._returned_byte_count += len(sent.encode())
-        self._pending_byte_count = 0
+        self._pending_byte_count = self._undecided_count = 0
         return sent
 
     def _commit(self, text: str) -> str:
@@ -105,7 +110,7 @@ class Detokenizer:
         self._known_text = self._decode(self._window)
         sent, self._echo = text.removeprefix(self._echo), ""
         self._returned_byte_count += len(sent.encode())
-        self._pending_byte_count = 0
+        self._pending_byte_count = self._undecided_count = 0
         return sent
 
 

@@ -101,6 +101,7 @@ def test_a_token_begins_at_the_character_that_it_has_a_part_in(name: str, text: 
 @given(text=texts, lengths=st.lists(st.integers(min_value=1, max_value=7), min_size=1))
 @example(text="a 🧊x", lengths=[1, 3, 3])
 @example(text="\x80\x80\x80𐀀𐀀0\x80\x80ࠀ𐀀", lengths=[1, 5, 2, 4, 1])
+@example(text="ࠀ𐀀𐀀ࠀ", lengths=[1, 1, 1, 2, 1, 1, 2, 1, 1, 2])
 def test_tokens_of_any_bytes_begin_at_their_first_character(text: str, lengths: list[int]) -> None:
     """Tokens that end inside a character, as those that begin with a space do in most vocabularies."""
     data = text.encode()
