@@ -7,12 +7,16 @@ that neither threads nor open files grow, and a scraper is always answered.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import sys
 import threading
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import WSGIApplication
+
+_log = logging.getLogger("icehouse.metrics")
 
 CONNECTION_LIMIT = 32
 _READ_TIMEOUT_S = 30.0
@@ -73,7 +77,9 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of callers that leave in the middle of an answer."""
+        """Log what broke, in one line; callers that leave in the middle of an answer are none of it."""
+        if not isinstance(sys.exception(), OSError):
+            _log.exception("metrics_connection_broke")
 
 
 class _Handler(WSGIRequestHandler):

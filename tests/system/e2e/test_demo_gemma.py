@@ -21,6 +21,7 @@ def passes_of_a_server(scratch: Path, count: int) -> list[Reply]:
         return [client.generate(long_prompt(), **STORY_OPTIONS) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_window_that_has_moved_comes_back_from_each_tier(tmp_path: Path) -> None:
     demo_model_dir(GEMMA)

@@ -27,12 +27,8 @@ FAMILIES: Final = frozenset(
 """`model_type` of the models whose images are served."""
 _GRID_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Those whose positions tell the rows and columns of an image."""
-
-
 _READ_BY_MLX_LM: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2-vl"})
 """Those whose text mlx-lm reads too."""
-
-
 _DEEPSTACK_FAMILIES: Final = frozenset({"qwen3_vl"})
 """Those whose towers give vectors for the first layers too."""
 _WHOLE_IMAGE_FAMILIES: Final = frozenset({"gemma3"})
