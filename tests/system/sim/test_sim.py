@@ -12,7 +12,7 @@ import pytest
 from tests.system.sim.scenario import IMAGES_SEED, PIECES_SEED
 from tests.system.sim.stories import play
 
-_CHUNK_COUNT = 16
+_CHUNK_COUNT = 20
 _CHUNK_SEED_COUNT = 30
 _SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "100"))
 _SLOW_CHUNK_SEED_COUNT = 100
