@@ -240,6 +240,9 @@ def _uds_error(path: Path, what: str) -> StartError:
     )
 
 
+_PENDING_CALL_LIMIT = 1 << 14
+"""Some 10 KB each, at some 3,000 taken up a second (2-core x86)."""
+
 _UNLIMITED_MS = 2**31 - 1
 """What gRPC takes for "never"."""
 
@@ -255,6 +258,10 @@ def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[t
         ("grpc.enable_channelz", int(server.channelz_enabled)),
         ("grpc.max_allowed_incoming_connections", connection.connection_limit),
         ("grpc.max_concurrent_streams", connection.stream_limit),
+        # Calls that came and were not taken up yet, everybody's: beyond the first limit gRPC ends some at
+        # random, beyond the second all. A burst of one caller's was enough for it, and is refused in order.
+        ("grpc.server.max_pending_requests", _PENDING_CALL_LIMIT),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALL_LIMIT),
         # The soft limit turns calls away at random from half of the hard one on; one limit is enough.
         ("grpc.max_metadata_size", connection.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", connection.max_metadata_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -157,6 +158,18 @@ async def test_a_stream_flood_leaves_the_server_serving(served: RunningServer) -
             for _ in range(40):
                 await peer.reset(await peer.open_call())
     assert await is_serving(served)
+
+
+async def test_calls_that_come_faster_than_they_are_taken_up_are_answered_each() -> None:
+    """Left alone, grpc ends calls as cancelled, anybody's: some from 1,000 waiting on, from 3,000 all."""
+    async with running(max_concurrent_calls=4) as served, contextlib.AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(peer_of(served.server.address)) for _ in range(8)]
+        last = {peer: [await peer.open_call() for _ in range(512)][-1] for peer in peers}
+        for peer, stream in last.items():
+            code, message = await peer.status(stream)
+            assert (code, "in flight" in message) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], True)
+        codes = {int(found["grpc-status"]) for peer in peers for found in peer.headers.values()}
+        assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}
 
 
 async def test_an_old_connection_says_goodbye_and_its_stream_ends_well() -> None:
