@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, Self, cast
 
 import numpy as np
 from PIL import Image
@@ -27,10 +27,15 @@ _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8
 _CONFIGS: Final = ("preprocessor_config.json", "processor_config.json")
 _GRID_TYPES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 _VIEW_TYPES: Final = frozenset({"lfm2_vl", "lfm2-vl"})
+_ROW_TYPES: Final = frozenset({"pixtral", "mistral3"})
 _DEFAULT_TILE_TOKENS: Final = 169
 """`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
+_DEFAULT_PATCH_SIZE: Final = 14
+_DEFAULT_IMAGE_SIZE: Final = 336
+_DEFAULT_MERGE_SIZE: Final = 2
+"""Of Pixtral's tower and Mistral 3 where config.json does not say, as mlx-vlm builds them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +84,15 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
             )
         token_count = int(configs[1].get("image_seq_length", _DEFAULT_WHOLE_TOKENS))
         return WholeProcessor(inner, fingerprint, token_count=token_count)
+    if model_type in _ROW_TYPES:
+        if not getattr(inner, "do_resize", True):
+            raise ModelError(
+                Reason.MODEL_INVALID,
+                f"the image processor in {path} leaves images as large as they are (do_resize), which is not "
+                "served; set it to true in preprocessor_config.json",
+            )
+        settings = RowSettings.of(_read(path / "config.json"), configs[1])
+        return RowProcessor(inner, fingerprint + repr(settings).encode(), settings)
     tile_token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
     return TileProcessor(inner, fingerprint, tile_token_count=tile_token_count)
 
@@ -183,6 +197,66 @@ class ViewProcessor:
                 text += f"<|img_row_{row + 1}_col_{column + 1}|>{self.mark * count}"
             text += "<|img_thumbnail|>"
         return f"<|image_start|>{text}{self.mark * counts[-1]}<|image_end|>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowSettings:
+    """What a folder says of images whose tokens stand in rows."""
+
+    patch_size: int
+    """Pixels of a patch's side."""
+    merge_size: int
+    """Patches of a token's side."""
+    image_size: int
+    """Pixels of the largest image's side whose patches' places the tower knows."""
+    mark: str
+    row_break: str
+    """Between two rows."""
+    end: str
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any], processor: Mapping[str, Any]) -> Self:
+        """Read config.json, whose sizes are the tower's, and processor_config.json."""
+        tower = model.get("vision_config") or {}
+        merges = model.get("model_type") == "mistral3"
+        return cls(
+            patch_size=int(tower.get("patch_size", _DEFAULT_PATCH_SIZE)),
+            merge_size=int(model.get("spatial_merge_size", _DEFAULT_MERGE_SIZE)) if merges else 1,
+            image_size=int(tower.get("image_size", _DEFAULT_IMAGE_SIZE)),
+            mark=str(processor.get("image_token", "[IMG]")),
+            row_break=str(processor.get("image_break_token", "[IMG_BREAK]")),
+            end=str(processor.get("image_end_token", "[IMG_END]")),
+        )
+
+
+class RowProcessor:
+    """Of Pixtral and Mistral 3: an image keeps its shape and is rows of tokens, as many as it has room for,
+    with a token of text behind each row."""
+
+    def __init__(self, inner: Any, fingerprint: bytes, settings: RowSettings) -> None:
+        self.mark = settings.mark
+        self._inner = inner
+        self._fingerprint = fingerprint
+        self._settings = settings
+
+    def prepare(self, image: Image.Image) -> PreparedImage:
+        settings = self._settings
+        unit = settings.patch_size * settings.merge_size
+        made = self._inner([image], patch_size={"height": unit, "width": unit})
+        sizes = np.asarray(made["image_sizes"], dtype=np.int64)
+        height, width = (int(side) for side in sizes[0])
+        limit = settings.image_size // settings.patch_size * settings.patch_size
+        if max(width, height) > limit:
+            raise ValueError(
+                f"it is scaled to {width} x {height} pixels; the tower takes {limit} x {limit}: `size` in "
+                "its preprocessor_config.json is too large"
+            )
+        rows, columns = height // unit, width // unit
+        tensors = (_host("image_sizes", sizes), _host("pixel_values", made["pixel_values"]))
+        digest = image_digest(self._fingerprint, tensors)
+        row = self.mark * columns
+        text = settings.row_break.join([row] * rows) + settings.end
+        return PreparedImage(ImageInput(digest, tensors, rows * columns), text)
 
 
 def spans_of(

@@ -1,8 +1,8 @@
 """Prompts with pictures: cold = RAM = SSD after a restart = mlx-vlm's own generation, and no hit on another.
 
 In float32 on a tiny SmolVLM, whose pictures have four tiles and a whole, tiny Qwen-VLs, whose attention
-knows their rows and columns, and a tiny Gemma 3, whose pictures are seen whole: some 16 to 35 tokens, over
-two blocks or four.
+knows their rows and columns, a tiny Gemma 3, whose pictures are seen whole, a tiny Pixtral and Mistral 3,
+whose pictures are rows with text between them: some 16 to 35 tokens, over two blocks or four.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     folder = tiny_vision_dir(tmp_path_factory.mktemp("models"), request.param)
     tokenizer = model_loader.load_tokenizer(model_loader.ModelSource(path=folder, model_id="tiny"))
-    processor = open_processor(folder, request.param)
+    processor = open_processor(folder, FAMILIES[request.param].config()["model_type"])
     return Model(folder, FAMILIES[request.param], processor, tokenizer, *load(str(folder)))
 
 

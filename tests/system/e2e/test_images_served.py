@@ -63,7 +63,9 @@ def expected(folder: Path, data: bytes) -> tuple[list[int], int]:
 
     model, processor = load(str(folder))
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    prompt = processor.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
     pictures: list[Any] = [Image.open(io.BytesIO(data))]
     # The tiny tokenizer puts <bos> before what the template wrote; SmolVLM's own does not.
     processor.tokenizer.backend_tokenizer.post_processor = None
@@ -116,6 +118,20 @@ REFUSED = [
         "parts[0].image.uri",
     ),
 ]
+
+
+async def test_a_picture_of_rows_is_counted_with_the_words_between_them(tmp_path: Path) -> None:
+    folder = tiny_vision_dir(tmp_path, "mistral3")
+    tokens, prompt_count = expected(folder, png(1))
+    async with whole_server(folder, tmp_path / "blocks") as house:
+        cold = await house.inference.Generate(request(chat(image(png(1)), text(QUESTION))))
+        warm = await house.inference.Generate(request(chat(image(png(1)), text(QUESTION))))
+        told = await refused(house.inference.Generate(request(chat(image(png(1)), text("[IMG]")))))
+    assert list(cold.token_ids) == list(warm.token_ids) == tokens
+    # Four rows of five, and three breaks.
+    assert (cold.usage.prompt_tokens, cold.usage.image_tokens) == (prompt_count, 4 * 5 + 3)
+    assert (cold.usage.cached_tokens, warm.usage.ram_tokens) == (0, prompt_count - 1)
+    assert (told.reason, told.field) == ("CHAT_INVALID", "chat")
 
 
 async def test_what_is_refused_names_its_part(folder: Path, tmp_path: Path) -> None:

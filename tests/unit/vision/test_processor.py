@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from icehouse_server.vision.decoder import ImageLimits  # noqa: E402
 from icehouse_server.vision.processor import ImageProcessor, open_processor, spans_of  # noqa: E402
 from icehouse_server.vision.reader import ImageReader  # noqa: E402
 
+from tests.fixtures.models import pixtral  # noqa: E402
 from tests.fixtures.models.vision import TILE, TILE_TOKEN_COUNT, tiny_vision_dir  # noqa: E402
 
 
@@ -94,3 +97,92 @@ def test_marks_in_a_text_are_no_images(folder: Path) -> None:
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="image processor"):
         tiles(tmp_path)
+
+
+def change(folder: Path, name: str, **facts: Any) -> None:
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+
+
+def test_a_folder_that_cuts_images_into_crops_is_refused(tmp_path: Path) -> None:
+    folder = tiny_vision_dir(tmp_path, "gemma3")
+    assert open_processor(folder, "gemma3").prepare(noise(60, 40)).image.is_seen_whole
+    change(folder, "preprocessor_config.json", do_pan_and_scan=True)
+    with pytest.raises(ModelError, match=r"crops \(do_pan_and_scan\).*set it to false") as caught:
+        open_processor(folder, "gemma3")
+    assert caught.value.reason is Reason.MODEL_INVALID
+
+
+def test_a_prompt_that_ends_in_an_image_that_is_seen_whole_is_refused(folder: Path) -> None:
+    image = tiles(folder).prepare(noise(60, 40)).image
+    whole = dataclasses.replace(image, feature_count=2, is_seen_whole=True)
+    (span,) = spans_of([7, 7, 1], [whole], image_token_id=7)
+    assert span.end_token_index == 2
+    assert spans_of([1, 7, 7], [dataclasses.replace(whole, is_seen_whole=False)], image_token_id=7)
+    with pytest.raises(InvalidRequest, match="ends with an image; for this model text must follow") as caught:
+        spans_of([1, 7, 7], [whole], image_token_id=7)
+    assert (caught.value.reason, caught.value.field) == (Reason.CHAT_INVALID, "chat")
+
+
+@pytest.fixture(scope="module", params=["pixtral", "mistral3"])
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision_dir(tmp_path_factory.mktemp("models"), request.param)
+
+
+@pytest.mark.parametrize("size", [(60, 40), (40, 60), (24, 24), (25, 24), (9, 31), (1, 1), (300, 13)])
+def test_rows_are_those_of_mlx_vlm(rows: Path, size: tuple[int, int]) -> None:
+    from mlx_vlm.models.pixtral.image_processing_pixtral import PixtralImageProcessor
+
+    unit = 2 * pixtral.PATCH if rows.name == "mistral3" else pixtral.PATCH
+    theirs: Any = PixtralImageProcessor.from_pretrained(rows)
+    expected = theirs([[noise(*size)]], patch_size=unit)
+    prepared = open_processor(rows, rows.name).prepare(noise(*size))
+    sizes, pixels = prepared.image.tensors
+    height, width = expected["image_sizes"][0]
+    assert np.frombuffer(sizes.data, np.int64).tolist() == [height, width]
+    assert (pixels.dtype, pixels.shape) == ("F32", (1, 3, height, width))
+    made = np.frombuffer(pixels.data, np.float32).reshape(pixels.shape)
+    assert np.allclose(made, expected["pixel_values"], atol=1e-6)
+    lines = prepared.text.removesuffix("[IMG_END]").split("[IMG_BREAK]")
+    assert lines == ["[IMG]" * (width // unit)] * (height // unit) and prepared.text.endswith("[IMG_END]")
+    assert prepared.image.feature_count == prepared.text.count("[IMG]")
+
+
+def test_a_folder_with_one_file_about_images_is_read_alike(rows: Path, tmp_path: Path) -> None:
+    """As transformers 5 writes them, Ministral 3's among them."""
+    folder = tiny_vision_dir(tmp_path, rows.name)
+    inner = json.loads((folder / "preprocessor_config.json").read_text())
+    inner |= {"image_processor_type": "PixtralImageProcessorFast", "patch_size": pixtral.PATCH}
+    change(folder, "processor_config.json", image_processor=inner)
+    (folder / "preprocessor_config.json").unlink()
+    one, two = (open_processor(each, rows.name).prepare(noise(60, 40)) for each in (rows, folder))
+    assert one.text == two.text
+    assert [t.data == u.data for t, u in zip(one.image.tensors, two.image.tensors, strict=True)] == [True] * 2
+    assert one.image.digest != two.image.digest, "nobody has said that these files mean the same"
+
+
+def test_rows_that_the_tower_has_no_places_for_are_refused(rows: Path, tmp_path: Path) -> None:
+    folder = tiny_vision_dir(tmp_path, rows.name)
+    side = pixtral.SIDE[rows.name]
+    change(folder, "preprocessor_config.json", size={"longest_edge": 2 * side})
+    processor = open_processor(folder, rows.name)
+    assert processor.prepare(noise(side, 9)).image.feature_count
+    with pytest.raises(
+        ValueError, match=rf"scaled to {2 * side} x \d+ pixels; the tower takes {side} x {side}"
+    ):
+        processor.prepare(noise(2 * side, 9))
+
+
+def test_an_image_that_is_scaled_to_nothing_is_refused_with_its_part(rows: Path) -> None:
+    limits = ImageLimits(image_count=4, size_bytes=10_000, pixel_count=10_000, prepared_bytes=1 << 20)
+    reader = ImageReader(open_processor(rows, rows.name), limits, image_token_id=7)
+    with pytest.raises(InvalidRequest, match="900 x 1 pixels, cannot be prepared for this model") as caught:
+        reader.read([ImageSource(png(900, 1), "image/png", "parts[0]")])
+    assert (caught.value.reason, caught.value.field) == (Reason.IMAGE_INVALID, "parts[0]")
+
+
+def test_a_folder_that_does_not_scale_images_is_refused(tmp_path: Path) -> None:
+    folder = tiny_vision_dir(tmp_path, "pixtral")
+    change(folder, "preprocessor_config.json", do_resize=False)
+    with pytest.raises(ModelError, match=r"\(do_resize\).*set it to true"):
+        open_processor(folder, "pixtral")

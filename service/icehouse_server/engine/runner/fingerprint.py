@@ -94,7 +94,7 @@ def model_fingerprint(
         "layout": layout_signature,
         "world": [world_size, rank],
     }
-    if mlx_vlm.is_used(config):
+    if mlx_vlm.is_used(model_dir, config):
         # Its rounding is another one than that of mlx-lm, which reads some of the same folders.
         facts["reader"] = "mlx-vlm"
     details = {

@@ -108,7 +108,7 @@ def sees_images(path: Path) -> bool:
         raise ModelError(
             Reason.MODEL_INVALID, f"the model in {path} {_MISSING_EXTRA}", metadata={"package": "mlx-vlm"}
         )
-    return mlx_vlm.is_used(config)
+    return mlx_vlm.is_used(path, config)
 
 
 def needs_flat_layers(model: Any) -> bool:
@@ -184,7 +184,7 @@ def describe(
         eos_token_ids=tokenizer.eos_token_ids,
         device=_device_name(),
         sees_images=loaded.tower is not None,
-        image_refusal=_MISSING_EXTRA if mlx_vlm.sees(loaded.config) else "reads text alone",
+        image_refusal=mlx_vlm.refusal(source.path, loaded.config) or _MISSING_EXTRA,
     )
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib.util
+import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,17 +24,36 @@ from icehouse_server.engine.core.memory_model import TowerShape, keeps_scores
 from icehouse_server.engine.runner.forward.model_seam import become
 
 FAMILIES: Final = frozenset(
-    {"idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2_vl", "lfm2-vl"}
+    {
+        "gemma3",
+        "idefics3",
+        "lfm2-vl",
+        "lfm2_vl",
+        "mistral3",
+        "pixtral",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_vl",
+        "smolvlm",
+    }
 )
 """`model_type` of the models whose images are served."""
 _GRID_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Those whose positions tell the rows and columns of an image."""
-_READ_BY_MLX_LM: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2-vl"})
+_READ_BY_MLX_LM: Final = frozenset(
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2-vl", "mistral3", "pixtral"}
+)
 """Those whose text mlx-lm reads too."""
 _DEEPSTACK_FAMILIES: Final = frozenset({"qwen3_vl"})
 """Those whose towers give vectors for the first layers too."""
 _WHOLE_IMAGE_FAMILIES: Final = frozenset({"gemma3"})
 """Those in which each token of an image sees all of it."""
+_PATCH_FAMILIES: Final = frozenset({"mistral3", "pixtral"})
+"""Those whose tower reads an image in its own shape, patch by patch."""
+_BLIND_TEXTS: Final = frozenset({"mistral4"})
+"""`model_type` of the text halves of these that are not served with images."""
+_TOWER_WEIGHT: Final = re.compile(r"(.*\.)?vis(ion|ual)")
+"""What weights of a vision tower are called, in folders of every maker."""
 _TOWER_LAYER: Final = re.compile(r"(?!language_model\.).*\b(layers|blocks)\.\d+$")
 """What mlx-vlm's vision towers call the layers that images go through one after another."""
 
@@ -42,9 +63,26 @@ def sees(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in FAMILIES and isinstance(config.get("vision_config"), Mapping)
 
 
-def is_used(config: Mapping[str, Any]) -> bool:
+def refusal(path: Path, config: Mapping[str, Any]) -> str | None:
+    """Return why images of a model folder are not served, in words that follow its name; None where they
+    are, given the extra. Its text is read by mlx-lm then."""
+    if not sees(config):
+        return "reads text alone"
+    kind = config["model_type"]
+    if kind in _READ_BY_MLX_LM and not _has_tower(path):
+        return "reads text alone: its folder has no weights of a vision tower"
+    text_kind = (config.get("text_config") or {}).get("model_type")
+    if kind in _PATCH_FAMILIES and text_kind in _BLIND_TEXTS:
+        return f"reads text alone: of a {kind} whose text half is a {text_kind} images are not served"
+    feature_layer = config.get("vision_feature_layer", -1)
+    if kind in _PATCH_FAMILIES and not isinstance(feature_layer, int):
+        return f"reads text alone: vectors of several layers of its tower ({feature_layer}) are not served"
+    return None
+
+
+def is_used(path: Path, config: Mapping[str, Any]) -> bool:
     """Whether a model folder is loaded from here: its images are served."""
-    return sees(config) and is_installed()
+    return is_installed() and refusal(path, config) is None
 
 
 def is_needed(config: Mapping[str, Any]) -> bool:
@@ -56,6 +94,28 @@ def image_token_id(config: Mapping[str, Any]) -> int:
     """Return the token whose embeddings the tower makes."""
     found = config.get("image_token_id")
     return int(config["image_token_index"] if found is None else found)
+
+
+def _has_tower(path: Path) -> bool:
+    """Whether the weights of a folder have a vision tower; mlx-lm leaves it out of what it converts."""
+    try:
+        return any(_TOWER_WEIGHT.match(name) for name in _weight_names(path))
+    except (OSError, ValueError):
+        return True  # whoever loads it says what is wrong with it
+
+
+def _weight_names(path: Path) -> Iterable[str]:
+    """Yield the names of a folder's weights. Raises OSError or ValueError for files that are damaged."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        yield from json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+        return
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            size_bytes = int.from_bytes(opened.read(8), "little")
+            if size_bytes > os.fstat(opened.fileno()).st_size:
+                raise ValueError(f"{file} is no safetensors file")
+            yield from json.loads(opened.read(size_bytes))
 
 
 def is_installed() -> bool:
@@ -73,9 +133,28 @@ def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[
     kind = config["model_type"]
     if kind in _WHOLE_IMAGE_FAMILIES:
         return WholeImageTextModel(whole.language_model), ScaledTower(whole), config
+    if kind in _PATCH_FAMILIES:
+        if whole.language_model.model_type == "ministral3":
+            return ScaledTextModel(whole.language_model), PatchTower(whole), config
+        _read_rope_base(whole.language_model, config.get("text_config") or {})
+        return TextModel(whole.language_model), PatchTower(whole), config
     text_model = GridTextModel if kind in _GRID_FAMILIES else TextModel
     tower = DeepstackTower if kind in _DEEPSTACK_FAMILIES else VisionTower
     return text_model(whole.language_model), tower(whole), config
+
+
+def _read_rope_base(language_model: Any, text: Mapping[str, Any]) -> None:
+    """Set the base of RoPE where only `rope_parameters` has it, as transformers 5 writes: upstream's Mistral
+    does not look there."""
+    rope = text.get("rope_parameters") or {}
+    if text.get("rope_theta") is not None or "rope_theta" not in rope:
+        return
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"its rope_parameters are of the type {rope['rope_type']!r}; only `default` is served"
+        )
+    for layer in language_model.layers:
+        layer.self_attn.rope.base = float(rope["rope_theta"])
 
 
 class TextModel(Module):
@@ -133,6 +212,48 @@ class GridTextModel(TextModel):
         else:
             logits = self.language_model.lm_head(hidden)
         return logits
+
+
+class ScaledTextModel(TextModel):
+    """The same of Ministral 3, whose queries are multiplied by a factor that grows with their positions.
+
+    Upstream takes the factor of one row's position for all rows of a pass, and waits for the device to read
+    it; here each row has that of its own.
+    """
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__(language_model)
+        become(language_model.model, "scaled", _scaled_call)
+
+
+def _scaled_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Run a body as upstream's `Ministral3.__call__` does, but for the factor."""
+
+    def run(self: Any, inputs: mx.array, cache: Any = None, inputs_embeds: Any = None) -> mx.array:
+        from mlx_vlm.models.base import create_attention_mask  # of an optional extra
+
+        hidden = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+        caches = [None] * len(self.layers) if cache is None else cache
+        offset = 0 if caches[0] is None else caches[0].offset
+        factor = _query_factor(offset, hidden.shape[1], self.config.rope_parameters).astype(hidden.dtype)
+        wide = near = create_attention_mask(hidden, caches[self.fa_idx])
+        if self.swa_idx is not None:
+            near = create_attention_mask(hidden, caches[self.swa_idx], window_size=self.sliding_window)
+        for layer, each in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, factor, near if layer.use_sliding else wide, cache=each)
+        normed: mx.array = self.norm(hidden)
+        return normed
+
+    return run
+
+
+def _query_factor(offset: mx.array | int, count: int, rope: Mapping[str, Any]) -> mx.array:
+    """Return [rows or 1, 1, tokens, 1], as upstream's `_get_llama_4_attn_scale` has it; `offset` is each
+    row's or all rows'."""
+    positions = mx.array(offset).reshape(-1, 1) + mx.arange(count)
+    steps = mx.floor(positions / rope["original_max_position_embeddings"])
+    factor = 1 + rope["llama_4_scaling_beta"] * mx.log(1 + steps)
+    return factor[:, None, :, None]
 
 
 def _positions(inputs: mx.array, cache: Any) -> mx.array:
@@ -234,6 +355,65 @@ class ScaledTower(VisionTower):
         # 2,048 where that says nothing: right for none of the models.
         factor = mx.array(whole.config.text_config.hidden_size**0.5, mx.bfloat16)
         return vectors / factor.astype(vectors.dtype)
+
+
+class PatchTower(VisionTower):
+    """The same where an image keeps its shape, and its rows of tokens end with tokens of text (Pixtral and
+    Mistral 3, which makes one token of several patches side by side).
+
+    Upstream's call keeps the images of a prompt apart by a mask of patches by patches, 0.6 GB for one image
+    of 1,540 x 1,540 pixels; here there is one, and none is made. Patches are merged in a few steps, where
+    upstream takes several for each token.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__(whole)
+        body = whole.vision_tower.vision_model
+        self._body = body
+        self._positions_per_side = body.config.image_size // body.config.patch_size
+        layer_count = len(body.transformer.layers)
+        # Upstream counts what goes into the first layer too.
+        self._layer_count = range(layer_count + 1)[whole.vision_feature_layer]
+
+    def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
+        whole = self._whole
+        ids = mx.array([list(token_ids)])
+        features = self._projected(self._seen(tensors["pixel_values"]))
+        text = whole.language_model.model.embed_tokens(ids)
+        merged: mx.array = whole.merge_input_ids_with_image_features(
+            whole.config.image_token_index, features, text, ids
+        )
+        return merged[0]
+
+    def _seen(self, pixels: mx.array) -> mx.array:
+        """Return [rows, columns, width] of [1, channels, height, width]."""
+        body = self._body
+        patches = body.patch_conv(pixels.transpose(0, 2, 3, 1).astype(body.patch_conv.weight.dtype))
+        _, rows, columns, width = patches.shape
+        places = mx.arange(rows)[:, None] * self._positions_per_side + mx.arange(columns)
+        hidden = body.ln_pre(patches.reshape(1, rows * columns, width))
+        rotation = body.patch_positional_embedding(hidden, places.flatten())
+        for layer in body.transformer.layers[: self._layer_count]:
+            hidden = layer(hidden, rotation)
+        seen: mx.array = hidden.reshape(rows, columns, width)
+        return seen
+
+    def _projected(self, patches: mx.array) -> mx.array:
+        """Return [tokens, width of the other half]."""
+        projector = self._whole.multi_modal_projector
+        rows, columns, width = patches.shape
+        merger = getattr(projector, "patch_merger", None)
+        if merger is None:
+            projected: mx.array = projector(patches.reshape(rows * columns, width))
+            return projected
+        side = merger.spatial_merge_size
+        grid = projector.norm(patches).reshape(rows // side, side, columns // side, side, width)
+        # As torch's `unfold` lays them, and upstream's.
+        joined = grid.transpose(0, 2, 4, 1, 3).reshape(-1, width * side * side)
+        merged: mx.array = projector.linear_2(
+            projector.gelu(projector.linear_1(merger.merging_layer(joined)))
+        )
+        return merged
 
 
 class DeepstackTower(VisionTower):
