@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,14 @@ def test_structured_output(scenario: Scenario, client: Client) -> None:
     reply = client.generate(scenario.text, response_format=form, **limits(scenario))
     assert reply.text == scenario.expect["text"]
     assert reply.json() == {key: scenario.expect[key] for key in ("city", "inhabitants")}
+    found = client.generate_json(scenario.text, City, response_format=form, **limits(scenario))
+    assert found == reply.decode(City) == City(**reply.json())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class City:
+    city: str
+    inhabitants: int
 
 
 def test_unicode(scenario: Scenario, client: Client) -> None:

@@ -19,7 +19,9 @@ from icehouse_client.client import Client, Stream
 from icehouse_client.conversation import Conversation
 from icehouse_client.embeddings import Embeddings, EmbedOptions
 from icehouse_client.errors import IcehouseClientError
+from icehouse_client.json_forms import Limits
 from icehouse_client.logprobs import TokenLogprobs, TopLogprob
+from icehouse_client.output_types import schema_of
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
@@ -28,7 +30,7 @@ from icehouse_client.requests import (
     PromptOptions,
 )
 from icehouse_client.reranking import Ranked, Ranking, RerankOptions
-from icehouse_client.results import Completion, FinishReason, Reply, Started, Token, Usage
+from icehouse_client.results import Completion, FinishReason, OutputError, Reply, Started, Token, Usage
 from icehouse_client.security import Security
 from icehouse_client.stream_sum import StreamEvent
 from icehouse_client.tokens import TokenSource
@@ -50,9 +52,11 @@ __all__ = [
     "IcehouseClientError",
     "Image",
     "Infill",
+    "Limits",
     "MalformedToolCall",
     "Message",
     "Options",
+    "OutputError",
     "PREFIX_KEY_HEADER",
     "Prompt",
     "PromptOptions",
@@ -76,6 +80,7 @@ __all__ = [
     "WarmOptions",
     "formats",
     "prefix_key",
+    "schema_of",
     "speculation",
     "tool_result",
 ]

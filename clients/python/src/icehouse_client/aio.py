@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 import grpc
 from icehouse.v1 import (
@@ -26,6 +26,7 @@ from icehouse_client.channel import channel_options
 from icehouse_client.chat import Infill, Message, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
+from icehouse_client.output_types import typed_options
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
@@ -36,7 +37,7 @@ from icehouse_client.requests import (
     tokenize_request,
 )
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
-from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
+from icehouse_client.results import Reply, Started, Token, Value, reply_from, tokens_from
 from icehouse_client.retries import RetryPolicy
 from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
@@ -102,6 +103,19 @@ class AsyncClient:
     async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
         return await self.generate(messages, **options)
+
+    @overload
+    async def generate_json(
+        self, prompt: Prompt, output_type: type[Value], **options: Unpack[Options]
+    ) -> Value: ...
+
+    @overload
+    async def generate_json(self, prompt: Prompt, output_type: object, **options: Unpack[Options]) -> Any: ...
+
+    async def generate_json(self, prompt: Prompt, output_type: object, **options: Unpack[Options]) -> Any:
+        """As `Client.generate_json`."""
+        reply = await self.generate(prompt, **typed_options(options, output_type))
+        return reply.decode(output_type)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Return the output as it comes: iterate over its text, then look at `reply`."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -28,6 +28,7 @@ from icehouse_client.channel import channel_options
 from icehouse_client.chat import Infill, Message, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
+from icehouse_client.output_types import typed_options
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
@@ -38,7 +39,7 @@ from icehouse_client.requests import (
     tokenize_request,
 )
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
-from icehouse_client.results import Reply, Started, Token, reply_from, tokens_from
+from icehouse_client.results import Reply, Started, Token, Value, reply_from, tokens_from
 from icehouse_client.retries import RetryPolicy
 from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
@@ -119,6 +120,24 @@ class Client:
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
         return self.generate(messages, **options)
+
+    @overload
+    def generate_json(
+        self, prompt: Prompt, output_type: type[Value], **options: Unpack[Options]
+    ) -> Value: ...
+
+    @overload
+    def generate_json(self, prompt: Prompt, output_type: object, **options: Unpack[Options]) -> Any: ...
+
+    def generate_json(self, prompt: Prompt, output_type: object, **options: Unpack[Options]) -> Any:
+        """Return an output as a value of a type: a dataclass, a TypedDict, a pydantic model, a list of them.
+
+        The output is held to `schema_of(output_type)`, unless `response_format` says to what. Raises
+        OutputError for one that a limit cut or that does not fit; `generate` and `Reply.decode` do the same
+        where the reply itself is wanted. Raises TypeError, before any call, for a type without a schema.
+        """
+        reply = self.generate(prompt, **typed_options(options, output_type))
+        return reply.decode(output_type)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Return the output as it comes: iterate over its text, then look at `reply`."""

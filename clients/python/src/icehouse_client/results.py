@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import enum
 import json
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -14,7 +14,11 @@ from icehouse.v1 import completion_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.chat import MalformedToolCall, Message, ToolCall
+from icehouse_client.json_forms import Mismatch, spelled
 from icehouse_client.logprobs import TokenLogprobs, logprobs_from
+from icehouse_client.output_types import name_of, read_json
+
+Value = TypeVar("Value")
 
 
 class FinishReason(enum.StrEnum):
@@ -71,10 +75,37 @@ class Completion:
     """The token that ended it, where one did: the model's own or one of `stop_token_ids`."""
 
     def json(self) -> Any:
-        """Return the value of an output in a JSON format; raises ValueError when a limit cut it."""
+        """Return the value of an output in a JSON format; raises OutputError when a limit cut it."""
+        self._check_complete()
+        try:
+            return json.loads(self.text)
+        except ValueError as error:
+            raise OutputError(f"the output is not JSON: {error}", completion=self) from error
+
+    @overload
+    def decode(self, output_type: type[Value]) -> Value: ...
+
+    @overload
+    def decode(self, output_type: object) -> Any: ...
+
+    def decode(self, output_type: object) -> Any:
+        """Return the value of an output that was held to `schema_of(output_type)`.
+
+        Raises OutputError where a limit cut it or it does not fit, and TypeError for a type without a schema.
+        """
+        self._check_complete()
+        try:
+            return read_json(self.text, output_type)
+        except Mismatch as error:
+            place = spelled(error.path)
+            where = f" at {place}" if place else ""
+            problem = f"the output does not fit {name_of(output_type)}{where}: {error.problem}"
+            raise OutputError(problem, completion=self, path=place) from error
+
+    def _check_complete(self) -> None:
         if self.finish_reason is not FinishReason.STOP_TOKEN:
-            raise ValueError(f"the output ended with {self.finish_reason} before it was complete")
-        return json.loads(self.text)
+            problem = f"the output ended with {self.finish_reason} before it was complete"
+            raise OutputError(problem, completion=self)
 
     def message(self) -> Message:
         """Return the assistant's turn, for the next request of the conversation."""
@@ -85,6 +116,24 @@ class Completion:
             tool_calls=self.tool_calls,
             token_ids=self.token_ids,
         )
+
+
+class OutputError(ValueError):
+    """An output cannot be read as what was asked for: a limit cut it, or it does not fit.
+
+    `completion` is the output, with its text and its cost; `path` the part that does not fit, such as
+    "stops[3].name", empty for the whole.
+    """
+
+    def __init__(self, message: str, *, completion: Completion, path: str = "") -> None:
+        super().__init__(message)
+        self.completion = completion
+        self.path = path
+
+    @property
+    def text(self) -> str:
+        """The output as it came."""
+        return self.completion.text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
