@@ -10,6 +10,8 @@ from pathlib import Path
 from icehouse_server.config import ModelConfig
 from icehouse_server.demo.build import OnProgress, ensure_demo_model
 from icehouse_server.demo.models import DEMO_MODELS
+from icehouse_server.domain.model import Sight
+from icehouse_server.engine.runner import model_loader
 from icehouse_server.errors import ModelError, Reason
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
@@ -51,6 +53,11 @@ def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> Local
         return None
     asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
     return locate_model(asked, on_progress=on_progress)
+
+
+def find_sight(path: Path) -> Sight:
+    """Return what would be served of a model folder's images; raises ModelError for no model's folder."""
+    return model_loader.sight_of(path)
 
 
 def _download(hub_id: str) -> Path:

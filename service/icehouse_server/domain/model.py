@@ -22,6 +22,18 @@ class EngineState(enum.Enum):
     FAILED = enum.auto()
 
 
+class Sight(enum.Enum):
+    """What is served of a model folder's images, by whether the extra `vision` is installed."""
+
+    NONE = enum.auto()
+    """It has no vision tower that is known here."""
+    SERVED = enum.auto()
+    TEXT_ONLY = enum.auto()
+    """The extra is missing: images are refused."""
+    UNREADABLE = enum.auto()
+    """The extra is missing, and without it not even the text can be read."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelInfo:
     """One loaded model, as `ModelService` shows it. Sizes in bytes."""

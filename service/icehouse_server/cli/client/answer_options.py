@@ -14,6 +14,10 @@ def answer_options_of(
     max_output_tokens: Annotated[
         int | None, typer.Option(help="Most tokens to generate; by default the server's choice.")
     ] = None,
+    max_reasoning_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Most tokens to think with before the answer; 0 answers at once."),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same text.")] = None,
@@ -24,6 +28,8 @@ def answer_options_of(
     options: Options = {"stop": stop or (), "timeout_s": timeout_s}
     if max_output_tokens is not None:
         options["max_output_tokens"] = max_output_tokens
+    if max_reasoning_tokens is not None:
+        options["max_reasoning_tokens"] = max_reasoning_tokens
     if temperature is not None:
         options["temperature"] = temperature
     if top_p is not None:

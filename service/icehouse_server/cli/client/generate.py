@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from icehouse_server.cli.client.answer_options import answer_options_of
-from icehouse_server.cli.client.prompt_options import GivenPrompt, prompt_of
+from icehouse_server.cli.client.prompt_options import GivenPrompt, Suffix, prompt_of
 from icehouse_server.cli.terminal.client_options import Target, target_of
 from icehouse_server.cli.terminal.console import AsJson, err, print_json
 from icehouse_server.cli.terminal.option_groups import with_groups
@@ -21,6 +21,7 @@ def generate(
     prompt: GivenPrompt,
     target: Target,
     answer: Options,
+    suffix: Suffix = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the text only.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -29,7 +30,7 @@ def generate(
     from icehouse_server.cli.client.connection import connected
     from icehouse_server.cli.client.cost import cost_text, reply_facts
 
-    asked = prompt.read()
+    asked = prompt.read_around(suffix)
     options: Options = {**answer, **prompt.options}
     with connected(target) as client, client.stream(asked, **options) as stream:
         for text in stream:

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from icehouse_client import Conversation, Prompt, PromptOptions
 
 _PANEL = "Prompt"
+
+Suffix = Annotated[
+    str | None,
+    typer.Option(
+        help="Text behind a gap, which the output fills; TEXT is before it.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+"""What makes an infill prompt of a text."""
+
 STANDARD_INPUT = "-"
 
 
@@ -45,6 +56,17 @@ class GivenPrompt:
         if self.tenant:
             options["tenant"] = self.tenant
         return options
+
+    def read_around(self, suffix: str | None) -> Prompt:
+        """As `read`; with a suffix the prompt is the gap between TEXT and it."""
+        from icehouse_client import Infill
+
+        if suffix is None:
+            return self.read()
+        prefix = self.read()
+        if not isinstance(prefix, str):
+            raise typer.BadParameter("--suffix is behind TEXT, which is no turn of a chat")
+        return Infill(prefix, suffix)
 
     def read(self) -> Prompt:
         """Return the prompt; raises BadParameter for none or two, ConfigError for a file that is none."""

@@ -13,6 +13,7 @@ from rich.text import Text
 from icehouse_server.cli.client.prompt_options import (
     STANDARD_INPUT,
     GivenPrompt,
+    Suffix,
     prompt_of,
     read_token_ids,
 )
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def tokenize(
     prompt: GivenPrompt,
     target: Target,
+    suffix: Suffix = None,
     ids: Annotated[
         bool, typer.Option("--ids", help="Print the ids in one line, as --tokens takes them.")
     ] = False,
@@ -36,12 +38,12 @@ def tokenize(
 ) -> None:
     """Show the tokens of a text or of a conversation, as the model is given them."""
     # Imported here, so that commands that need no gRPC start without it.
-    from icehouse_client import Conversation
+    from icehouse_client import Conversation, Infill
 
     from icehouse_server.cli.client.connection import connected
 
-    asked = prompt.read()
-    if not isinstance(asked, str | Conversation):
+    asked = prompt.read_around(suffix)
+    if not isinstance(asked, str | Conversation | Infill):
         raise typer.BadParameter("--tokens are tokens already; say TEXT or --messages")
     with connected(target) as client:
         tokens = client.tokenize(asked, model=prompt.model)

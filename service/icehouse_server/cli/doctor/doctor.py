@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from icehouse_server.bootstrap.machine import find_device
+from icehouse_server.bootstrap.model_source import find_sight
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.cli.doctor.cache_checks import check_cache, check_disk, check_encryption
 from icehouse_server.cli.doctor.check import Check, Verdict
@@ -22,7 +23,8 @@ from icehouse_server.config import Config
 from icehouse_server.config.setting import size_text
 from icehouse_server.demo.build import can_be_built, is_built
 from icehouse_server.demo.models import DEMO_MODELS, DemoModel
-from icehouse_server.errors import extra_command
+from icehouse_server.domain.model import Sight
+from icehouse_server.errors import ModelError, extra_command
 
 _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
@@ -119,6 +121,21 @@ def check_model(config: Config) -> Check:
         return Check("model", Verdict.FAIL, f"{folder} has no config.json", "convert it with mlx_lm.convert")
     if not any(folder.glob("model*.safetensors")):
         return Check("model", Verdict.FAIL, f"{folder} has no model*.safetensors", "complete the download")
+    return _check_sight(folder)
+
+
+def _check_sight(folder: Path) -> Check:
+    """Is there what reads the images of a model that sees?"""
+    try:
+        sight = find_sight(folder)
+    except ModelError as error:
+        return Check("model", Verdict.FAIL, error.message, "convert it with mlx_lm.convert")
+    if sight is Sight.UNREADABLE:
+        detail = f"{folder} has a vision tower, which mlx-vlm reads, and that is not installed"
+        return Check("model", Verdict.FAIL, detail, extra_command("vision"))
+    if sight is Sight.TEXT_ONLY:
+        detail = f"{folder}; mlx-vlm is not installed: its images will be refused, its text served"
+        return Check("model", Verdict.WARN, detail, extra_command("vision"))
     return Check("model", Verdict.OK, str(folder))
 
 

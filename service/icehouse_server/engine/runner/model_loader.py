@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
-from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.model import ModelInfo, Sight
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import (
     ModelShape,
@@ -100,15 +100,25 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def sight_of(path: Path) -> Sight:
+    """Return what is served of a model folder's images; raises ModelError for a folder that is no model's."""
+    config = read_config(path)
+    if mlx_vlm.refusal(path, config) is not None:
+        return Sight.NONE
+    if mlx_vlm.is_installed():
+        return Sight.SERVED
+    return Sight.UNREADABLE if mlx_vlm.is_needed(config) else Sight.TEXT_ONLY
+
+
 def sees_images(path: Path) -> bool:
     """Whether images are served of the model in a folder; raises ModelError where nothing of it can be,
     because the extra is missing."""
-    config = read_config(path)
-    if mlx_vlm.is_needed(config) and not mlx_vlm.is_installed():
+    sight = sight_of(path)
+    if sight is Sight.UNREADABLE:
         raise ModelError(
             Reason.MODEL_INVALID, f"the model in {path} {_MISSING_EXTRA}", metadata={"package": "mlx-vlm"}
         )
-    return mlx_vlm.is_used(path, config)
+    return sight is Sight.SERVED
 
 
 def needs_flat_layers(model: Any) -> bool:

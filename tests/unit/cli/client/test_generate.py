@@ -58,6 +58,36 @@ async def test_text_is_printed_with_its_cost() -> None:
     assert (quiet.stdout, quiet.stderr) == (" w0 w1\n", "")
 
 
+async def test_a_suffix_makes_text_the_prefix_of_a_gap() -> None:
+    async with running() as served:
+        ask = ["--address", served.server.address]
+        filled = await invoke("generate", "a", "--suffix", "b", "--max-output-tokens", "1", *ask)
+        ended = await invoke("generate", "-", "--suffix", "", *ask, "--max-output-tokens", "1", input="a\n")
+        listed = await invoke("tokenize", "a", "--suffix", "b", "--ids", *ask)
+        refusals = [
+            await invoke("generate", *words, "--suffix", "b", *ask)
+            for words in (("Hi", "--chat"), ("--tokens", "1,2"), ("Hi", "--system", "Be brief."))
+        ]
+    first, second = served.engine.submitted
+    assert first.prompt_token_ids == (256, 97, 257, 98, 258)
+    assert second.prompt_token_ids == (256, 97, 10, 257, 258)
+    assert (filled.exit_code, ended.exit_code) == (0, 0)
+    assert listed.stdout == "256,97,257,98,258\n"
+    for refused in refusals:
+        assert refused.exit_code == 2 and "--suffix is behind TEXT" in refused.output
+
+
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)], ids=lambda c: c[0])
+async def test_a_budget_of_reasoning_is_asked_for(command: tuple[str, ...]) -> None:
+    async with running() as served:
+        ask = (*command, "--address", served.server.address, "--max-reasoning-tokens")
+        closed = await invoke(*ask, "0", input="Hi\n")
+        negative = await invoke(*ask, "-1")
+    # The model of this server tells no reasoning from its answer, and says so of the option.
+    assert closed.exit_code == 1 and "max_reasoning_tokens" in closed.output
+    assert negative.exit_code == 2 and "--max-reasoning-tokens" in negative.output
+
+
 class Images:
     """Keeps what was shown."""
 

@@ -44,9 +44,30 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "download" in doctor.check_model(with_model(tmp_path)).advice
     (tmp_path / "model.safetensors").touch()
+    nameless = doctor.check_model(with_model(tmp_path))
+    assert nameless.verdict is Verdict.FAIL and "no model_type" in nameless.detail
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert doctor.check_model(with_model(tmp_path)).verdict is Verdict.OK
     assert doctor.check_model(with_model("./absent")).verdict is Verdict.FAIL
     assert doctor.check_model(with_model("org/name")).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize("missing", ["mlx_vlm", "PIL"])
+def test_a_model_that_sees_needs_the_extra(
+    tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, object] = {"mlx_vlm": object(), "PIL": object()}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    (tmp_path / "model.safetensors").touch()
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "smolvlm", "vision_config": {}}')
+    assert doctor.check_model(with_model(tmp_path)).verdict is Verdict.OK
+    del found[missing]
+    whole = doctor.check_model(with_model(tmp_path))
+    assert whole.verdict is Verdict.FAIL and "pip install -e '.[vision]'" in whole.advice
+    config.write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
+    images = doctor.check_model(with_model(tmp_path))
+    assert images.verdict is Verdict.WARN and "pip install -e '.[vision]'" in images.advice
 
 
 def test_a_demo_model_that_nothing_can_make_fails(monkeypatch: pytest.MonkeyPatch) -> None:
