@@ -51,6 +51,18 @@ class _Headers:
         key = prefix_metadata(request) if isinstance(request, _KEYED) else ()
         return (*self.metadata, *proof, *key)
 
+    def beginning(
+        self, method: Callable[..., Any], request: Message, timeout_s: float | None, *, waits: bool | None
+    ) -> Callable[[str], Any]:
+        """Return what begins a call with many answers, given a token, within the time that is left by then."""
+        end_time = _end_time(timeout_s)
+
+        def begin(token: str) -> Any:
+            metadata = self.of(request, token)
+            return method(request, timeout=_left_s(end_time), metadata=metadata, wait_for_ready=waits)
+
+        return begin
+
     def is_renewed(self, error: grpc.RpcError, token: str) -> bool:
         # What gRPC raises is the call too, which its types do not say.
         call: Any = error
@@ -70,15 +82,15 @@ class Calls:
 
     def unary(self, method: Callable[..., Response], request: Message, timeout_s: float | None) -> Response:
         """Return the one answer of a call."""
-        end_time = None if timeout_s is None else time.monotonic() + timeout_s
+        end_time = _end_time(timeout_s)
         token = self._token()
         try:
             return method(request, timeout=timeout_s, metadata=self._headers.of(request, token))
         except grpc.RpcError as error:
             if not self._headers.is_renewed(error, token):
                 raise
-        left_s = None if end_time is None else max(0.0, end_time - time.monotonic())
-        return method(request, timeout=left_s, metadata=self._headers.of(request, self._token()))
+        metadata = self._headers.of(request, self._token())
+        return method(request, timeout=_left_s(end_time), metadata=metadata)
 
     def stream(
         self,
@@ -89,13 +101,7 @@ class Calls:
         waits: bool | None = None,
     ) -> ResponseCall[Response]:
         """Begin a call with many answers; with `waits` a server that is not there is waited for."""
-        end_time = None if timeout_s is None else time.monotonic() + timeout_s
-
-        def begin(token: str) -> Any:
-            left_s = None if end_time is None else max(0.0, end_time - time.monotonic())
-            metadata = self._headers.of(request, token)
-            return method(request, timeout=left_s, metadata=metadata, wait_for_ready=waits)
-
+        begin = self._headers.beginning(method, request, timeout_s, waits=waits)
         return ResponseCall(begin, self._token, self._headers)
 
     def _token(self) -> str:
@@ -152,15 +158,15 @@ class AsyncCalls:
         self, method: Callable[..., Awaitable[Response]], request: Message, timeout_s: float | None
     ) -> Response:
         """Return the one answer of a call."""
-        end_time = None if timeout_s is None else time.monotonic() + timeout_s
+        end_time = _end_time(timeout_s)
         token = await self._token()
         try:
             return await method(request, timeout=timeout_s, metadata=self._headers.of(request, token))
         except grpc.RpcError as error:
             if not self._headers.is_renewed(error, token):
                 raise
-        left_s = None if end_time is None else max(0.0, end_time - time.monotonic())
-        return await method(request, timeout=left_s, metadata=self._headers.of(request, await self._token()))
+        metadata = self._headers.of(request, await self._token())
+        return await method(request, timeout=_left_s(end_time), metadata=metadata)
 
     def stream(
         self,
@@ -171,13 +177,7 @@ class AsyncCalls:
         waits: bool | None = None,
     ) -> AsyncResponseCall[Response]:
         """Begin a call with many answers; one whose token is not known yet begins with its iteration."""
-        end_time = None if timeout_s is None else time.monotonic() + timeout_s
-
-        def begin(token: str) -> Any:
-            left_s = None if end_time is None else max(0.0, end_time - time.monotonic())
-            metadata = self._headers.of(request, token)
-            return method(request, timeout=left_s, metadata=metadata, wait_for_ready=waits)
-
+        begin = self._headers.beginning(method, request, timeout_s, waits=waits)
         known = "" if self._headers.has_own_token else self._headers.token.known
         return AsyncResponseCall(begin, known, self._headers)
 
@@ -222,3 +222,11 @@ class AsyncResponseCall(Generic[Response]):
         self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
+
+
+def _end_time(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_s(end_time: float | None) -> float | None:
+    return None if end_time is None else max(0.0, end_time - time.monotonic())

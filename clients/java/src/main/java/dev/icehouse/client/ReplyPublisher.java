@@ -41,12 +41,35 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
     return reply;
   }
 
-  private final class Summing implements Flow.Subscriber<StreamResponse>, Flow.Subscription {
-    private final Flow.Subscriber<? super StreamResponse> subscriber;
-    private Flow.Subscription subscription;
+  /** Hands everything on to a subscriber; those that follow do more with some of it. */
+  private abstract static class Relay<T> implements Flow.Subscriber<StreamResponse> {
+    final Flow.Subscriber<? super T> subscriber;
+    Flow.Subscription subscription;
 
-    private Summing(Flow.Subscriber<? super StreamResponse> subscriber) {
+    private Relay(Flow.Subscriber<? super T> subscriber) {
       this.subscriber = subscriber;
+    }
+
+    @Override
+    public void onSubscribe(Flow.Subscription subscription) {
+      this.subscription = subscription;
+      subscriber.onSubscribe(subscription);
+    }
+
+    @Override
+    public void onError(Throwable failure) {
+      subscriber.onError(failure);
+    }
+
+    @Override
+    public void onComplete() {
+      subscriber.onComplete();
+    }
+  }
+
+  private final class Summing extends Relay<StreamResponse> implements Flow.Subscription {
+    private Summing(Flow.Subscriber<? super StreamResponse> subscriber) {
+      super(subscriber);
     }
 
     @Override
@@ -64,7 +87,7 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
     @Override
     public void onError(Throwable failure) {
       reply.completeExceptionally(failure);
-      subscriber.onError(failure);
+      super.onError(failure);
     }
 
     @Override
@@ -73,7 +96,7 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
           .ifPresentOrElse(
               reply::complete,
               () -> reply.completeExceptionally(new IllegalStateException("the stream ended before its output")));
-      subscriber.onComplete();
+      super.onComplete();
     }
 
     @Override
@@ -88,18 +111,9 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
     }
   }
 
-  private static final class Texts implements Flow.Subscriber<StreamResponse> {
-    private final Flow.Subscriber<? super String> subscriber;
-    private Flow.Subscription subscription;
-
+  private static final class Texts extends Relay<String> {
     private Texts(Flow.Subscriber<? super String> subscriber) {
-      this.subscriber = subscriber;
-    }
-
-    @Override
-    public void onSubscribe(Flow.Subscription subscription) {
-      this.subscription = subscription;
-      subscriber.onSubscribe(subscription);
+      super(subscriber);
     }
 
     @Override
@@ -111,16 +125,6 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
         // It was requested as a text.
         subscription.request(1);
       }
-    }
-
-    @Override
-    public void onError(Throwable failure) {
-      subscriber.onError(failure);
-    }
-
-    @Override
-    public void onComplete() {
-      subscriber.onComplete();
     }
   }
 }
