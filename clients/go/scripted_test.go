@@ -26,6 +26,7 @@ type scripted struct {
 	icehousev1.UnimplementedInferenceServiceServer
 	icehousev1.UnimplementedCacheServiceServer
 	icehousev1.UnimplementedRerankServiceServer
+	icehousev1.UnimplementedServerServiceServer
 
 	mutex       sync.Mutex
 	refusals    int
@@ -84,6 +85,17 @@ func (s *scripted) Rerank(ctx context.Context, _ *icehousev1.RerankRequest) (*ic
 	return &icehousev1.RerankResponse{}, s.take(ctx, new(int))
 }
 
+// CancelRequest answers with what it was asked for; a tenant that is not named is "nobody".
+func (s *scripted) CancelRequest(
+	_ context.Context, request *icehousev1.CancelRequestRequest,
+) (*icehousev1.CancelRequestResponse, error) {
+	found := &icehousev1.RequestInfo{RequestId: request.GetRequestId(), Tenant: "nobody"}
+	if request.Tenant != nil {
+		found.Tenant = request.GetTenant()
+	}
+	return &icehousev1.CancelRequestResponse{Request: found}, nil
+}
+
 // standing is a server's health, always the same. (Importing gRPC's own would link in what the client has
 // to link in itself.)
 type standing struct {
@@ -120,6 +132,7 @@ func serveAs(
 	icehousev1.RegisterInferenceServiceServer(server, script)
 	icehousev1.RegisterCacheServiceServer(server, script)
 	icehousev1.RegisterRerankServiceServer(server, script)
+	icehousev1.RegisterServerServiceServer(server, script)
 	grpc_health_v1.RegisterHealthServer(server, standing{status: status})
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
@@ -288,6 +301,19 @@ func TestThePrefixKeyGoesWithEveryCallWhoseCacheItConcerns(t *testing.T) {
 	ranked := &icehousev1.RerankRequest{Query: "Which?", Documents: []string{"a"}}
 	_, err = client.Reranking.Rerank(t.Context(), ranked)
 	check(err, PrefixKey(ranked))
+}
+
+func TestARequestIsCancelledOfTheTenantThatIsNamed(t *testing.T) {
+	client := serve(t, &scripted{})
+	for _, tenant := range []string{"search", ""} {
+		found, err := client.CancelRequestOf(t.Context(), tenant, "r1")
+		if err != nil || found.GetRequestId() != "r1" || found.GetTenant() != tenant {
+			t.Error(found, err)
+		}
+	}
+	if found, err := client.CancelRequest(t.Context(), "r1"); err != nil || found.GetTenant() != "nobody" {
+		t.Error(found, err)
+	}
 }
 
 func TestAStreamCutShortHasNoReply(t *testing.T) {

@@ -45,6 +45,14 @@ func (c *Client) CancelRequest(ctx context.Context, requestID string) (*icehouse
 	return response.GetRequest(), err
 }
 
+// CancelRequestOf ends a request of a tenant, for operators: several tenants may have requests of one id, and
+// one of them must then be named.
+func (c *Client) CancelRequestOf(ctx context.Context, tenant, requestID string) (*icehousev1.RequestInfo, error) {
+	request := &icehousev1.CancelRequestRequest{RequestId: requestID, Tenant: &tenant}
+	response, err := c.Server.CancelRequest(ctx, request)
+	return response.GetRequest(), err
+}
+
 // Tokenize returns the tokens of a text.
 func (c *Client) Tokenize(ctx context.Context, text string) ([]*icehousev1.Token, error) {
 	request := &icehousev1.TokenizeRequest{Prompt: &icehousev1.TokenizeRequest_Text{Text: text}}

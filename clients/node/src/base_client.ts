@@ -56,6 +56,12 @@ export interface BaseClientOptions {
   readonly retryLimit?: number;
 }
 
+/** Options of a cancel. */
+export interface CancelOptions extends CallOptions {
+  /** Whose request it is, for operators: to be named where several tenants have one of this id; "" is the default. */
+  readonly tenant?: string | undefined;
+}
+
 export const BASE_OPTION_NAMES: readonly string[] = ["timeoutMs", "orderTimeoutMs", "retryLimit"];
 
 /** The calls of a client, whatever carries them: Node's and the browser's are made of it. */
@@ -168,8 +174,9 @@ export class BaseClient {
   }
 
   /** Ends a request, another caller's too for operators; returns what it was. */
-  async cancelRequest(requestId: string, options: CallOptions = {}): Promise<RequestInfo> {
-    return present((await this.call(ServerService.method.cancelRequest, { requestId }, options)).request);
+  async cancelRequest(requestId: string, { tenant, ...options }: CancelOptions = {}): Promise<RequestInfo> {
+    const request = { requestId, ...(tenant !== undefined && { tenant }) };
+    return present((await this.call(ServerService.method.cancelRequest, request, options)).request);
   }
 
   /** Calls any other method with one answer, such as `ModelService.method.getModel`. */

@@ -1,6 +1,7 @@
 /** Client of Icehouse. The API's own messages are in `icehouse-client/v1/<proto file>`. */
 
 export { PREFIX_KEY_HEADER, prefixKey } from "./affinity.js";
+export type { CancelOptions } from "./base_client.js";
 export { CacheClient, type EvictAllOptions, type ProgressOptions, type WatchStatsOptions } from "./cache.js";
 export { type CallOptions, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
 export { Client, type ClientOptions } from "./client.js";

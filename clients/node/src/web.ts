@@ -9,6 +9,7 @@ import { refuseUnknownOptions } from "./options.js";
 import { BearerToken, type TokenSource } from "./token.js";
 import { WebTransport } from "./web_transport.js";
 
+export type { CancelOptions } from "./base_client.js";
 export { CacheClient, type EvictAllOptions, type ProgressOptions, type WatchStatsOptions } from "./cache.js";
 export { type CallOptions, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
 export { type Answer, Conversation, type ConversationOptions } from "./conversation.js";

@@ -17,7 +17,13 @@ import {
   StreamResponseSchema,
 } from "../src/gen/icehouse/v1/inference_service_pb.js";
 import { FinishReason } from "../src/gen/icehouse/v1/usage_pb.js";
-import { GetServerResponseSchema, ServerService, ServerState } from "../src/gen/icehouse/v1/server_service_pb.js";
+import {
+  CancelRequestRequestSchema,
+  CancelRequestResponseSchema,
+  GetServerResponseSchema,
+  ServerService,
+  ServerState,
+} from "../src/gen/icehouse/v1/server_service_pb.js";
 
 type Refusal = Readonly<{ code: status; details: string; metadata?: Metadata }>;
 
@@ -45,7 +51,7 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
   };
   const { generate, stream } = InferenceService.method;
   const { warm } = CacheService.method;
-  const { getServer } = ServerService.method;
+  const { getServer, cancelRequest } = ServerService.method;
   const shared = {
     requestDeserialize: (bytes: Buffer) => fromBinary(GenerateRequestSchema, bytes),
     requestSerialize: () => Buffer.alloc(0),
@@ -84,6 +90,15 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
           Buffer.from(toBinary(GetServerResponseSchema, create(GetServerResponseSchema, { server: { state } }))),
         responseDeserialize: () => undefined,
       },
+      cancelRequest: {
+        ...shared,
+        path: `/${cancelRequest.parent.typeName}/${cancelRequest.name}`,
+        requestDeserialize: (bytes: Buffer) => fromBinary(CancelRequestRequestSchema, bytes),
+        responseStream: false,
+        responseSerialize: (request: { requestId: string; tenant: string }) =>
+          Buffer.from(toBinary(CancelRequestResponseSchema, create(CancelRequestResponseSchema, { request }))),
+        responseDeserialize: () => undefined,
+      },
     },
     {
       generate: (call: Parameters<typeof take>[0], answer: (refusal: Refusal | null, text?: string) => void) => {
@@ -106,6 +121,12 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
       ) => {
         const refusal = take(call);
         answer(refusal ?? null, refusal ? undefined : script.states.shift());
+      },
+      cancelRequest: (
+        { request }: { request: { requestId: string; tenant?: string } },
+        answer: (refusal: null, found: { requestId: string; tenant: string }) => void,
+      ) => {
+        answer(null, { requestId: request.requestId, tenant: request.tenant ?? "nobody" });
       },
     } as never,
   );
@@ -316,6 +337,16 @@ test("interceptors see every attempt of a call", async (t) => {
   await client.generate(request);
   const path = "/icehouse.v1.InferenceService/Generate";
   assert.deepEqual([seen, script.headers.get("x-trace")], [[path, path], ["2"]]);
+});
+
+test("a request is cancelled of the tenant that is named", async (t) => {
+  const client = await serve(t, new Scripted());
+  for (const tenant of ["search", ""]) {
+    const found = await client.cancelRequest("r1", { tenant });
+    assert.deepEqual([found.requestId, found.tenant], ["r1", tenant]);
+  }
+  assert.equal((await client.cancelRequest("r1", { timeoutMs: 20_000 })).tenant, "nobody");
+  await assert.rejects(client.cancelRequest("r1", { tenat: "search" } as never), /there is no 'tenat'/);
 });
 
 test("a stream cut short has no reply", async (t) => {

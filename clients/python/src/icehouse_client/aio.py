@@ -45,7 +45,7 @@ from icehouse_client.tokens import BearerToken
 
 
 class AsyncClient:
-    """As `Client`, with awaitable methods."""
+    """As `Client`, with awaitable methods, and with interceptors of `grpc.aio`."""
 
     def __init__(
         self,
@@ -56,12 +56,15 @@ class AsyncClient:
         retry_limit: int = 0,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
+        interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
         self._order_timeout_s = order_timeout_s
         self._calls = AsyncCalls(BearerToken(security.token))
-        self._channel = _open_channel(address, security, watches_health=watches_health)
+        self._channel = _open_channel(
+            address, security, watches_health=watches_health, interceptors=interceptors
+        )
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
@@ -221,12 +224,18 @@ class AsyncClient:
         return timeout_of(options, default_s=self._timeout_s)
 
 
-def _open_channel(address: str, security: Security, *, watches_health: bool) -> grpc.aio.Channel:
+def _open_channel(
+    address: str,
+    security: Security,
+    *,
+    watches_health: bool,
+    interceptors: Sequence[grpc.aio.ClientInterceptor],
+) -> grpc.aio.Channel:
     options = channel_options(security, watches_health=watches_health)
     credentials = security.credentials
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
 class AsyncStream:

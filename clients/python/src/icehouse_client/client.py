@@ -45,6 +45,9 @@ from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
 from icehouse_client.tokens import BearerToken
 
+Interceptor = grpc.UnaryUnaryClientInterceptor | grpc.UnaryStreamClientInterceptor
+"""What may stand between the client and its channel: its calls have one request, and one answer or many."""
+
 SERVICE = "icehouse.v1.InferenceService"
 """What health is asked for: it serves when the server does."""
 
@@ -57,7 +60,8 @@ class Client:
     IcehouseClientError. A Generate that no server took is tried again as the published service config says,
     streams never. `retry_limit`: how often `generate`, `chat`, `embed` and `rerank` are sent again where the
     server refuses them for now and says when (`RetryPolicy`).
-    Set `watches_health` to False for servers that answer health checks with credentials only.
+    Set `watches_health` to False for servers that answer health checks with credentials only. `interceptors`
+    are gRPC's own, of `grpc.intercept_channel`: the first one is outermost, and sees each attempt as a call.
     """
 
     def __init__(
@@ -69,12 +73,14 @@ class Client:
         retry_limit: int = 0,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
+        interceptors: Sequence[Interceptor] = (),
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
         self._order_timeout_s = order_timeout_s
         self._calls = Calls(BearerToken(security.token))
-        self._channel = open_channel(address, security, watches_health=watches_health)
+        channel = open_channel(address, security, watches_health=watches_health)
+        self._channel = grpc.intercept_channel(channel, *interceptors) if interceptors else channel
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)

@@ -189,6 +189,15 @@ public final class IcehouseClient implements AutoCloseable {
     return translated(() -> server().cancelRequest(request)).getRequest();
   }
 
+  /**
+   * Ends a request of a tenant, for operators: several tenants may have requests of one id, and one of them must then
+   * be named; "" is the default tenant.
+   */
+  public RequestInfo cancelRequest(String requestId, String tenant) {
+    var request = CancelRequestRequest.newBuilder().setRequestId(requestId).setTenant(tenant).build();
+    return translated(() -> server().cancelRequest(request)).getRequest();
+  }
+
   /** Returns once the server takes requests: it listens and its model is loaded. */
   public Server waitReady(Duration timeout) {
     var patient = server().withWaitForReady().withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS);

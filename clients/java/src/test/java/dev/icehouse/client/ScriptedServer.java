@@ -1,11 +1,15 @@
 package dev.icehouse.client;
 
 import dev.icehouse.v1.CacheServiceGrpc;
+import dev.icehouse.v1.CancelRequestRequest;
+import dev.icehouse.v1.CancelRequestResponse;
 import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.EvictResponse;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.InferenceServiceGrpc;
+import dev.icehouse.v1.RequestInfo;
+import dev.icehouse.v1.ServerServiceGrpc;
 import dev.icehouse.v1.StreamResponse;
 import dev.icehouse.v1.WarmRequest;
 import dev.icehouse.v1.WarmResponse;
@@ -66,6 +70,19 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
           }
         }
       };
+
+  /** Answers a cancel with what it was asked for; a tenant that is not named is "nobody". */
+  private final ServerServiceGrpc.ServerServiceImplBase operations =
+      new ServerServiceGrpc.ServerServiceImplBase() {
+        @Override
+        public void cancelRequest(CancelRequestRequest request, StreamObserver<CancelRequestResponse> observer) {
+          var found = RequestInfo.newBuilder().setRequestId(request.getRequestId());
+          found.setTenant(request.hasTenant() ? request.getTenant() : "nobody");
+          observer.onNext(CancelRequestResponse.newBuilder().setRequest(found).build());
+          observer.onCompleted();
+        }
+      };
+
   private final HealthStatusManager health = new HealthStatusManager();
   private final Server server;
 
@@ -75,6 +92,7 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
         Grpc.newServerBuilderForPort(0, InsecureServerCredentials.create())
             .addService(this)
             .addService(cache)
+            .addService(operations)
             .addService(health.getHealthService())
             .intercept(this)
             .build()

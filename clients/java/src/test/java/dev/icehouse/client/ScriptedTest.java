@@ -67,6 +67,15 @@ class ScriptedTest {
   }
 
   @Test
+  void aRequestIsCancelledOfTheTenantThatIsNamed() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      assertEquals("search", client.cancelRequest("r1", "search").getTenant());
+      assertEquals("", client.cancelRequest("r1", "").getTenant());
+      assertEquals("nobody", client.cancelRequest("r1").getTenant());
+    }
+  }
+
+  @Test
   void aServerThatDoesNotServeIsNotCalled() throws Exception {
     try (var server = new ScriptedServer(ServingStatus.NOT_SERVING); var client = server.client().build()) {
       var error = assertThrows(IcehouseException.class, () -> drain(client));
