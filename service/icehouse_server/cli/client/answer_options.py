@@ -16,7 +16,7 @@ def answer_options_of(
     ] = None,
     max_reasoning_tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Most tokens to think with before the answer; 0 answers at once."),
+        typer.Option(min=0, help="Most tokens to think with before a chat's answer; 0 answers at once."),
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")] = None,
