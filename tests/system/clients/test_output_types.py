@@ -1,4 +1,4 @@
-"""Output types of the Python client: what a type's schema lets through is what is read into it."""
+"""Output types of the Python client: outputs are held to a type's schema and read into it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import enum
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NewType, NotRequired, TypedDict, assert_type
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, assert_type
 
-import hypothesis
 import pydantic
 import pytest
-from hypothesis import strategies as st
 from icehouse.v1.inference_service_pb2 import GenerateRequest
-from icehouse_client import AsyncClient, Client, FinishReason, Limits, OutputError, formats, schema_of
-from icehouse_client.json_forms import Mismatch, spelled
-from icehouse_client.output_types import read_json
+from icehouse_client import AsyncClient, Client, FinishReason, OutputError, formats, schema_of
+from icehouse_client.output_types import Mismatch, read_json
 from icehouse_server.domain.events import Delta, Event, Finished
 from icehouse_server.domain.events import FinishReason as EngineFinishReason
 from icehouse_server.domain.request import GenerationRequest
@@ -27,15 +24,11 @@ from icehouse_server.domain.response_format import JsonObject, JsonSchema
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from tests.fixtures.output_types import ANY_JSON, mutated, types
 from tests.fixtures.rpc.fake_engine import started, usage_of
 from tests.system.clients.test_python_client import threaded
 from tests.unit.rpc.conftest import RunningServer
 
 BYTES = LLTokenizer("byte")
-FEW = hypothesis.settings(max_examples=60)
-
-Metres = NewType("Metres", float)
 
 
 class Coast(enum.Enum):
@@ -45,9 +38,9 @@ class Coast(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    name: Annotated[str, Limits(max_length=30)]
+    name: Annotated[str, pydantic.Field(max_length=30)]
     coast: Coast
-    height: Metres | None = None
+    height: float | None = None
 
 
 class Cost(TypedDict):
@@ -61,9 +54,7 @@ class Trip:
     stops: list[Place]
     costs: dict[str, Cost]
     span: tuple[int, str]
-    notes: Sequence[str] = ()
     is_done: bool = dataclasses.field(default=False, kw_only=True)
-    length_km: float = dataclasses.field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         if len(self.stops) > 3:
@@ -74,7 +65,6 @@ class Trip:
 class Branch:
     name: str
     branches: list[Branch]
-    parent: Branch | None = None
 
 
 class Leg(pydantic.BaseModel):
@@ -87,28 +77,23 @@ class Journey(pydantic.BaseModel):
     title: str = pydantic.Field(default="", alias="Title", max_length=5)
 
 
+class Open(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    name: str
+
+
 BERGEN = {"name": "Bergen", "coast": "west"}
 TRIP = {"start": BERGEN, "stops": [BERGEN | {"height": 3}], "costs": {"x": {"amount": 5}}, "span": [1, "d"]}
 JOURNEY = '{"legs": [{"to": "east", "day": "2024-05-01"}], "Title": "May"}'
-
-
-def fits(value: object, output_type: object) -> bool:
-    try:
-        read_json(json.dumps(value), output_type)
-    except Mismatch:
-        return False
-    return True
-
-
-def plain(value: Any) -> Any:
-    """Return what was read as JSON has it."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+BRANCH = '{"name": "a", "branches": [{"name": "b", "branches": []}]}'
+VALUES = [
+    (json.dumps(TRIP), Trip),
+    (BRANCH, Branch),
+    (JOURNEY, Journey),
+    (f"[{JOURNEY}, null]", list[Journey | None]),
+    ('{"amount": 5, "currency": "NOK"}', Cost),
+    ('"x"', Literal["x", 1]),
+]
 
 
 def is_held(text: str, schema: Mapping[str, Any]) -> bool:
@@ -119,96 +104,41 @@ def is_held(text: str, schema: Mapping[str, Any]) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-@FEW
-@hypothesis.given(st.data())
-def test_what_fits_a_schema_is_what_can_be_read(data: st.DataObject) -> None:
-    output_type, values = data.draw(types())
+@pytest.mark.parametrize(("text", "output_type"), VALUES)
+def test_a_value_of_a_type_passes_its_schema_and_the_servers_grammar(text: str, output_type: Any) -> None:
     schema = schema_of(output_type)
     Draft202012Validator.check_schema(schema)
-    validator = Draft202012Validator(schema)
-    fitting = data.draw(values)
-    assert validator.is_valid(fitting) and fits(fitting, output_type)
-    for value in (mutated(fitting, data.draw), data.draw(ANY_JSON)):
-        assert validator.is_valid(value) == fits(value, output_type), value
-
-
-@FEW
-@hypothesis.given(st.data())
-def test_nothing_of_a_value_is_lost(data: st.DataObject) -> None:
-    output_type, values = data.draw(types())
-    value = data.draw(values)
-    read = plain(read_json(json.dumps(value), output_type))
-    assert _without_defaults(read, value) == value
-
-
-def _without_defaults(read: Any, value: Any) -> Any:
-    """Return what was read without the properties that were not there."""
-    if isinstance(value, dict):
-        return {name: _without_defaults(read[name], item) for name, item in value.items()}
-    if isinstance(value, list):
-        assert len(read) == len(value)
-        return [_without_defaults(*pair) for pair in zip(read, value, strict=True)]
-    return read
+    Draft202012Validator(schema).validate(json.loads(text))
+    assert is_held(text, schema)
+    assert pydantic.TypeAdapter(output_type).dump_python(read_json(text, output_type), by_alias=True)
 
 
 def test_a_type_of_everything_is_read() -> None:
     bergen = Place("Bergen", Coast.WEST)
-    read = read_json(json.dumps(TRIP | {"notes": ["dry"], "is_done": True}), Trip)
-    stops = [Place("Bergen", Coast.WEST, Metres(3.0))]
-    assert read == Trip(bergen, stops, {"x": {"amount": 5}}, (1, "d"), ["dry"], is_done=True)
-    assert read_json(json.dumps(TRIP), Trip).notes == ()
-
-
-def test_a_schema_has_the_fields_in_their_order_and_nothing_beside_them() -> None:
-    assert json.dumps(schema_of(Place)) == json.dumps(
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "maxLength": 30},
-                "coast": {"enum": ["west", "east"]},
-                "height": {"anyOf": [{"type": "number"}, {"type": "null"}]},
-            },
-            "required": ["name", "coast"],
-            "additionalProperties": False,
-        }
-    )
-
-
-def test_the_servers_grammar_takes_the_schemas() -> None:
-    assert is_held(json.dumps(TRIP), schema_of(Trip))
-    assert not is_held(json.dumps(TRIP | {"more": 1}), schema_of(Trip))
-    assert is_held('{"name": "a", "branches": [{"name": "b", "branches": []}]}', schema_of(Branch))
-    assert is_held(JOURNEY, schema_of(Journey))
-    assert not is_held('{"legs": [], "more": 1}', schema_of(Journey))
-    assert is_held(f"[{JOURNEY}, null]", schema_of(list[Journey | None]))
-
-
-def test_a_type_within_itself_refers_to_its_definition() -> None:
-    assert schema_of(Branch)["$ref"] == "#/$defs/Branch"
-    text = '{"name": "a", "branches": [{"name": "b", "branches": []}]}'
-    assert read_json(text, Branch) == Branch("a", [Branch("b", [])])
-    deep = '{"name": "a", "branches": [' * 2000 + "]}" * 2000
-    with pytest.raises(Mismatch, match="nested too deeply"):
-        read_json(deep, Branch)
-
-
-def test_a_model_of_pydantic_brings_its_schema_and_validates() -> None:
+    read = read_json(json.dumps(TRIP | {"is_done": True}), Trip)
+    stops = [Place("Bergen", Coast.WEST, 3.0)]
+    assert read == Trip(bergen, stops, {"x": {"amount": 5}}, (1, "d"), is_done=True)
     may = Journey(legs=[Leg(to=Coast.EAST, day=datetime.date(2024, 5, 1))], Title="May")
     assert read_json(JOURNEY, Journey) == may
-    assert read_json(f"[{JOURNEY}]", list[Journey]) == [may]
-    schema = schema_of(dict[str, Journey])
-    assert schema["$defs"]["Journey.Leg"]["additionalProperties"] is False
-    Draft202012Validator(schema).validate({"x": json.loads(JOURNEY)})
-    with pytest.raises(Mismatch, match="at most 5 characters"):
-        read_json(JOURNEY.replace("May", "Summer"), Journey)
+    assert read_json(BRANCH, Branch) == Branch("a", [Branch("b", [])])
 
 
-def test_pydantic_is_not_imported() -> None:
+def test_objects_have_nothing_beside_their_fields_unless_the_type_says_so() -> None:
+    assert not is_held(json.dumps(TRIP | {"more": 1}), schema_of(Trip))
+    assert not is_held(json.dumps(TRIP | {"start": BERGEN | {"more": 1}}), schema_of(Trip))
+    assert not is_held('{"legs": [], "more": 1}', schema_of(Journey))
+    assert is_held('{"name": "a", "more": 1}', schema_of(Open))
+    assert is_held('{"more": 1}', schema_of(dict[str, int]))
+
+
+def test_pydantic_is_imported_only_for_a_type() -> None:
     program = (
-        "import dataclasses, sys, icehouse_client\n"
-        "kind = dataclasses.make_dataclass('Kind', [('count', int)])\n"
-        "assert icehouse_client.schema_of(kind)['required'] == ['count']\n"
-        "assert 'pydantic' not in sys.modules"
+        "import sys, icehouse_client\n"
+        "assert 'pydantic' not in sys.modules\n"
+        "sys.modules['pydantic'] = None\n"
+        "try: icehouse_client.schema_of(int)\n"
+        "except ImportError as error: assert 'pip install pydantic' in str(error)\n"
+        "else: raise SystemExit('read without pydantic')"
     )
     client = Path(sys.modules[Client.__module__].__file__ or "").parents[1]
     protos = Path(sys.modules[GenerateRequest.__module__].__file__ or "").parents[2]
@@ -217,77 +147,43 @@ def test_pydantic_is_not_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "path", "problem"),
+    ("changed", "problem"),
     [
-        pytest.param({"start": {"name": "Oslo"}}, "start.coast", "it is missing", id="missing"),
-        pytest.param({"more": 1}, "more", "no such property", id="unknown"),
-        pytest.param({"stops": [BERGEN, 7]}, "stops[1]", "a number, not an object", id="item"),
-        pytest.param({"stops": [BERGEN] * 4}, "", "three stops at most", id="the type's own check"),
-        pytest.param({"costs": {"x": {"amount": "5"}}}, "costs.x.amount", "not of type integer", id="value"),
-        pytest.param({"span": [1]}, "span", "a list of 1, not a list of 2", id="tuple"),
-        pytest.param({"start": BERGEN | {"height": "3"}}, "start.height", "number and it is", id="union"),
-        pytest.param({"start": BERGEN | {"name": "o" * 31}}, "start.name", "is 31, and must be", id="limit"),
-        pytest.param({"start": BERGEN | {"coast": "x"}}, "start.coast", 'none of "west", "east"', id="enum"),
-        pytest.param({"length_km": 2.0}, "length_km", "no such property", id="a field that is not given"),
+        pytest.param({"start": {"name": "Oslo"}}, r"start\.coast\n", id="missing"),
+        pytest.param({"stops": [BERGEN, 7]}, r"stops\.1\n", id="item"),
+        pytest.param({"stops": [BERGEN] * 4}, "three stops at most", id="the type's own check"),
+        pytest.param({"costs": {"x": {"amount": "much"}}}, r"costs\.x\.amount\n", id="value"),
+        pytest.param({"start": BERGEN | {"name": "o" * 31}}, "at most 30 characters", id="limit"),
+        pytest.param({"start": BERGEN | {"coast": "x"}}, "should be 'west' or 'east'", id="enum"),
     ],
 )
-def test_what_does_not_fit_is_named(changed: dict[str, Any], path: str, problem: str) -> None:
-    with pytest.raises(Mismatch, match=problem) as caught:
+def test_what_does_not_fit_is_named(changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Mismatch, match=problem):
         read_json(json.dumps(TRIP | changed), Trip)
-    assert spelled(caught.value.path) == path
 
 
-@pytest.mark.parametrize("text", ["", "{", "NaN", "[Infinity]", "1" * 5000, "{} {}"])
+@pytest.mark.parametrize("text", ["", "{", '{"name": "a", "branches": [' * 2000 + "]}" * 2000])
 def test_what_is_no_json_is_refused(text: str) -> None:
-    with pytest.raises(Mismatch, match="it is not JSON"):
-        read_json(text, Any)
+    with pytest.raises(Mismatch):
+        read_json(text, Branch)
 
 
 @dataclasses.dataclass
 class Wish:
-    days: list[dict[str, datetime.date]]
+    made: list[Callable[[int], int]]
 
 
-@dataclasses.dataclass
-class Hidden:
-    given: dataclasses.InitVar[int]
-
-
-class Called(pydantic.BaseModel):
-    made: Callable[[int], int]
-
-
-class Empty(enum.Enum):
+class Unknown:
     pass
 
 
 @pytest.mark.parametrize(
-    ("output_type", "problem"),
-    [
-        (Wish, r"Wish\.days\[\]\{\}: date has no JSON schema"),
-        (list[Wish], r"list\[.*\]\[\]\.days"),
-        (Hidden, r"Hidden\.given: Hidden\(\) takes it"),
-        (Called, "Called: "),
-        (dict[int, str], "has no JSON schema"),
-        (list, "list has no JSON schema"),
-        (object, "object has no JSON schema"),
-        (tuple[()], "has no JSON schema"),
-        (Empty, "Empty has no JSON schema"),
-        (Literal[b"x"], "b'x' is no constant"),
-        (Annotated[str, Limits(maximum=3)], "maximum is no limit of JSON's string"),
-        (Annotated[Place, Limits(max_length=3)], "Limits are for str, int, float and lists"),
-        (dataclasses.make_dataclass("Lost", [("where", "Nowhere")]), "Lost: name 'Nowhere' is not defined"),
-    ],
+    "output_type",
+    [Wish, list[Wish], Unknown, dataclasses.make_dataclass("Lost", [("where", "Nowhere")])],
 )
-def test_a_type_without_a_schema_is_refused_with_the_fields_path(output_type: Any, problem: str) -> None:
-    with pytest.raises(TypeError, match=problem):
+def test_a_type_without_a_schema_is_refused(output_type: Any) -> None:
+    with pytest.raises(TypeError, match="has no JSON schema: "):
         schema_of(output_type)
-
-
-def test_limits_are_numbers_that_can_be() -> None:
-    for wrong in ({"maximum": float("inf")}, {"min_length": -1}):
-        with pytest.raises(ValueError, match="must be"):
-            Limits(**wrong)  # type: ignore[arg-type]
 
 
 def says(text: str, reason: EngineFinishReason = EngineFinishReason.STOP_TOKEN) -> Any:
@@ -327,7 +223,7 @@ async def test_also_on_an_event_loop(served: RunningServer) -> None:
         assert cost == {"amount": 5}
         with pytest.raises(OutputError) as caught:
             await client.generate_json("Hi", Place | None)
-    assert caught.value.path == "name" and caught.value.text == '{"amount": 5}'
+    assert caught.value.text == '{"amount": 5}'
 
 
 async def test_an_output_that_does_not_fit_is_in_the_error(served: RunningServer) -> None:
@@ -338,9 +234,9 @@ async def test_an_output_that_does_not_fit_is_in_the_error(served: RunningServer
         assert cut.value.text == '{"name": "Ber' and cut.value.completion.usage.output_tokens == 1
         assert cut.value.completion.finish_reason is FinishReason.LENGTH
         served.engine.script = says('{"name": "Bergen"}')
-        with pytest.raises(OutputError, match="does not fit Place at coast: it is missing") as other:
+        with pytest.raises(OutputError, match=r"does not fit Place: [^$]*coast\n") as other:
             client.generate_json("Hi", Place)
-        assert (other.value.text, other.value.path) == ('{"name": "Bergen"}', "coast")
+        assert other.value.text == '{"name": "Bergen"}'
         served.engine.script = says("no")
         with pytest.raises(OutputError, match="not JSON"):
             client.generate("Hi").json()
@@ -350,7 +246,7 @@ async def test_an_output_that_does_not_fit_is_in_the_error(served: RunningServer
 
 async def test_a_type_without_a_schema_is_refused_before_any_call(served: RunningServer) -> None:
     def use(client: Client) -> None:
-        with pytest.raises(TypeError, match=r"Wish\.days"):
+        with pytest.raises(TypeError, match="Wish has no JSON schema"):
             client.generate_json("Hi", Wish)
         with pytest.raises(TypeError, match="did you mean 'max_output_tokens'"):
             client.generate_json("Hi", Place, max_tokens=3)  # type: ignore[call-overload]

@@ -19,7 +19,6 @@ from icehouse_client.client import Client, Stream
 from icehouse_client.conversation import Conversation
 from icehouse_client.embeddings import Embeddings, EmbedOptions
 from icehouse_client.errors import IcehouseClientError
-from icehouse_client.json_forms import Limits
 from icehouse_client.logprobs import TokenLogprobs, TopLogprob
 from icehouse_client.output_types import schema_of
 from icehouse_client.requests import (
@@ -52,7 +51,6 @@ __all__ = [
     "IcehouseClientError",
     "Image",
     "Infill",
-    "Limits",
     "MalformedToolCall",
     "Message",
     "Options",

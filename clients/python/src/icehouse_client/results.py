@@ -14,9 +14,8 @@ from icehouse.v1 import completion_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.chat import MalformedToolCall, Message, ToolCall
-from icehouse_client.json_forms import Mismatch, spelled
 from icehouse_client.logprobs import TokenLogprobs, logprobs_from
-from icehouse_client.output_types import name_of, read_json
+from icehouse_client.output_types import Mismatch, name_of, read_json
 
 Value = TypeVar("Value")
 
@@ -97,10 +96,8 @@ class Completion:
         try:
             return read_json(self.text, output_type)
         except Mismatch as error:
-            place = spelled(error.path)
-            where = f" at {place}" if place else ""
-            problem = f"the output does not fit {name_of(output_type)}{where}: {error.problem}"
-            raise OutputError(problem, completion=self, path=place) from error
+            problem = f"the output does not fit {name_of(output_type)}: {error}"
+            raise OutputError(problem, completion=self) from error
 
     def _check_complete(self) -> None:
         if self.finish_reason is not FinishReason.STOP_TOKEN:
@@ -121,14 +118,12 @@ class Completion:
 class OutputError(ValueError):
     """An output cannot be read as what was asked for: a limit cut it, or it does not fit.
 
-    `completion` is the output, with its text and its cost; `path` the part that does not fit, such as
-    "stops[3].name", empty for the whole.
+    `completion` is the output, with its text and its cost.
     """
 
-    def __init__(self, message: str, *, completion: Completion, path: str = "") -> None:
+    def __init__(self, message: str, *, completion: Completion) -> None:
         super().__init__(message)
         self.completion = completion
-        self.path = path
 
     @property
     def text(self) -> str:
