@@ -49,12 +49,11 @@ SERVERS = {"tools.md": "calling", "tenants.md": "secured"}
 SUBSTITUTES = {
     "top_count=2)": 'top_count=2, positive_answer="y", negative_answer="n")',
     "Person, max_output_tokens=200)": (
-        "Person, max_output_tokens=200, "
-        "response_format=formats.json_schema(schema_of(Person), compact=True))"
+        "Person, max_output_tokens=200, response_format=formats.json_schema(schema_of(Person), compact=True))"
     ),
 }
-"""What the tiny model cannot do as it stands: its vocabulary has no "yes", and it may never stop writing white
-space where a form allows it."""
+"""What the tiny model cannot do as it stands: its vocabulary has no "yes", and it may write white space
+without end where a form allows it."""
 
 EXPECTED: Mapping[str, tuple[str, ...]] = {
     "README.md": (r"(\d+) of \d+ prompt tokens",),

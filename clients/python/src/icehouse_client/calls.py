@@ -54,7 +54,7 @@ class _Headers:
     def beginning(
         self, method: Callable[..., Any], request: Message, timeout_s: float | None, *, waits: bool | None
     ) -> Callable[[str], Any]:
-        """Return what begins a call with many answers, given a token, within the time that is left by then."""
+        """Return what begins a call with many answers, given a token, in the time that is left then."""
         end_time = _end_time(timeout_s)
 
         def begin(token: str) -> Any:

@@ -1,7 +1,7 @@
 """Output types: the JSON schema of a Python type, and outputs read into it, both pydantic's.
 
-A type is whatever pydantic (2.9 or newer) knows: its own models, dataclasses, TypedDicts, enums, literals, lists,
-dicts, unions. The client needs pydantic for nothing else, so it is imported when a type comes.
+A type is whatever pydantic (2.9 or newer) knows: its own models, dataclasses, TypedDicts, enums, literals,
+lists, dicts, unions. The client needs pydantic for nothing else, so it is imported when a type comes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Mismatch(ValueError):
 def schema_of(output_type: object) -> dict[str, Any]:
     """Return the JSON schema of a type, for a response format.
 
-    Objects have nothing beside their fields, unless the type itself says so. Raises TypeError for a type that has
-    no schema, and ImportError where pydantic is not installed.
+    Objects have nothing beside their fields, unless the type itself says so. Raises TypeError for a type that
+    has no schema, and ImportError where pydantic is not installed.
     """
     adapter = _adapter_of(output_type)
     try:
         schema = adapter.json_schema()
-    except importlib.import_module("pydantic.errors").PydanticUserError as error:
+    except _pydantic().PydanticUserError as error:
         raise _refusal(output_type, error) from error
     return dict(_closed(schema))
 
@@ -54,14 +54,19 @@ def name_of(output_type: object) -> str:
 
 
 def _adapter_of(output_type: object) -> Any:
-    try:
-        pydantic = importlib.import_module("pydantic")
-    except ImportError as error:
-        raise ImportError("outputs are read into types by pydantic, which is not here: pip install pydantic") from error
+    pydantic = _pydantic()
     try:
         return pydantic.TypeAdapter(output_type)
-    except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticUndefinedAnnotation) as error:
+    except (pydantic.PydanticUserError, pydantic.PydanticUndefinedAnnotation) as error:
         raise _refusal(output_type, error) from error
+
+
+def _pydantic() -> Any:
+    try:
+        return importlib.import_module("pydantic")
+    except ImportError as error:
+        message = "outputs are read into types by pydantic, which is not here: pip install pydantic"
+        raise ImportError(message) from error
 
 
 def _refusal(output_type: object, error: Exception) -> TypeError:
