@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, assert_type
+from typing import Annotated, Any, Literal, NotRequired, assert_type
 
 import pydantic
 import pytest
@@ -23,6 +23,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.response_format import JsonObject, JsonSchema
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from tests.fixtures.rpc.fake_engine import started, usage_of
 from tests.system.clients.test_python_client import threaded

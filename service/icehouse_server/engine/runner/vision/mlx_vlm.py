@@ -253,7 +253,8 @@ def _query_factor(offset: mx.array | int, count: int, rope: Mapping[str, Any]) -
     positions = mx.array(offset).reshape(-1, 1) + mx.arange(count)
     steps = mx.floor(positions / rope["original_max_position_embeddings"])
     factor = 1 + rope["llama_4_scaling_beta"] * mx.log(1 + steps)
-    return factor[:, None, :, None]
+    shaped: mx.array = factor[:, None, :, None]
+    return shaped
 
 
 def _positions(inputs: mx.array, cache: Any) -> mx.array:
