@@ -32,9 +32,9 @@ func NewConversation(system string) *Conversation {
 	return made
 }
 
-// Say adds the user's turn.
-func (c *Conversation) Say(text string) {
-	c.Messages = append(c.Messages, Message("user", text))
+// Say adds the user's turn; images stand before its text.
+func (c *Conversation) Say(text string, images ...*icehousev1.ImagePart) {
+	c.Messages = append(c.Messages, Message("user", text, images...))
 }
 
 // Add adds the assistant's turn, an answer as it came.

@@ -49,6 +49,25 @@ func ExampleClient_Warm() {
 	fmt.Println(explained.GetCache().GetRamTokens(), "tokens will come from RAM")
 }
 
+func ExampleImage() {
+	client, err := icehouse.Dial("localhost:50051")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer client.Close()
+	png, err := os.ReadFile("cube.png")
+	if err != nil {
+		log.Fatal(err)
+	}
+	talk := icehouse.NewConversation("")
+	talk.Say("What is in this picture?", icehouse.Image(png, "image/png"))
+	response, err := client.Generate(context.Background(), talk.Request())
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(response.GetText(), response.GetUsage().GetImageTokens())
+}
+
 func ExampleConversation() {
 	client, err := icehouse.Dial("localhost:50051")
 	if err != nil {

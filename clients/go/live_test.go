@@ -24,6 +24,7 @@ type servers struct {
 	CAPath          string `json:"ca_path"`
 	Token           string
 	ChatAddress     string `json:"chat_address"`
+	VisionAddress   string `json:"vision_address"`
 	DrainingAddress string `json:"draining_address"`
 	BusyAddress     string `json:"busy_address"`
 	UnusedAddress   string `json:"unused_address"`

@@ -28,9 +28,26 @@ func Chat(messages ...*icehousev1.ChatMessage) *icehousev1.GenerateRequest_Chat 
 	return &icehousev1.GenerateRequest_Chat{Chat: &icehousev1.ChatPrompt{Messages: messages}}
 }
 
-// Message returns a turn of a conversation. role is "system", "user", "assistant" or "tool".
-func Message(role, content string) *icehousev1.ChatMessage {
-	return &icehousev1.ChatMessage{Role: role, Content: content}
+// Message returns a turn of a conversation. role is "system", "user", "assistant" or "tool". Images, which only
+// the user's turns may have, stand before the content.
+func Message(role, content string, images ...*icehousev1.ImagePart) *icehousev1.ChatMessage {
+	if len(images) == 0 {
+		return &icehousev1.ChatMessage{Role: role, Content: content}
+	}
+	message := &icehousev1.ChatMessage{Role: role}
+	for _, image := range images {
+		message.Parts = append(message.Parts, &icehousev1.ContentPart{Part: &icehousev1.ContentPart_Image{Image: image}})
+	}
+	if content != "" {
+		message.Parts = append(message.Parts, &icehousev1.ContentPart{Part: &icehousev1.ContentPart_Text{Text: content}})
+	}
+	return message
+}
+
+// Image returns a picture for [Message] and [Conversation.Say]: a PNG, JPEG, WebP or GIF as it is in its file.
+// mediaType is what it must be, such as "image/png"; empty for whatever its bytes say.
+func Image(data []byte, mediaType string) *icehousev1.ImagePart {
+	return &icehousev1.ImagePart{Source: &icehousev1.ImagePart_Data{Data: data}, MediaType: mediaType}
 }
 
 // Tool returns a function that the model may ask to be called, for GenerateRequest.Tools. parameters is the

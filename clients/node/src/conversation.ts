@@ -1,6 +1,6 @@
-import { create, fromJson, type JsonValue, toJson } from "@bufbuild/protobuf";
+import { create, fromJson, type JsonValue, type MessageInitShape, toJson } from "@bufbuild/protobuf";
 
-import { type ChatMessage, ChatMessageSchema } from "./gen/icehouse/v1/prompt_pb.js";
+import { type ChatMessage, ChatMessageSchema, type ContentPartSchema } from "./gen/icehouse/v1/prompt_pb.js";
 import type { ToolCall } from "./gen/icehouse/v1/tool_pb.js";
 
 const KIND = "icehouse-conversation";
@@ -12,6 +12,13 @@ export interface Answer {
   readonly reasoning: string;
   readonly toolCalls: readonly ToolCall[];
   readonly tokenIds: readonly number[];
+}
+
+/** A picture in a user's turn, as it is in its file: PNG, JPEG, WebP or GIF. */
+export interface ImageInit {
+  readonly data: Uint8Array;
+  /** What it must be, such as "image/png"; absent: whatever its bytes say. */
+  readonly mediaType?: string;
 }
 
 export interface ConversationOptions {
@@ -48,9 +55,9 @@ export class Conversation {
     if (text) this.messages.unshift(create(ChatMessageSchema, { role: "system", content: text }));
   }
 
-  /** Adds the user's turn. */
-  say(text: string): void {
-    this.messages.push(create(ChatMessageSchema, { role: "user", content: text }));
+  /** Adds the user's turn; images stand before its text. */
+  say(text: string, { images = [] }: { readonly images?: readonly ImageInit[] } = {}): void {
+    this.messages.push(create(ChatMessageSchema, { role: "user", ...contentOf(text, images) }));
   }
 
   /** Adds the assistant's turn, an answer as it came. */
@@ -91,6 +98,19 @@ export class Conversation {
     const named = typeof sessionId === "string" && sessionId !== "" ? { sessionId } : {};
     return new Conversation({ messages: messages.map(messageFrom), ...named });
   }
+}
+
+/** Returns the fields of a turn that shows these images and then this text. */
+export function contentOf(
+  text: string,
+  images: readonly ImageInit[],
+): Pick<MessageInitShape<typeof ChatMessageSchema>, "content" | "parts"> {
+  if (images.length === 0) return { content: text };
+  const parts: MessageInitShape<typeof ContentPartSchema>[] = images.map(({ data, mediaType = "" }) => ({
+    part: { case: "image", value: { source: { case: "data", value: data }, mediaType } },
+  }));
+  if (text) parts.push({ part: { case: "text", value: text } });
+  return { parts };
 }
 
 function randomId(): string {

@@ -1,6 +1,6 @@
 import { create, type DescMessage, isMessage, type MessageInitShape, type MessageShape } from "@bufbuild/protobuf";
 
-import { Conversation } from "./conversation.js";
+import { contentOf, Conversation, type ImageInit } from "./conversation.js";
 import type {
   EvictRequestSchema,
   ExplainRequestSchema,
@@ -19,11 +19,15 @@ import type { ChatMessageSchema, ChatPromptSchema } from "./gen/icehouse/v1/prom
 import type { RerankRequestSchema } from "./gen/icehouse/v1/rerank_service_pb.js";
 import { refuseUnknownFields } from "./options.js";
 
-/** One turn: the fields of a ChatMessage. */
-export type ChatMessageInit = MessageInitShape<typeof ChatMessageSchema>;
+/** One turn: the fields of a ChatMessage, and in the user's `images` that stand before its content. */
+export type ChatMessageInit =
+  | MessageShape<typeof ChatMessageSchema>
+  | (Fields<typeof ChatMessageSchema> & { readonly images?: readonly ImageInit[] });
 
 /** A conversation with what its template is given: the fields of a ChatPrompt. */
-export type ChatInit = MessageInitShape<typeof ChatPromptSchema>;
+export type ChatInit =
+  | MessageShape<typeof ChatPromptSchema>
+  | (Omit<Fields<typeof ChatPromptSchema>, "messages"> & { readonly messages?: readonly ChatMessageInit[] });
 
 /** A prompt: text, token ids, a conversation in one of three forms, or the oneof of the API itself. */
 export type Prompt =
@@ -88,10 +92,19 @@ function promptFrom(prompt: Prompt): unknown {
   if (typeof prompt === "string") return { case: "text", value: prompt };
   if (prompt instanceof Conversation) return { case: "chat", value: { messages: prompt.messages } };
   if (isList(prompt)) {
-    const isTokens = typeof prompt[0] === "number";
-    return isTokens ? { case: "tokens", value: { ids: prompt } } : { case: "chat", value: { messages: prompt } };
+    if (typeof prompt[0] === "number") return { case: "tokens", value: { ids: prompt } };
+    return { case: "chat", value: { messages: (prompt as readonly ChatMessageInit[]).map(turnFrom) } };
   }
-  return "case" in prompt ? prompt : { case: "chat", value: prompt };
+  if ("case" in prompt) return prompt;
+  const { messages } = prompt;
+  if (isMessage(prompt) || messages === undefined) return { case: "chat", value: prompt };
+  return { case: "chat", value: { ...prompt, messages: messages.map(turnFrom) } };
+}
+
+function turnFrom(turn: ChatMessageInit): MessageInitShape<typeof ChatMessageSchema> {
+  if (isMessage(turn) || !("images" in turn)) return turn;
+  const { images = [], content = "", ...fields } = turn;
+  return { ...fields, ...contentOf(content, images) };
 }
 
 function isList<T>(value: T): value is Extract<T, readonly unknown[]> {

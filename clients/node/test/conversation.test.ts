@@ -42,6 +42,17 @@ test("it is kept in the form of every language, and is what it was when read aga
   assert.deepEqual(again, example());
 });
 
+test("pictures stand before the text, and are kept in the form of every language", () => {
+  const talk = new Conversation();
+  talk.say("What is it?", { images: [{ data: Buffer.from("GIF8"), mediaType: "image/gif" }] });
+  const parts = [{ image: { data: "R0lGOA==", media_type: "image/gif" } }, { text: "What is it?" }];
+  const text = JSON.stringify(talk);
+  assert.deepEqual(JSON.parse(text).messages, [{ role: "user", content: "", parts }]);
+  const [message] = Conversation.fromJSON(text).messages;
+  assert(message);
+  assert.deepEqual(message.parts.map(({ part }) => part.case), ["image", "text"]);
+});
+
 test("each has a session of its own", () => {
   assert.match(new Conversation().sessionId, /^[0-9a-f]{32}$/);
   assert.notEqual(new Conversation().sessionId, new Conversation().sessionId);

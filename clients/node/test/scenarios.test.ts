@@ -9,7 +9,7 @@ import { CacheTier } from "../src/gen/icehouse/v1/cache_service_pb.js";
 import { ServerFeature, ServerState } from "../src/gen/icehouse/v1/server_service_pb.js";
 import { ToolChoiceMode } from "../src/gen/icehouse/v1/tool_pb.js";
 import { FinishReason } from "../src/gen/icehouse/v1/usage_pb.js";
-import { scenario } from "./scenario.js";
+import { type Scenario, scenario } from "./scenario.js";
 import { collect, refusal, servers } from "./servers.js";
 
 scenario("unary", async (s) => {
@@ -187,6 +187,39 @@ scenario("infill", async (s) => {
   assert.equal(answer.stopTokenId, answer.tokenIds.at(-1));
   assert.equal((await client.tokenize({ prompt })).tokenCount, answer.usage?.promptTokens);
 });
+
+scenario("images", async (s) => {
+  const client = s.client();
+  const ask = (image: string) => client.generate({ ...shown(s, image), cache: { tenant: s.ownName } });
+  const answers = [await ask("image"), await ask("image"), await ask("other_image")] as const;
+  for (const { usage } of answers) assert.equal(usage?.imageTokens, s.expect["image_tokens"]);
+  const [first, again, other] = answers;
+  assert.equal(first.usage?.cachedTokens, s.expect["first_cached_tokens"]);
+  assert.deepEqual(again.tokenIds, first.tokenIds);
+  const { promptTokens = 0, ramTokens = 0 } = again.usage ?? {};
+  assert(promptTokens - ramTokens <= s.expect["uncached_tokens_limit"], `${ramTokens} of ${promptTokens}`);
+  assert((other.usage?.cachedTokens ?? 0) < s.expect["other_cached_tokens_limit"], `${other.usage?.cachedTokens}`);
+});
+
+scenario("broken_image", async (s) => {
+  const error = await refusal(s.client().generate(shown(s)));
+  s.assertRefused(error);
+  assert.equal(error.field, s.expect["field"]);
+});
+
+scenario("images_unsupported", async (s) => {
+  const error = await refusal(s.client().generate(shown(s)));
+  s.assertRefused(error);
+  assert.equal(error.field, s.expect["field"]);
+  assert(error.message.includes(s.expect["message_part"]), error.message);
+  assert(error.metadata[s.expect["metadata_key"]], JSON.stringify(error.metadata));
+});
+
+function shown({ input }: Scenario, image = "image") {
+  const images = [{ data: Buffer.from(input[image], "base64"), mediaType: String(input["media_type"]) }];
+  const prompt = [{ role: "user", content: String(input["question"]), images }];
+  return { prompt, maxOutputTokens: Number(input["max_output_tokens"]) };
+}
 
 scenario("structured_output", async (s) => {
   const format = { case: "jsonSchema", value: JSON.stringify(s.input["schema"]) } as const;

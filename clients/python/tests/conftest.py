@@ -18,7 +18,10 @@ def scenario(request: pytest.FixtureRequest) -> Scenario:
     line = os.environ.get("ICEHOUSE_TEST_SERVERS")
     if not line:
         pytest.skip("ICEHOUSE_TEST_SERVERS names no servers; `make test-clients` starts them")
-    return Scenario.of(request.function.__name__.removeprefix("test_"), servers=json.loads(line))
+    found = Scenario.of(request.function.__name__.removeprefix("test_"), servers=json.loads(line))
+    if not found.address:
+        pytest.skip("its server could not be started; `make test-clients` says why")
+    return found
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from icehouse_client import (
     Client,
     Conversation,
     IcehouseClientError,
+    Image,
     Infill,
     Reply,
     Security,
@@ -208,6 +210,42 @@ def test_infill(scenario: Scenario, client: Client) -> None:
     assert (reply.text, reply.finish_reason) == (scenario.expect["text"], scenario.expect["finish_reason"])
     assert reply.stop_token_id == reply.token_ids[-1]
     assert len(client.tokenize(gap)) == reply.usage.prompt_tokens
+
+
+def shown(scenario: Scenario, image: str = "image") -> Conversation:
+    talk = Conversation()
+    data = base64.b64decode(scenario.input[image])
+    talk.say(scenario.input["question"], images=[Image(data, scenario.input["media_type"])])
+    return talk
+
+
+def test_images(scenario: Scenario, client: Client) -> None:
+    options: dict[str, Any] = {"tenant": scenario.own_name, **limits(scenario)}
+    first = client.chat(shown(scenario), **options)
+    again = client.chat(shown(scenario), **options)
+    other = client.chat(shown(scenario, "other_image"), **options)
+    assert first.usage.cached_tokens == scenario.expect["first_cached_tokens"]
+    for reply in (first, again, other):
+        assert reply.usage.image_tokens == scenario.expect["image_tokens"]
+    missing = again.usage.prompt_tokens - again.usage.ram_tokens
+    assert again.token_ids == first.token_ids and missing <= scenario.expect["uncached_tokens_limit"]
+    assert other.usage.cached_tokens < scenario.expect["other_cached_tokens_limit"]
+
+
+def test_broken_image(scenario: Scenario, client: Client) -> None:
+    with pytest.raises(IcehouseClientError) as caught:
+        client.chat(shown(scenario), **limits(scenario))
+    assert_refused(caught.value, scenario)
+    assert caught.value.field == scenario.expect["field"]
+
+
+def test_images_unsupported(scenario: Scenario, client: Client) -> None:
+    with pytest.raises(IcehouseClientError) as caught:
+        client.chat(shown(scenario), **limits(scenario))
+    assert_refused(caught.value, scenario)
+    assert caught.value.field == scenario.expect["field"]
+    assert scenario.expect["message_part"] in caught.value.message
+    assert caught.value.metadata[scenario.expect["metadata_key"]] in caught.value.message
 
 
 def test_structured_output(scenario: Scenario, client: Client) -> None:

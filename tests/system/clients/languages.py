@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tests.system.clients.live_servers import Servers, live_servers
@@ -27,6 +27,7 @@ from tests.system.clients.scenarios import (
     read_results,
     scenario_names,
     table_of,
+    unserved,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,13 +200,16 @@ def main() -> int:
             if not tested(language, servers, results=path):
                 failed.append(language.folder)
             results[language.folder] = read_results(path)
-    return 1 if told_of_scenarios(results) or failed else 0
+    left_out = unserved(dataclasses.asdict(servers))
+    return 1 if told_of_scenarios(results, left_out=left_out) or failed else 0
 
 
-def told_of_scenarios(results: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Print the table of scenarios and what is wrong with it; return the latter."""
-    names = scenario_names()
+def told_of_scenarios(results: Mapping[str, Sequence[Result]], *, left_out: Collection[str]) -> list[str]:
+    """Print the table, what could not be run here, and what is wrong; return the latter."""
+    names = [name for name in scenario_names() if name not in left_out]
     print(table_of(names, results))
+    if left_out:
+        print(f"not run: {', '.join(left_out)}: the extra `vision` (mlx-vlm) is not installed here")
     if unfinished := sorted(set(NOT_YET) & set(results)):
         print(f"not yet complete, so that empty cells do not fail: {', '.join(unfinished)}")
     faults = faults_of(names, results)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import sys
 import tempfile
@@ -36,7 +37,7 @@ INFILL = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", " a + b", "<|end
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Servers:
-    """What a client needs to know of them: three with one model, one with another, two addresses beside."""
+    """What a client needs to know of them: three with one model, two with their own, addresses beside."""
 
     model: str
     address: str
@@ -53,6 +54,8 @@ class Servers:
     chat_address: str
     """A plain server with a model that reasons, writes a text and asks for the tool "get_weather"; it fills
     gaps, too."""
+    vision_address: str
+    """A plain server with a model that sees; empty without the extra that reads images."""
     draining_address: str
     """Refuses the first attempt of every call as a server that is stopping does; the next reach `address`."""
     busy_address: str
@@ -83,6 +86,7 @@ def live_servers() -> Iterator[Servers]:
         model = tiny_model_dir(folder, "llama")
         script = (*TOOL_CALL, *INFILL)
         chat_model = chain_model_dir(folder / "chat", REMEMBERING, script, first="Ċ")
+        vision_model = vision_model_dir(folder)
         plain_port, secured_port, unused_port = free_ports(3)
         small_blocks = ("--block-token-count", str(BLOCK_TOKENS))
 
@@ -93,12 +97,15 @@ def live_servers() -> Iterator[Servers]:
 
         plain = start("plain", *small_blocks, port=plain_port)
         chat = start("talk", *small_blocks, model=chat_model)
+        vision = start("vision", *small_blocks, model=vision_model) if vision_model else None
         limited = start("limited", "--tenant-tokens-per-minute", str(TOKENS_PER_MINUTE))
         security = ("--tls-certificate", str(certificate), "--tls-key", str(key))
         secured = start("secured", *security, "--token-file", str(tokens), port=secured_port)
         plain.wait_until_serving()
         chat.wait_until_serving()
         limited.wait_until_serving()
+        if vision is not None:
+            vision.wait_until_serving()
         secured.wait_until_serving(grpc.ssl_channel_credentials(authority.pem))
         yield Servers(
             model=model.name,
@@ -110,11 +117,22 @@ def live_servers() -> Iterator[Servers]:
             token=token,
             tenant=TENANT,
             chat_address=chat.address,
+            vision_address="" if vision is None else vision.address,
             draining_address=stack.enter_context(draining_front(plain.address)),
             busy_address=stack.enter_context(busy_front(plain.address)),
             unused_address=f"127.0.0.1:{unused_port}",
             web_url=stack.enter_context(web_edge(plain.address)),
         )
+
+
+def vision_model_dir(folder: Path) -> Path | None:
+    """Write a tiny model that sees below `folder`; None without the extra that reads images."""
+    if importlib.util.find_spec("mlx_vlm") is None:
+        return None
+    # It imports mlx-vlm itself.
+    from tests.fixtures.models.vision import tiny_vision_dir
+
+    return tiny_vision_dir(folder)
 
 
 def main() -> None:

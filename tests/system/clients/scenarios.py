@@ -33,6 +33,12 @@ def scenario_names() -> tuple[str, ...]:
     return tuple(json.loads(SCENARIOS_PATH.read_text(encoding="utf-8")))
 
 
+def unserved(servers: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the scenarios whose server could not be started: its address in `servers` is empty."""
+    found = json.loads(SCENARIOS_PATH.read_text(encoding="utf-8"))
+    return tuple(name for name, scenario in found.items() if not servers[scenario["server"]])
+
+
 def read_results(path: Path) -> tuple[Result, ...]:
     """Return what one client's tests wrote down; nothing where they ran no scenario."""
     if not path.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -50,16 +51,31 @@ def test_it_is_what_it_was_when_read_again() -> None:
 
 def test_images_stand_where_they_were_put_and_are_kept_in_the_file() -> None:
     talk = Conversation()
-    images = [Image(b"\x89PNG", "image/png", position=4), Image(b"GIF8")]
+    images = [Image(b"GIF8"), Image(b"\x89PNG", "image/png", position=4)]
     talk.say("one two", images=images)
-    assert Conversation.from_json(talk.to_json()) == talk
+    text = talk.to_json()
+    assert json.loads(text)["messages"] == [
+        {
+            "role": "user",
+            "content": "",
+            "parts": [
+                {"image": {"data": "R0lGOA=="}},
+                {"text": "one "},
+                {"image": {"data": "iVBORw==", "media_type": "image/png"}},
+                {"text": "two"},
+            ],
+        }
+    ], "as protobuf's JSON has it, for clients of every language"
+    assert Conversation.from_json(text) == talk
+    talk[0] = dataclasses.replace(talk[0], images=tuple(reversed(images)))
     [message] = chat_proto(talk).messages
     shown = [part.text or (part.image.data, part.image.media_type) for part in message.parts]
     assert shown == [(b"GIF8", ""), "one ", (b"\x89PNG", "image/png"), "two"]
     assert not message.content, "one of the two is sent"
-    for wrong in ({"data": "?"}, {"data": 1}, {"media_type": "image/png"}, {"data": "", "size": 1}, "x"):
-        facts = [{"role": "user", "content": "x", "images": [wrong]}]
-        with pytest.raises(ValueError, match="images"):
+    image: Any
+    for image in ({"data": 1}, {"media_type": "image/png"}, {"data": "", "size": 1}, {"uri": "data:"}, "x"):
+        facts = [{"role": "user", "parts": [{"image": image}]}]
+        with pytest.raises(ValueError, match=r"messages\[0\].parts is no list of texts and images"):
             Conversation.from_json(json.dumps(facts))
 
 

@@ -11,7 +11,14 @@ import pytest
 from tests.system.clients import scenarios
 from tests.system.clients.languages import LANGUAGES
 from tests.system.clients.live_servers import Servers
-from tests.system.clients.scenarios import Result, faults_of, read_results, scenario_names, table_of
+from tests.system.clients.scenarios import (
+    Result,
+    faults_of,
+    read_results,
+    scenario_names,
+    table_of,
+    unserved,
+)
 
 NAMES = ("unary", "stream")
 
@@ -24,6 +31,12 @@ def test_every_scenario_says_what_happens_where_and_what_must_be_true() -> None:
         assert set(scenario) == {"about", "server", "input", "expect"}, name
         assert scenario["about"].endswith(".") and scenario["server"] in servers, name
     assert scenario_names() == tuple(found)
+
+
+def test_scenarios_of_a_server_that_could_not_be_started_are_left_out() -> None:
+    servers = {field.name: "somewhere" for field in dataclasses.fields(Servers)}
+    assert unserved(servers) == ()
+    assert unserved({**servers, "vision_address": ""}) == ("images", "broken_image")
 
 
 def test_the_columns_are_clients() -> None:

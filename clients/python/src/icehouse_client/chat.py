@@ -112,7 +112,7 @@ def chat_proto(
         chat.messages.add(
             role=message.role,
             content="" if message.images else message.content,
-            parts=_parts(message) if message.images else (),
+            parts=content_parts(message) if message.images else (),
             name=message.name,
             reasoning=message.reasoning,
             tool_calls=[
@@ -125,7 +125,7 @@ def chat_proto(
     return chat
 
 
-def _parts(message: Message) -> list[prompt_pb2.ContentPart]:
+def content_parts(message: Message) -> list[prompt_pb2.ContentPart]:
     """Return the content with its images where they belong."""
     parts: list[prompt_pb2.ContentPart] = []
     end = 0
@@ -138,6 +138,20 @@ def _parts(message: Message) -> list[prompt_pb2.ContentPart]:
     if text := message.content[end:]:
         parts.append(prompt_pb2.ContentPart(text=text))
     return parts
+
+
+def content_of(parts: Sequence[prompt_pb2.ContentPart]) -> tuple[str, tuple[Image, ...]]:
+    """Return the content and the images whose parts these are; raises ValueError for an image by its URI."""
+    content = ""
+    images: list[Image] = []
+    for part in parts:
+        if part.HasField("image"):
+            if part.image.WhichOneof("source") != "data":
+                raise ValueError("an image is kept as its data")
+            images.append(Image(part.image.data, part.image.media_type, len(content)))
+        else:
+            content += part.text
+    return content, tuple(images)
 
 
 def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:

@@ -10,21 +10,22 @@ that takes a prompt takes:
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from icehouse_client.chat import Image, Message, ToolCall, tool_result
+from google.protobuf import json_format
+from icehouse.v1 import prompt_pb2
+
+from icehouse_client.chat import Image, Message, ToolCall, content_of, content_parts, tool_result
 from icehouse_client.results import Completion
 
 _KIND = "icehouse-conversation"
 _VERSION = 1
-_IMAGE_TYPES = {"data": str, "media_type": str, "position": int}
 _CALL_FIELDS = {field.name for field in dataclasses.fields(ToolCall)}
-_MESSAGE_FIELDS = {field.name: field for field in dataclasses.fields(Message)}
+_MESSAGE_KEYS = {field.name for field in dataclasses.fields(Message)} - {"images"} | {"parts"}
 
 
 class Conversation(list[Message]):
@@ -97,18 +98,17 @@ def _message_facts(message: Message) -> dict[str, Any]:
     """Return the fields that say something."""
     facts: dict[str, Any] = {"role": message.role, "content": message.content}
     facts |= {name: value for name, value in dataclasses.asdict(message).items() if value}
-    if message.images:
-        facts["images"] = [
-            dataclasses.asdict(image) | {"data": base64.b64encode(image.data).decode()}
-            for image in message.images
-        ]
+    if facts.pop("images", None):
+        parts = content_parts(message)
+        told = [json_format.MessageToDict(part, preserving_proto_field_name=True) for part in parts]
+        facts |= {"content": "", "parts": told}
     return facts
 
 
 def _message_of(facts: object, index: int) -> Message:
     if not isinstance(facts, dict):
         raise ValueError(f"messages[{index}] is no object")
-    if unknown := facts.keys() - _MESSAGE_FIELDS.keys():
+    if unknown := facts.keys() - _MESSAGE_KEYS:
         raise ValueError(f"messages[{index}] has {', '.join(map(repr, sorted(unknown)))}, which is not known")
     given: dict[str, Any] = {"content": "", **facts}
     for name in ("role", "content", "name", "reasoning", "tool_call_id"):
@@ -122,24 +122,19 @@ def _message_of(facts: object, index: int) -> Message:
     calls = given.get("tool_calls", ())
     if not isinstance(calls, Sequence) or not all(_is_call(call) for call in calls):
         raise ValueError(f"messages[{index}].tool_calls is no list of id, name and arguments_json")
-    images = given.get("images", ())
-    if not isinstance(images, Sequence) or not all(_is_image(image) for image in images):
-        raise ValueError(f"messages[{index}].images is no list of data in base64, media_type and position")
-    given["images"] = tuple(Image(**image | {"data": base64.b64decode(image["data"])}) for image in images)
+    if parts := given.pop("parts", ()):
+        given["content"], given["images"] = _content_of(parts, f"messages[{index}].parts")
     given |= {"token_ids": tuple(token_ids), "tool_calls": tuple(ToolCall(**call) for call in calls)}
     return Message(**given)
 
 
-def _is_image(facts: object) -> bool:
-    if not isinstance(facts, dict) or not facts.keys() <= _IMAGE_TYPES.keys() or "data" not in facts:
-        return False
-    if not all(type(value) is _IMAGE_TYPES[name] for name, value in facts.items()):
-        return False
+def _content_of(facts: object, place: str) -> tuple[str, tuple[Image, ...]]:
+    if not isinstance(facts, Sequence):
+        raise ValueError(f"{place} is no list of texts and images")
     try:
-        base64.b64decode(facts["data"], validate=True)
-    except ValueError:
-        return False
-    return True
+        return content_of([json_format.ParseDict(part, prompt_pb2.ContentPart()) for part in facts])
+    except (json_format.ParseError, ValueError) as error:
+        raise ValueError(f"{place} is no list of texts and images: {error}") from error
 
 
 def _is_call(facts: object) -> bool:

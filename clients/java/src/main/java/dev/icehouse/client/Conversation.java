@@ -9,7 +9,9 @@ import com.google.protobuf.InvalidProtocolBufferException;
 import com.google.protobuf.util.JsonFormat;
 import dev.icehouse.v1.ChatMessage;
 import dev.icehouse.v1.ChatPrompt;
+import dev.icehouse.v1.ContentPart;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.ImagePart;
 import dev.icehouse.v1.ToolCall;
 import java.util.ArrayList;
 import java.util.Collections;
@@ -69,9 +71,20 @@ public final class Conversation {
     return this;
   }
 
-  /** Adds the user's turn. */
-  public Conversation say(String text) {
-    messages.add(turn("user", text).build());
+  /** Adds the user's turn; images, such as {@link Images} makes, stand before its text. */
+  public Conversation say(String text, ImagePart... images) {
+    if (images.length == 0) {
+      messages.add(turn("user", text).build());
+      return this;
+    }
+    var turn = turn("user", "");
+    for (ImagePart image : images) {
+      turn.addParts(ContentPart.newBuilder().setImage(image));
+    }
+    if (!text.isEmpty()) {
+      turn.addParts(ContentPart.newBuilder().setText(text));
+    }
+    messages.add(turn.build());
     return this;
   }
 

@@ -9,6 +9,7 @@ import com.google.gson.JsonParser;
 import dev.icehouse.v1.ChatMessage;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.ToolCall;
+import java.nio.charset.StandardCharsets;
 import java.util.List;
 import java.util.Map;
 import org.junit.jupiter.api.Test;
@@ -60,6 +61,20 @@ class ConversationTest {
     assertEquals(List.of("Be kind.", "one", "two"), contents(talk));
     assertEquals("", talk.setSystem("").system());
     assertEquals(List.of("one", "two"), contents(talk));
+  }
+
+  @Test
+  void picturesStandBeforeTheTextAndAreKeptInTheFormOfEveryLanguage() {
+    byte[] gif = "GIF8".getBytes(StandardCharsets.US_ASCII);
+    var talk = new Conversation(List.of(), "s1").say("What is it?", Images.of(gif, "image/gif"));
+    String kept =
+        """
+        {"kind": "icehouse-conversation", "version": 1, "session_id": "s1", "messages": [
+          {"role": "user", "content": "", "parts": [
+            {"image": {"data": "R0lGOA==", "media_type": "image/gif"}}, {"text": "What is it?"}]}]}
+        """;
+    assertEquals(JsonParser.parseString(kept), JsonParser.parseString(talk.toJson()));
+    assertEquals(talk.messages(), Conversation.fromJson(kept).messages());
   }
 
   @Test
