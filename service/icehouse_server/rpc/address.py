@@ -241,7 +241,7 @@ def _uds_error(path: Path, what: str) -> StartError:
 
 
 _PENDING_CALL_LIMIT = 1 << 14
-"""Some 10 KB each, at some 3,000 taken up a second (2-core x86)."""
+"""Of 32 connections at their stream limit; 1,170 calls that are refused took 0.4 s (2-core x86)."""
 
 _UNLIMITED_MS = 2**31 - 1
 """What gRPC takes for "never"."""
