@@ -161,7 +161,7 @@ def succeeded(
     good = done.returncode == 0 and answer in done.stdout
     print(f"  {'ok  ' if good else 'FAIL'} clients/{folder.name}: {' '.join(command)}", flush=True)
     if not good:
-        print((done.stdout + done.stderr)[-6000:])
+        print(f"{done.stderr[-3000:]}\n{done.stdout[-6000:]}")
     return good
 
 

@@ -134,13 +134,15 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
     if (delay.isEmpty()) {
       return false;
     }
+    boolean isCancelled;
     synchronized (this) {
-      if (cancellation.isPresent()) {
-        return false;
-      }
       isWaiting = true;
+      isCancelled = cancellation.isPresent();
     }
-    if (delay.get().isZero()) {
+    if (isCancelled) {
+      // The refusal was on its way when the caller cancelled: of two ends he hears of his own.
+      begin(new Metadata());
+    } else if (delay.get().isZero()) {
       beginAgain();
     } else {
       Context.CancellationListener onCancel = cancelled -> beginAgain();

@@ -8,13 +8,19 @@ import com.google.protobuf.util.Durations;
 import com.google.rpc.RetryInfo;
 import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.GenerateResponse;
+import io.grpc.ClientCall;
 import io.grpc.Context;
+import io.grpc.Metadata;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import io.grpc.protobuf.StatusProto;
 import java.time.Duration;
+import java.util.ArrayList;
 import java.util.Collections;
+import java.util.List;
+import java.util.Optional;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.Executors;
 import java.util.concurrent.TimeUnit;
@@ -115,6 +121,63 @@ class RetriesTest {
       }
       thread.interrupt();
       assertEquals(Status.Code.CANCELLED, code.get());
+    }
+  }
+
+  @Test
+  void aRefusalThatComesAfterACancelIsNotHeard() {
+    var ends = new ArrayList<Status.Code>();
+    var attempts = new ArrayList<DeafCall>();
+    var call =
+        new PromptedCall<GenerateRequest, GenerateResponse>(
+            () -> {
+              attempts.add(new DeafCall(attempts.isEmpty()));
+              return attempts.get(attempts.size() - 1);
+            },
+            new PromptedCall.Terms(Optional.empty(), 1, Optional.empty()));
+    call.start(
+        new ClientCall.Listener<>() {
+          @Override
+          public void onClose(Status status, Metadata trailers) {
+            ends.add(status.getCode());
+          }
+        },
+        new Metadata());
+    call.sendMessage(REQUEST);
+    call.cancel("the caller has left", null);
+    var refusal = notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ofHours(1));
+    attempts.get(0).listener.onClose(refusal.getStatus(), refusal.getTrailers());
+    assertEquals(List.of(Status.Code.CANCELLED), ends);
+  }
+
+  /** A call of which the answer is on its way already when it is cancelled; or one that hears of that. */
+  private static final class DeafCall extends ClientCall<GenerateRequest, GenerateResponse> {
+    private final boolean isDeaf;
+    private Listener<GenerateResponse> listener;
+
+    DeafCall(boolean isDeaf) {
+      this.isDeaf = isDeaf;
+    }
+
+    @Override
+    public void start(Listener<GenerateResponse> listener, Metadata headers) {
+      this.listener = listener;
+    }
+
+    @Override
+    public void request(int count) {}
+
+    @Override
+    public void halfClose() {}
+
+    @Override
+    public void sendMessage(GenerateRequest request) {}
+
+    @Override
+    public void cancel(String reason, Throwable cause) {
+      if (!isDeaf) {
+        listener.onClose(Status.CANCELLED, new Metadata());
+      }
     }
   }
 
