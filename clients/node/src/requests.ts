@@ -104,6 +104,7 @@ function promptFrom(prompt: Prompt): unknown {
 function turnFrom(turn: ChatMessageInit): MessageInitShape<typeof ChatMessageSchema> {
   if (isMessage(turn) || !("images" in turn)) return turn;
   const { images = [], content = "", ...fields } = turn;
+  if (images.length > 0 && fields.parts?.length) throw new TypeError("a turn has either images or parts");
   return { ...fields, ...contentOf(content, images) };
 }
 

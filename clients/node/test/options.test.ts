@@ -45,6 +45,14 @@ test("a template's arguments are the caller's own", () => {
   assert.deepEqual(prompt.value.templateArguments, { enable_thinking: false });
 });
 
+test("a turn has either images or parts", () => {
+  const images = [{ data: Buffer.from("GIF8") }];
+  const turn = { role: "user", parts: [{ part: { case: "text" as const, value: "Hi" } }] };
+  const ask = (prompt: Prompt) => promptedRequestFrom(GenerateRequestSchema, { prompt });
+  assert.throws(() => ask([{ ...turn, images }]), { name: "TypeError", message: /either images or parts/ });
+  assert.deepEqual(ask([{ ...turn, images: [] }]), ask([turn]));
+});
+
 test("a prompt may be said in short", () => {
   const messages = [{ role: "user", content: "Hi" }];
   const talk = new Conversation();
