@@ -71,6 +71,8 @@ class SimDisk:
         self.crash_in: int | None = None
         """Verbs until the power goes, half of the time before the verb is done."""
         self.crashes_before = False
+        self.crash_verb = ""
+        """The power goes before this verb is next done."""
         self.failed_count = 0
         self.has_crashed = False
         self._system = SystemFiles()
@@ -85,6 +87,9 @@ class SimDisk:
             if self.has_crashed:
                 # Clean-up code runs in this simulation only; a dead process does nothing more.
                 raise Crash
+            if verb == self.crash_verb:
+                self.has_crashed = True
+                raise Crash
             self._count_to_crash(before=True)
             self._maybe_fail(verb, args)
             replaced = self._replaced(args[1]) if verb == "rename" else None
@@ -95,6 +100,10 @@ class SimDisk:
             return result
 
         return call
+
+    def keep_power(self) -> None:
+        """Let the power go no more, whatever was planned."""
+        self.crash_in, self.crash_verb = None, ""
 
     def used_bytes(self) -> int:
         """Return the bytes of all files, the write-ahead log's included."""

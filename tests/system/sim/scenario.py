@@ -59,6 +59,8 @@ PIECES_SEED = 2_000_000
 """From here on orders to evict come in pieces, as EvictWithProgress gives them."""
 IMAGES_SEED = 3_000_000
 """From here on prompts have images in them."""
+NAMES_SEED = 4_000_000
+"""From here on many a process ends between a file's name and its sync; prompts have no images."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -80,6 +82,7 @@ class Scenario:
         self._sharing_dice = random.Random(-2 * 10**6 - seed)
         self._kill_dice = random.Random(-3 * 10**6 - seed)
         self._image_dice = random.Random(-4 * 10**6 - seed)
+        self._name_dice = random.Random(-5 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
@@ -211,7 +214,7 @@ class Scenario:
         return prompt or tuple(self.dice.choices(ALPHABET, k=1))
 
     def _image(self) -> TokenKeys:
-        has_one = self.seed >= IMAGES_SEED and self._image_dice.random() < 0.4
+        has_one = IMAGES_SEED <= self.seed < NAMES_SEED and self._image_dice.random() < 0.4
         return drawn_image(self._image_dice) if has_one else ()
 
     def _cancel(self) -> None:
@@ -399,16 +402,19 @@ class Scenario:
             self._served.open()
         except Crash:
             self._die("while opening")
+            return
+        if self.seed >= NAMES_SEED and self._name_dice.random() < 0.6:
+            self._served.disk.crash_verb = "fsync_dir"
 
     # What must hold.
 
     def _end(self) -> None:
         """Rest, restart, and ask again for everything: the blocks that survived must still be right."""
-        self._served.disk.crash_in = None
+        self._served.disk.keep_power()
         self._rest()
-        self._served.disk.crash_in = None
+        self._served.disk.keep_power()
         self._restart()
-        self._served.disk.crash_in = None
+        self._served.disk.keep_power()
         self._rest()
         for promise in self.ledger.promises[-6:]:
             self._texts.append(promise.history)

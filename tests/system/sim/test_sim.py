@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.system.sim.scenario import IMAGES_SEED, PIECES_SEED
+from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED
 from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 20
@@ -18,6 +18,7 @@ _SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "100"))
 _SLOW_CHUNK_SEED_COUNT = 100
 _PIECES_SEED_COUNT = 30
 _IMAGES_SEED_COUNT = 60
+_NAMES_SEED_COUNT = 30
 _ONE = os.environ.get("ICEHOUSE_SIM_SEED")
 
 _REACHED = (
@@ -75,6 +76,11 @@ def test_stories_in_which_removals_come_in_pieces() -> None:
 def test_stories_whose_prompts_have_images() -> None:
     seen = play(range(IMAGES_SEED, IMAGES_SEED + _IMAGES_SEED_COUNT))
     assert min(seen["reused image tokens"], seen["ssd tokens"], seen["parked"], seen["crash"]) > 0
+
+
+def test_stories_in_which_names_are_left_unsynced() -> None:
+    seen = play(range(NAMES_SEED, NAMES_SEED + _NAMES_SEED_COUNT))
+    assert min(seen["adopted"], seen["kill"], seen["crash"]) > 0
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from icehouse_server.storage.block_format import file, header, reader
 from icehouse_server.storage.directory import commit, reconcile, space, store
 from icehouse_server.storage.worker import credit, spiller
 
-from tests.system.sim.scenario import IMAGES_SEED, SimulationFailed
+from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
 from tests.system.sim.stories import play
 
 _SEED_LIMIT = 300
@@ -369,7 +369,7 @@ BREAKS: list[Break] = [
 
 
 FIRST_SEEDS: dict[Break, int] = {
-    adopt_without_a_sync: 240,
+    adopt_without_a_sync: NAMES_SEED,
     evict_what_is_pinned: 270,
     forget_which_image: IMAGES_SEED,
     keep_no_image_in_files: IMAGES_SEED,

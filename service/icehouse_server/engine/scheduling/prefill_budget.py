@@ -131,6 +131,8 @@ class PassRoom:
         self._size = rows
         self._alone = limit_s is None
         self._limit_s = limit_s
+        self._whole_s: float | None = None
+        """The limit of a pass alone, from its first chunk on."""
         self._soon_s = soon_s
 
     def take(self, start: int, end: int, *, share: float = 1.0) -> int:
@@ -146,6 +148,12 @@ class PassRoom:
         stop = start + max(0, count)
         self._size = self._size + PassSize.of_chunk(start, stop - start)
         return stop
+
+    def double(self) -> None:
+        """Let what else comes into a pass alone take at most as long as what is in it already."""
+        cost = self._costs.cost()
+        if cost and self._whole_s is not None:
+            self._limit_s = min(self._whole_s, 2.0 * cost.seconds(self._size))
 
     def _is_fresh_alone(self, share: float) -> bool:
         return self._alone and self._size is self._rows and share == 1.0
@@ -177,7 +185,7 @@ class PassRoom:
         if cost is None:
             return min(most, _FIRST_TOKEN_COUNT - taken)
         if self._limit_s is None:
-            self._limit_s = self._limit_alone_s(start)
+            self._limit_s = self._whole_s = self._limit_alone_s(start)
         if math.isinf(self._limit_s):
             return most
         left = cost.tokens_within(self._limit_s, start, beside=self._size)

@@ -8,6 +8,7 @@ between tokens, waiting prompts keep moving, and the weights are read once for a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as ReadSequence
@@ -226,17 +227,22 @@ class Scheduler:
         """Plan the prompt tokens of the next pass, in a step that spent some time on restores.
 
         By priority, then shortest remaining first; the oldest has a share whatever its length, and one that
-        was overtaken by as much as it is long is overtaken no more. Tenants take turns.
+        was overtaken by as much as it is long is overtaken no more. Tenants take turns, and while nothing
+        decodes, the others' prompts no more than double the pass that brings a tenant its first token.
         """
         prompts = _in_turns(sorted(self._prefilling.values(), key=_turn))
         if not prompts:
             return []
         room = self._budget.room(self._rows, crowd=self._crowd, spent_s=spent_s)
         stops: dict[SequenceId, int] = {}
+        first = prompts[0]
         oldest = min(prompts, key=lambda s: s.sequence_id)
-        if oldest is not prompts[0]:
+        if oldest is not first and oldest.request.tenant == first.request.tenant:
             self._extend(oldest, stops, room, share=_OLDEST_SHARE)
-        for sequence in prompts:
+        for before, sequence in itertools.pairwise((first, *prompts)):
+            has_ended = stops.get(before.sequence_id) == before.input_end
+            if has_ended and before.request.tenant != sequence.request.tenant:
+                room.double()
             self._extend(sequence, stops, room)
         return [
             PrefillChunk(s, s.processed_token_count, stops[s.sequence_id])

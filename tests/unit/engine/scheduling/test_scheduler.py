@@ -451,6 +451,51 @@ def test_a_chunk_after_a_long_restored_context_is_tried_small_first() -> None:
     assert chunk.stop - chunk.start <= 48, "nobody knows what context costs"
 
 
+def test_a_first_token_waits_for_no_long_prompt_of_another_tenant() -> None:
+    device = Device(fixed_s=0.010, token_s=0.001)
+    scheduler = WatchedScheduler(dataclasses.replace(WIDE, running_limit=99, prefilling_limit=99))
+    for i in range(9):
+        scheduler.queue.add(sequence(i, 9_000, priority=9, tenant="loud"))
+    scheduler.admit_all()
+    assert device.run(scheduler, 12)[-1] > 0.5, "alone they fill their passes"
+    short = sequence(9, 5, tenant="quiet")
+    scheduler.queue.add(short)
+    scheduler.admit_all()
+    elapsed_s, chunks = device.run_one(scheduler)
+    assert short in scheduler.decoding and len(chunks) > 1
+    assert elapsed_s < 2.5 * device.decode_s(5)
+
+
+def test_first_tokens_of_many_tenants_come_in_one_pass() -> None:
+    device = Device(fixed_s=0.010, token_s=0.001)
+    scheduler = WatchedScheduler(dataclasses.replace(WIDE, running_limit=99, prefilling_limit=99))
+    scheduler.queue.add(sequence(0, 9_000, tenant="loud"))
+    scheduler.admit_all()
+    device.run(scheduler, 30)
+    short = [sequence(i, 20 + 4 * i, tenant=f"quiet {i}") for i in range(1, 9)]
+    for each in short:
+        scheduler.queue.add(each)
+    scheduler.admit_all()
+    device.run_one(scheduler)
+    assert all(each in scheduler.decoding for each in short)
+
+
+def test_a_long_prompt_goes_on_beside_first_tokens_of_others_without_end() -> None:
+    device = Device(fixed_s=0.010, token_s=0.001)
+    scheduler = alone()
+    prefilled(scheduler, device, number=1, token_count=2_000)
+    long = without_output(2, 9_000)
+    scheduler.queue.add(long)
+    begin = device.now
+    for number in range(3, 103):
+        short = sequence(number, 50, tenant="quiet")
+        scheduler.queue.add(short)
+        scheduler.admit_all()
+        device.run_one(scheduler)
+        scheduler.remove(short)
+    assert long.processed_token_count * device.token_s > 0.4 * (device.now - begin)
+
+
 @pytest.mark.parametrize("is_decoding", [True, False], ids=["beside a decode", "nothing decodes"])
 def test_shorter_prompts_without_end_leave_the_oldest_its_share(is_decoding: bool) -> None:
     device = Device(fixed_s=0.010, token_s=0.001)
