@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,10 +25,10 @@ from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
 from icehouse_server.rpc.calls.calls import Calls, Context, end
-from icehouse_server.rpc.calls.methods import METHODS, Access, Method, Place, Pool
+from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES, METHODS, Access, Method, Place, Pool
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
-from icehouse_server.rpc.calls.wire import set_limit
+from icehouse_server.rpc.calls.wire import set_limit, set_received_bytes
 from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
 _TURN_COUNT = 16
@@ -45,6 +45,14 @@ class MessageLimits:
     """All of them together, while they are read and while they are served."""
 
 
+class LongWork(Protocol):
+    """Whoever does what takes long off the event loop, one caller after the other."""
+
+    async def __call__(self, work: Callable[[], Any], *, size_bytes: int) -> Any:
+        """Return what `work` returns; `size_bytes` says how long it may take."""
+        ...
+
+
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Stands before all methods, ours and gRPC's own. Owned by the event loop."""
 
@@ -56,12 +64,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         health_is_open: bool,
         shares: Mapping[Pool, Share],
         limits: MessageLimits,
+        run_long: LongWork,
     ) -> None:
         self._authenticator = authenticator
         self._calls = calls
         self._health_is_open = health_is_open
         self._shares = shares
         self._limits = limits
+        self._run_long = run_long
         # One caller may hold half of the memory.
         self._memory = FairQueue(capacity=limits.memory_bytes, factor=1.0)
         self._turns = FairQueue(capacity=_TURN_COUNT, factor=1.0)
@@ -143,7 +153,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return await self._refuse(method, context, self._full() if waits else _late(timeout_s))
         if memory is not None and data is not grpc.aio.EOF:
             memory.shrink(len(data))
-        return await self._refusing(method, context, lambda: _parsed(handler, data, row))
+        try:
+            return await self._parsed(handler, data, row)
+        except Exception as error:
+            await self._refuse(method, context, error)
+
+    async def _parsed(self, handler: Any, data: Any, row: Method) -> Any:
+        """Return the message; raises InvalidRequest."""
+        if data is grpc.aio.EOF:
+            raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
+        set_received_bytes(len(data))
+        if len(data) <= LONG_MESSAGE_BYTES:
+            return _parsed(handler, data, row)
+        return await self._run_long(lambda: _parsed(handler, data, row), size_bytes=len(data))
 
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the caller may have one more command carried out: answers that come all together would
@@ -235,11 +257,8 @@ def _late(timeout_s: float) -> DeadlineExceeded:
     )
 
 
-def _parsed(handler: Any, data: Any, row: Method) -> Any:
-    """Return the message; raises InvalidRequest. Parsing 11 MB of a million messages takes 50 ms, 10 MB of
-    numbers 25, and no thread could take that from the event loop: the parser holds Python's global lock."""
-    if data is grpc.aio.EOF:
-        raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
+def _parsed(handler: Any, data: bytes, row: Method) -> Any:
+    """Return the message; raises InvalidRequest. Any thread."""
     if row.message_byte_limit is not None and len(data) > row.message_byte_limit:
         raise InvalidRequest(
             Reason.MESSAGE_MALFORMED,

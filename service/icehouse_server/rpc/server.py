@@ -34,11 +34,11 @@ from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.grpc_log import quiet_lost_answers
 from icehouse_server.rpc.health import Health
+from icehouse_server.rpc.message_interceptor import MessageInterceptor
 from icehouse_server.rpc.monitoring.observation import Observation
 from icehouse_server.rpc.monitoring.server_service import ServerService, facts_of
 from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.rpc.monitoring.status import StatusReader
-from icehouse_server.rpc.oneof_interceptor import OneofInterceptor
 from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache import CacheService
 from icehouse_server.rpc.services.embedding import EmbeddingService
@@ -126,13 +126,14 @@ class RpcServer:
                 size_bytes=config.server.max_message_bytes,
                 memory_bytes=config.server.request_memory_bytes,
             ),
+            run_long=self._prompts.run,
         )
-        oneof_interceptor = OneofInterceptor(self._calls, worker.services if worker is not None else ())
+        message_interceptor = MessageInterceptor(worker.services if worker is not None else ())
         # The first is the outermost: what watches sees refusals too, and whoever calls is authenticated
         # before anything else is looked at.
         self._server = grpc.aio.server(
             options=server_options(config.server, config.connection),
-            interceptors=(self._observation.interceptor, auth_interceptor, oneof_interceptor),
+            interceptors=(self._observation.interceptor, auth_interceptor, message_interceptor),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._bound = Bound("")

@@ -25,11 +25,12 @@ from icehouse_server.rpc.calls.pace import (
     LONGEST_UNPROVED_S,
     REFUSAL_BURST_COUNT,
     REFUSALS_PER_S,
+    REFUSED_BYTES_PER_TURN,
     Pace,
 )
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
-from icehouse_server.rpc.calls.wire import cancel_code, current_method
+from icehouse_server.rpc.calls.wire import cancel_code, current_method, received_bytes
 from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -132,12 +133,16 @@ class Calls:
 
     async def _keep_pace(self, error: IcehouseError) -> None:
         """Keep a refusal back where its caller has had many: it may come again at once."""
-        if self._closed or not isinstance(error, Overloaded | Unauthenticated | Forbidden):
+        turn_count = received_bytes() // REFUSED_BYTES_PER_TURN
+        if isinstance(error, Overloaded | Unauthenticated | Forbidden):
+            turn_count += 1
+        if self._closed or not turn_count:
             return
         delay_s = self._pace.delay_s(
             callers.origin.get(),
             now=asyncio.get_running_loop().time(),
             longest_s=LONGEST_UNPROVED_S if isinstance(error, Unauthenticated) else LONGEST_S,
+            turn_count=turn_count,
         )
         if delay_s:
             await asyncio.sleep(delay_s)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from icehouse_server.rpc.calls.shares import Share
 
 KIB = 1 << 10
+LONG_MESSAGE_BYTES = 256 * KIB
+"""A longer request is parsed off the event loop, one caller after the other."""
 
 
 class Access(enum.StrEnum):

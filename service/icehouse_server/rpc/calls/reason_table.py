@@ -142,7 +142,9 @@ TABLE: Mapping[Reason, Row] = {
         _INVALID, "The call ended without a request message.", "Send one; mend the client."
     ),
     Reason.MESSAGE_MALFORMED: Row(
-        _INVALID, "The bytes are no message of this method.", "Use the protos of this API version."
+        _INVALID,
+        "The bytes are no message of this method, or have more fields than one may have.",
+        "Use the protos of this API version; send shorter lists.",
     ),
     Reason.MESSAGE_LATE: Row(
         grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -28,6 +28,7 @@ _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusC
 
 _method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
 _limit: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("limit", default=None)
+_received_bytes: contextvars.ContextVar[int] = contextvars.ContextVar("received_bytes", default=0)
 _cancel_code: contextvars.ContextVar[grpc.StatusCode | None] = contextvars.ContextVar(
     "cancel_code", default=None
 )
@@ -41,6 +42,16 @@ def current_method() -> str:
 def set_limit(timer: asyncio.Timeout) -> None:
     """Note what ends this task's call when its method's deadline passes: it is cancelled then, too."""
     _limit.set(timer)
+
+
+def set_received_bytes(size_bytes: int) -> None:
+    """Note how long the request of this task's call is."""
+    _received_bytes.set(size_bytes)
+
+
+def received_bytes() -> int:
+    """Return how long the request of this task's call is; 0 as long as it has not come."""
+    return _received_bytes.get()
 
 
 def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:

@@ -16,6 +16,13 @@ def test_the_first_are_told_at_once_and_the_others_in_turn() -> None:
     assert [round(each * REFUSALS_PER_S) for each in later] == [1, 2, 3]
 
 
+def test_what_takes_long_to_refuse_is_several_turns() -> None:
+    pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
+    first = pace.delay_s("a", now=100.0, longest_s=10.0, turn_count=REFUSAL_BURST_COUNT)
+    second = pace.delay_s("a", now=100.0, longest_s=10.0, turn_count=REFUSALS_PER_S)
+    assert (first, round(second, 6)) == (0.0, 1.0)
+
+
 def test_one_callers_flood_keeps_no_other_waiting() -> None:
     pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
     delays(pace, "a", 10 * REFUSAL_BURST_COUNT)
