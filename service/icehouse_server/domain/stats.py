@@ -57,6 +57,8 @@ class EngineStats:
     image_encode_s: float = 0.0
     image_feature_bytes: int = 0
     image_feature_limit_bytes: int = 0
+    pass_p50_s: float = 0.0
+    pass_p99_s: float = 0.0
 
     @property
     def kv_usage_ratio(self) -> float:

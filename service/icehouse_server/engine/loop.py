@@ -368,8 +368,7 @@ class EngineLoop:
             self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
         if elapsed_s > 0.0:
             self._scheduler.note_pass(timed.size.with_guesses(result.drafted_count), elapsed_s)
-        if timed.rows.token_count:
-            self.counters.note_decode_step(elapsed_s)
+        self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
 
     def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:
         """Take what a chunk that ran came to: tell its caller, let its sequence decode."""
@@ -459,6 +458,8 @@ class EngineLoop:
             decoding_limit=self._scheduler.limits.running_limit,
             decode_step_p50_s=self.counters.decode_step_quantile_s(0.5),
             decode_step_p99_s=self.counters.decode_step_quantile_s(0.99),
+            pass_p50_s=self.counters.pass_quantile_s(0.5),
+            pass_p99_s=self.counters.pass_quantile_s(0.99),
             active_memory_bytes=memory.active_bytes,
             peak_memory_bytes=memory.peak_bytes,
             memory_limit_bytes=self._preemption.guard.limit_bytes,

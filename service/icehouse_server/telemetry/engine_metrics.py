@@ -37,6 +37,12 @@ def _steps(s: Snapshot) -> Iterable[Value]:
         yield ("0.99",), s.engine.decode_step_p99_s
 
 
+def _passes(s: Snapshot) -> Iterable[Value]:
+    if s.engine is not None:
+        yield ("0.5",), s.engine.pass_p50_s
+        yield ("0.99",), s.engine.pass_p99_s
+
+
 def _tokens(s: Snapshot) -> Iterable[Value]:
     if s.engine is not None:
         yield ("prompt_cached",), s.engine.cached_token_total
@@ -184,6 +190,13 @@ ENGINE_METRICS: tuple[Observed, ...] = (
         "s",
         "Duration of a decode step, quantiles of a recent window.",
         _steps,
+        "quantile",
+    ),
+    gauge(
+        "icehouse.engine.pass",
+        "s",
+        "Duration of a forward pass, quantiles of a recent window; a new request waits for the one running.",
+        _passes,
         "quantile",
     ),
     gauge(

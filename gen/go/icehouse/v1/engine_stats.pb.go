@@ -98,8 +98,13 @@ type EngineStats struct {
 	ImageFeatureBytes int64 `protobuf:"varint,34,opt,name=image_feature_bytes,json=imageFeatureBytes,proto3" json:"image_feature_bytes,omitempty"`
 	// Most of them (`engine.image_feature_bytes`).
 	ImageFeatureLimitBytes int64 `protobuf:"varint,35,opt,name=image_feature_limit_bytes,json=imageFeatureLimitBytes,proto3" json:"image_feature_limit_bytes,omitempty"`
-	unknownFields          protoimpl.UnknownFields
-	sizeCache              protoimpl.SizeCache
+	// Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+	// request waits for the one that runs when it comes.
+	PassP50 *durationpb.Duration `protobuf:"bytes,36,opt,name=pass_p50,json=passP50,proto3" json:"pass_p50,omitempty"`
+	// 99th percentile of the same.
+	PassP99       *durationpb.Duration `protobuf:"bytes,37,opt,name=pass_p99,json=passP99,proto3" json:"pass_p99,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *EngineStats) Reset() {
@@ -377,11 +382,25 @@ func (x *EngineStats) GetImageFeatureLimitBytes() int64 {
 	return 0
 }
 
+func (x *EngineStats) GetPassP50() *durationpb.Duration {
+	if x != nil {
+		return x.PassP50
+	}
+	return nil
+}
+
+func (x *EngineStats) GetPassP99() *durationpb.Duration {
+	if x != nil {
+		return x.PassP99
+	}
+	return nil
+}
+
 var File_icehouse_v1_engine_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\n" +
-	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xbc\f\n" +
+	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa8\r\n" +
 	"\vEngineStats\x121\n" +
 	"\x06uptime\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x06uptime\x12#\n" +
 	"\rmailbox_count\x18\x02 \x01(\x03R\fmailboxCount\x12#\n" +
@@ -419,7 +438,9 @@ const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\x12reused_image_total\x18  \x01(\x03R\x10reusedImageTotal\x12<\n" +
 	"\fimage_encode\x18! \x01(\v2\x19.google.protobuf.DurationR\vimageEncode\x12.\n" +
 	"\x13image_feature_bytes\x18\" \x01(\x03R\x11imageFeatureBytes\x129\n" +
-	"\x19image_feature_limit_bytes\x18# \x01(\x03R\x16imageFeatureLimitBytesB<\n" +
+	"\x19image_feature_limit_bytes\x18# \x01(\x03R\x16imageFeatureLimitBytes\x124\n" +
+	"\bpass_p50\x18$ \x01(\v2\x19.google.protobuf.DurationR\apassP50\x124\n" +
+	"\bpass_p99\x18% \x01(\v2\x19.google.protobuf.DurationR\apassP99B<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
@@ -444,11 +465,13 @@ var file_icehouse_v1_engine_stats_proto_depIdxs = []int32{
 	1, // 1: icehouse.v1.EngineStats.decode_step_p50:type_name -> google.protobuf.Duration
 	1, // 2: icehouse.v1.EngineStats.decode_step_p99:type_name -> google.protobuf.Duration
 	1, // 3: icehouse.v1.EngineStats.image_encode:type_name -> google.protobuf.Duration
-	4, // [4:4] is the sub-list for method output_type
-	4, // [4:4] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	1, // 4: icehouse.v1.EngineStats.pass_p50:type_name -> google.protobuf.Duration
+	1, // 5: icehouse.v1.EngineStats.pass_p99:type_name -> google.protobuf.Duration
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for extension type_name
+	6, // [6:6] is the sub-list for extension extendee
+	0, // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_engine_stats_proto_init() }

@@ -58,6 +58,8 @@ class EngineStats(_message.Message):
     IMAGE_ENCODE_FIELD_NUMBER: _builtins.int
     IMAGE_FEATURE_BYTES_FIELD_NUMBER: _builtins.int
     IMAGE_FEATURE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    PASS_P50_FIELD_NUMBER: _builtins.int
+    PASS_P99_FIELD_NUMBER: _builtins.int
     mailbox_count: _builtins.int
     """Messages waiting for the inference thread."""
     mailbox_limit: _builtins.int
@@ -138,6 +140,16 @@ class EngineStats(_message.Message):
     def image_encode(self) -> _duration_pb2.Duration:
         """Time that the inference thread spent in the vision tower."""
 
+    @_builtins.property
+    def pass_p50(self) -> _duration_pb2.Duration:
+        """Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+        request waits for the one that runs when it comes.
+        """
+
+    @_builtins.property
+    def pass_p99(self) -> _duration_pb2.Duration:
+        """99th percentile of the same."""
+
     def __init__(
         self,
         *,
@@ -176,10 +188,12 @@ class EngineStats(_message.Message):
         image_encode: _duration_pb2.Duration | None = ...,
         image_feature_bytes: _builtins.int = ...,
         image_feature_limit_bytes: _builtins.int = ...,
+        pass_p50: _duration_pb2.Duration | None = ...,
+        pass_p99: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "image_encode", b"image_encode", "uptime", b"uptime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "image_encode", b"image_encode", "pass_p50", b"pass_p50", "pass_p99", b"pass_p99", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_total", b"accepted_draft_token_total", "accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "drafted_token_total", b"drafted_token_total", "encoded_image_total", b"encoded_image_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "image_encode", b"image_encode", "image_feature_bytes", b"image_feature_bytes", "image_feature_limit_bytes", b"image_feature_limit_bytes", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "reused_image_total", b"reused_image_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_total", b"accepted_draft_token_total", "accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "drafted_token_total", b"drafted_token_total", "encoded_image_total", b"encoded_image_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "image_encode", b"image_encode", "image_feature_bytes", b"image_feature_bytes", "image_feature_limit_bytes", b"image_feature_limit_bytes", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "pass_p50", b"pass_p50", "pass_p99", b"pass_p99", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "reused_image_total", b"reused_image_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

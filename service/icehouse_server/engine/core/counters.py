@@ -20,6 +20,7 @@ class Counters:
         """How long a request holds a slot, in seconds."""
         self._prefill_rate = MovingAverage()
         self._decode_steps_s: collections.deque[float] = collections.deque(maxlen=_KEPT_STEP_COUNT)
+        self._passes_s: collections.deque[float] = collections.deque(maxlen=_KEPT_STEP_COUNT)
 
     def note_pass(self, *, prefilled_token_count: int, output_token_count: int) -> None:
         """Account for what a forward pass ran and what came of it."""
@@ -31,9 +32,11 @@ class Counters:
         """Account for the part of a pass that its prompt tokens took."""
         self.stats.prefill_tokens_per_s = self._prefill_rate.add(token_count / max(elapsed_s, 1e-9))
 
-    def note_decode_step(self, elapsed_s: float) -> None:
-        """Account for a pass in which rows drew their next token."""
-        self._decode_steps_s.append(elapsed_s)
+    def note_pass_time(self, elapsed_s: float, *, has_rows: bool) -> None:
+        """Account for what a pass took; with rows, which drew their next token, it was a decode step."""
+        self._passes_s.append(elapsed_s)
+        if has_rows:
+            self._decode_steps_s.append(elapsed_s)
 
     def note_drafts(self, step: DraftCounts) -> None:
         """Account for what one row's speculation came to in a pass."""
@@ -48,3 +51,7 @@ class Counters:
     def decode_step_quantile_s(self, share: float) -> float:
         """Return what `share` (0 to 1) of the last decode steps took less than; 0 before the first one."""
         return quantile(self._decode_steps_s, share)
+
+    def pass_quantile_s(self, share: float) -> float:
+        """Return what `share` (0 to 1) of the last passes took less than; 0 before the first one."""
+        return quantile(self._passes_s, share)
