@@ -66,6 +66,7 @@ class Row:
     idle_p50_s: float
     pass_s: float
     ttft_p50_s: float
+    ttft_p95_s: float
     ttft_max_s: float
     answered: int
     failed: int
@@ -207,6 +208,7 @@ def measure(name: str, model: Path, folder: Path, *, seconds: float) -> tuple[Ro
         idle_p50_s=quantile(idle.ttfts, 0.5),
         pass_s=pass_s,
         ttft_p50_s=quantile(beside.ttfts, 0.5),
+        ttft_p95_s=quantile(beside.ttfts, 0.95),
         ttft_max_s=max(beside.ttfts, default=math.nan),
         answered=len(beside.ttfts),
         failed=len(beside.failures),
