@@ -3,8 +3,9 @@
 gen/python: messages, their typed interfaces and the service stubs come from the protoc inside
 `grpcio-tools` and the `mypy-protobuf` plugins, so nothing outside the Python environment is needed.
 gen/go and gen/ts: the same protoc with plugins that go and npm bring, in the versions pinned by
-protos/plugins/go.mod and TS_PLUGIN; where a tool chain is missing that folder is left alone, and a line
-says so. The same input and versions give the same bytes.
+protos/plugins/go.mod and TS_PLUGIN. gen/java: a protoc and a plugin that Maven brings, in the versions of the
+runtime in clients/java/pom.xml, for newer code would ask every caller for a newer one. Where a tool chain is
+missing that folder is left alone, and a line says so. The same input and versions give the same bytes.
 
 With --descriptors PATH it writes what Envoy's transcoder and grpcurl's -protoset read instead: the
 whole API and the details of its errors.
@@ -15,13 +16,17 @@ from __future__ import annotations
 import argparse
 import filecmp
 import pathlib
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 
 import google.rpc  # type: ignore[import-untyped]
+import grpc_tools
 
 PROTO_DIR = pathlib.Path(__file__).resolve().parent
 OUTPUT_DIR = PROTO_DIR.parent / "gen"
@@ -32,7 +37,12 @@ TS_PLUGIN = "@bufbuild/protoc-gen-es@2.17.0"
 
 ERROR_PROTOS = ["google/rpc/error_details.proto", "google/rpc/status.proto"]
 
-_SUFFIXES = {".py", ".pyi", ".typed", ".go", ".ts"}
+JAVA_POM = PROTO_DIR.parent / "clients" / "java" / "pom.xml"
+JAVA_COPY = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy"
+_JAVA_SYSTEMS = {"Linux": "linux", "Darwin": "osx"}
+_JAVA_MACHINES = {"x86_64": "x86_64", "aarch64": "aarch_64", "arm64": "aarch_64"}
+
+_SUFFIXES = {".py", ".pyi", ".typed", ".go", ".ts", ".java"}
 _TOOL_TIMEOUT_S = 300.0
 """A plugin is built or fetched the first time."""
 
@@ -66,6 +76,32 @@ def generate_ts(output_dir: pathlib.Path) -> None:
     _protoc(*options, f"--es_out={output_dir}", *_proto_files(), *ERROR_PROTOS)
 
 
+def generate_java(output_dir: pathlib.Path) -> None:
+    """Write the Java messages and stubs; raises ToolMissing without a Maven that can bring the programs."""
+    versions = dict(re.findall(r"<(grpc|protobuf)\.version>(.+?)<", JAVA_POM.read_text(encoding="utf-8")))
+    with tempfile.TemporaryDirectory() as scratch:
+        tools = pathlib.Path(scratch)
+        protoc = _maven_program("com.google.protobuf:protoc", versions["protobuf"], tools)
+        plugin = _maven_program("io.grpc:protoc-gen-grpc-java", versions["grpc"], tools)
+        # Those inside grpcio-tools know google/protobuf/*.proto by themselves.
+        options = [f"--proto_path={next(iter(grpc_tools.__path__))}/_proto", f"--java_out={output_dir}"]
+        options += [f"--plugin=protoc-gen-grpc={plugin}", f"--grpc_out=@generated=omit:{output_dir}"]
+        _protoc(*options, *_proto_files(), program=[str(protoc)])
+
+
+def _maven_program(artifact: str, version: str, folder: pathlib.Path) -> pathlib.Path:
+    """Put a program that Maven brings into `folder`, in the build for this machine."""
+    try:
+        build = f"{_JAVA_SYSTEMS[platform.system()]}-{_JAVA_MACHINES[platform.machine()]}"
+    except KeyError as name:
+        raise ToolMissing(f"there is no {artifact} for {name}") from None
+    command = ["mvn", "--quiet", "--batch-mode", "--no-transfer-progress", JAVA_COPY]
+    _answer_of([*command, f"-Dartifact={artifact}:{version}:exe:{build}", f"-DoutputDirectory={folder}"])
+    program = folder / f"{artifact.partition(':')[2]}-{version}-{build}.exe"
+    program.chmod(0o700)
+    return program
+
+
 def describe(path: pathlib.Path) -> None:
     """Write a FileDescriptorSet of the API, of all it imports and of google.rpc's error details."""
     _protoc("--include_imports", f"--descriptor_set_out={path.resolve()}", *_proto_files(), ERROR_PROTOS[0])
@@ -78,7 +114,7 @@ def describe_with_comments(path: pathlib.Path) -> list[str]:
     return files
 
 
-LANGUAGES = {"python": generate, "go": generate_go, "ts": generate_ts}
+LANGUAGES = {"python": generate, "go": generate_go, "ts": generate_ts, "java": generate_java}
 """Folder in gen/ -> what fills it."""
 
 
@@ -98,11 +134,11 @@ def _run_protoc(generators: list[str], proto_files: list[str], output_dir: pathl
     _protoc(*options, *proto_files)
 
 
-def _protoc(*arguments: str) -> None:
-    """Run the protoc of grpcio-tools over the API and google.rpc."""
+def _protoc(*arguments: str, program: Sequence[str] = (sys.executable, "-m", "grpc_tools.protoc")) -> None:
+    """Run a protoc, that of grpcio-tools unless another is given, over the API and google.rpc."""
     common_dir = pathlib.Path(next(iter(google.rpc.__path__))).parents[1]
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_DIR}"]
-    subprocess.run([*command, f"--proto_path={common_dir}", *arguments], check=True, cwd=PROTO_DIR)
+    paths = [f"--proto_path={PROTO_DIR}", f"--proto_path={common_dir}"]
+    subprocess.run([*program, *paths, *arguments], check=True, cwd=PROTO_DIR)
 
 
 def _answer_of(command: list[str]) -> str:

@@ -23,10 +23,6 @@ PYTHON_FOLDERS = ("gen/python", "clients/python", ".")
 """What each distribution is built from: messages, client, server."""
 
 GO_MODULES = {"icehouse.dev/api": "gen/go", "icehouse.dev/icehouse": "clients/go"}
-_JAVA_GOALS = (
-    "org.apache.maven.plugins:maven-source-plugin:3.3.1:jar-no-fork",
-    "org.apache.maven.plugins:maven-javadoc-plugin:3.11.2:jar",
-)
 _TIMEOUT_S = 900
 _BUILD = "import sys; from setuptools import build_meta; print(build_meta.{hook}(sys.argv[1]))"
 
@@ -55,9 +51,8 @@ def _name_home(tree: Path, url: str) -> None:
             tree / folder / "pyproject.toml", r"(?=^\[tool\.)", f'[project.urls]\nHomepage = "{url}"\n\n'
         )
     _replace(tree / "clients/node/package.json", r'(?=^  "license")', f'  "homepage": "{url}",\n')
-    pom = tree / "clients/java/pom.xml"
-    if "<url>" not in pom.read_text(encoding="utf-8").partition("<properties>")[0]:
-        _replace(pom, r"(?=^  <licenses>)", f"  <url>{url}</url>\n")
+    scm = f"  <scm>\n    <connection>scm:git:{url}</connection>\n    <url>{url}</url>\n  </scm>\n"
+    _replace(tree / "clients/java/pom.xml", r"(?=^  <licenses>)", f"  <url>{url}</url>\n{scm}")
 
 
 def _replace(path: Path, pattern: str, text: str) -> None:
@@ -128,8 +123,8 @@ def build_java(tree: Path, out: Path, *, version: str) -> None:
     """Build the jar, its sources and its API pages, with the pom beside them."""
     out.mkdir(parents=True)
     folder = tree / "clients/java"
-    command = ["mvn", "--quiet", "--batch-mode", "--no-transfer-progress", "-DskipTests", "-Ddoclint=none"]
-    run([*command, "package", *_JAVA_GOALS], folder=folder)
+    command = ["mvn", "--quiet", "--batch-mode", "--no-transfer-progress", "-DskipTests", "-Prelease"]
+    run([*command, "package"], folder=folder)
     stem = f"icehouse-client-{version}"
     for suffix in (".jar", "-sources.jar", "-javadoc.jar"):
         shutil.copy2(folder / "target" / f"{stem}{suffix}", out)

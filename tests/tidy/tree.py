@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 _SKIPPED = {"build", "dist", "node_modules", "out", "target"}
-_SHOWN = {".ci", ".gitignore"}
+_SHOWN = {".ci", ".gitattributes", ".gitignore"}
 """What begins with a dot and still is ours; every other such name is a tool's."""
 
 

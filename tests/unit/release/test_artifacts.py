@@ -21,9 +21,21 @@ def test_each_package_gets_the_licence_and_where_the_project_is_at_home(tmp_path
         project = tomllib.loads((tmp_path / folder / "pyproject.toml").read_text())["project"]
         assert project["urls"] == {"Homepage": URL} and project["license"] == "Apache-2.0"
     assert json.loads((tmp_path / "clients/node/package.json").read_text())["homepage"] == URL
-    pom = ElementTree.parse(tmp_path / "clients/java/pom.xml").getroot()
-    assert [e.text for e in pom if e.tag.endswith("}url")] == [URL]
     assert not (tmp_path / ".git").exists() and (tmp_path / "clients/node/src/gen").is_symlink()
+
+
+def test_the_pom_has_what_maven_central_asks_for(tmp_path: Path) -> None:
+    """As central.sonatype.org/publish/requirements lists it, but for the signatures."""
+    artifacts.copy_tree(tmp_path, project_url=URL)
+    pom = ElementTree.parse(tmp_path / "clients/java/pom.xml")
+    wanted = ("groupId", "artifactId", "version", "name", "description", "url")
+    below = ("licenses/license/name", "licenses/license/url", "developers/developer/name")
+    for path in (*wanted, *below, "scm/url", "scm/connection"):
+        text = pom.findtext("/".join(f"{{*}}{name}" for name in path.split("/")))
+        assert text and "$" not in text, path
+    assert pom.findtext("{*}url") == pom.findtext("{*}scm/{*}url") == URL
+    plugins = pom.findall("{*}profiles/{*}profile[{*}id='release']//{*}artifactId")
+    assert {plugin.text for plugin in plugins} == {"maven-source-plugin", "maven-javadoc-plugin"}
 
 
 def test_a_go_module_is_as_a_proxy_has_it(tmp_path: Path) -> None:

@@ -1,0 +1,1258 @@
+package dev.icehouse.v1;
+
+import static io.grpc.MethodDescriptor.generateFullMethodName;
+
+/**
+ * <pre>
+ * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
+ * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
+ * not the tier that the order is about. Where callers prove who they are, each commands its own
+ * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+ * </pre>
+ */
+@io.grpc.stub.annotations.GrpcGenerated
+public final class CacheServiceGrpc {
+
+  private CacheServiceGrpc() {}
+
+  public static final java.lang.String SERVICE_NAME = "icehouse.v1.CacheService";
+
+  // Static method descriptors that strictly reflect the proto.
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.ExplainRequest,
+      dev.icehouse.v1.ExplainResponse> getExplainMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Explain",
+      requestType = dev.icehouse.v1.ExplainRequest.class,
+      responseType = dev.icehouse.v1.ExplainResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.ExplainRequest,
+      dev.icehouse.v1.ExplainResponse> getExplainMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.ExplainRequest, dev.icehouse.v1.ExplainResponse> getExplainMethod;
+    if ((getExplainMethod = CacheServiceGrpc.getExplainMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getExplainMethod = CacheServiceGrpc.getExplainMethod) == null) {
+          CacheServiceGrpc.getExplainMethod = getExplainMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.ExplainRequest, dev.icehouse.v1.ExplainResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Explain"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.ExplainRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.ExplainResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Explain"))
+              .build();
+        }
+      }
+    }
+    return getExplainMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest,
+      dev.icehouse.v1.WarmResponse> getWarmMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Warm",
+      requestType = dev.icehouse.v1.WarmRequest.class,
+      responseType = dev.icehouse.v1.WarmResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest,
+      dev.icehouse.v1.WarmResponse> getWarmMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmResponse> getWarmMethod;
+    if ((getWarmMethod = CacheServiceGrpc.getWarmMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getWarmMethod = CacheServiceGrpc.getWarmMethod) == null) {
+          CacheServiceGrpc.getWarmMethod = getWarmMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Warm"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WarmRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WarmResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Warm"))
+              .build();
+        }
+      }
+    }
+    return getWarmMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest,
+      dev.icehouse.v1.WarmWithProgressResponse> getWarmWithProgressMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "WarmWithProgress",
+      requestType = dev.icehouse.v1.WarmRequest.class,
+      responseType = dev.icehouse.v1.WarmWithProgressResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest,
+      dev.icehouse.v1.WarmWithProgressResponse> getWarmWithProgressMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmWithProgressResponse> getWarmWithProgressMethod;
+    if ((getWarmWithProgressMethod = CacheServiceGrpc.getWarmWithProgressMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getWarmWithProgressMethod = CacheServiceGrpc.getWarmWithProgressMethod) == null) {
+          CacheServiceGrpc.getWarmWithProgressMethod = getWarmWithProgressMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmWithProgressResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "WarmWithProgress"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WarmRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WarmWithProgressResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("WarmWithProgress"))
+              .build();
+        }
+      }
+    }
+    return getWarmWithProgressMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.PinRequest,
+      dev.icehouse.v1.PinResponse> getPinMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Pin",
+      requestType = dev.icehouse.v1.PinRequest.class,
+      responseType = dev.icehouse.v1.PinResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.PinRequest,
+      dev.icehouse.v1.PinResponse> getPinMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.PinRequest, dev.icehouse.v1.PinResponse> getPinMethod;
+    if ((getPinMethod = CacheServiceGrpc.getPinMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getPinMethod = CacheServiceGrpc.getPinMethod) == null) {
+          CacheServiceGrpc.getPinMethod = getPinMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.PinRequest, dev.icehouse.v1.PinResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Pin"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.PinRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.PinResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Pin"))
+              .build();
+        }
+      }
+    }
+    return getPinMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.UnpinRequest,
+      dev.icehouse.v1.UnpinResponse> getUnpinMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Unpin",
+      requestType = dev.icehouse.v1.UnpinRequest.class,
+      responseType = dev.icehouse.v1.UnpinResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.UnpinRequest,
+      dev.icehouse.v1.UnpinResponse> getUnpinMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.UnpinRequest, dev.icehouse.v1.UnpinResponse> getUnpinMethod;
+    if ((getUnpinMethod = CacheServiceGrpc.getUnpinMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getUnpinMethod = CacheServiceGrpc.getUnpinMethod) == null) {
+          CacheServiceGrpc.getUnpinMethod = getUnpinMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.UnpinRequest, dev.icehouse.v1.UnpinResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Unpin"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.UnpinRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.UnpinResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Unpin"))
+              .build();
+        }
+      }
+    }
+    return getUnpinMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
+      dev.icehouse.v1.EvictResponse> getEvictMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Evict",
+      requestType = dev.icehouse.v1.EvictRequest.class,
+      responseType = dev.icehouse.v1.EvictResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
+      dev.icehouse.v1.EvictResponse> getEvictMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictResponse> getEvictMethod;
+    if ((getEvictMethod = CacheServiceGrpc.getEvictMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getEvictMethod = CacheServiceGrpc.getEvictMethod) == null) {
+          CacheServiceGrpc.getEvictMethod = getEvictMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Evict"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.EvictRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.EvictResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Evict"))
+              .build();
+        }
+      }
+    }
+    return getEvictMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
+      dev.icehouse.v1.EvictWithProgressResponse> getEvictWithProgressMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "EvictWithProgress",
+      requestType = dev.icehouse.v1.EvictRequest.class,
+      responseType = dev.icehouse.v1.EvictWithProgressResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
+      dev.icehouse.v1.EvictWithProgressResponse> getEvictWithProgressMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictWithProgressResponse> getEvictWithProgressMethod;
+    if ((getEvictWithProgressMethod = CacheServiceGrpc.getEvictWithProgressMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getEvictWithProgressMethod = CacheServiceGrpc.getEvictWithProgressMethod) == null) {
+          CacheServiceGrpc.getEvictWithProgressMethod = getEvictWithProgressMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictWithProgressResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "EvictWithProgress"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.EvictRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.EvictWithProgressResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("EvictWithProgress"))
+              .build();
+        }
+      }
+    }
+    return getEvictWithProgressMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
+      dev.icehouse.v1.VerifyResponse> getVerifyMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Verify",
+      requestType = dev.icehouse.v1.VerifyRequest.class,
+      responseType = dev.icehouse.v1.VerifyResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
+      dev.icehouse.v1.VerifyResponse> getVerifyMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyResponse> getVerifyMethod;
+    if ((getVerifyMethod = CacheServiceGrpc.getVerifyMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getVerifyMethod = CacheServiceGrpc.getVerifyMethod) == null) {
+          CacheServiceGrpc.getVerifyMethod = getVerifyMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Verify"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.VerifyRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.VerifyResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Verify"))
+              .build();
+        }
+      }
+    }
+    return getVerifyMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
+      dev.icehouse.v1.VerifyWithProgressResponse> getVerifyWithProgressMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "VerifyWithProgress",
+      requestType = dev.icehouse.v1.VerifyRequest.class,
+      responseType = dev.icehouse.v1.VerifyWithProgressResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
+      dev.icehouse.v1.VerifyWithProgressResponse> getVerifyWithProgressMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyWithProgressResponse> getVerifyWithProgressMethod;
+    if ((getVerifyWithProgressMethod = CacheServiceGrpc.getVerifyWithProgressMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getVerifyWithProgressMethod = CacheServiceGrpc.getVerifyWithProgressMethod) == null) {
+          CacheServiceGrpc.getVerifyWithProgressMethod = getVerifyWithProgressMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyWithProgressResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "VerifyWithProgress"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.VerifyRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.VerifyWithProgressResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("VerifyWithProgress"))
+              .build();
+        }
+      }
+    }
+    return getVerifyWithProgressMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest,
+      dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "WatchStats",
+      requestType = dev.icehouse.v1.WatchStatsRequest.class,
+      responseType = dev.icehouse.v1.WatchStatsResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest,
+      dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest, dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod;
+    if ((getWatchStatsMethod = CacheServiceGrpc.getWatchStatsMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getWatchStatsMethod = CacheServiceGrpc.getWatchStatsMethod) == null) {
+          CacheServiceGrpc.getWatchStatsMethod = getWatchStatsMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.WatchStatsRequest, dev.icehouse.v1.WatchStatsResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "WatchStats"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WatchStatsRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WatchStatsResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("WatchStats"))
+              .build();
+        }
+      }
+    }
+    return getWatchStatsMethod;
+  }
+
+  /**
+   * Creates a new async stub that supports all call types for the service
+   */
+  public static CacheServiceStub newStub(io.grpc.Channel channel) {
+    io.grpc.stub.AbstractStub.StubFactory<CacheServiceStub> factory =
+      new io.grpc.stub.AbstractStub.StubFactory<CacheServiceStub>() {
+        @java.lang.Override
+        public CacheServiceStub newStub(io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+          return new CacheServiceStub(channel, callOptions);
+        }
+      };
+    return CacheServiceStub.newStub(factory, channel);
+  }
+
+  /**
+   * Creates a new blocking-style stub that supports all types of calls on the service
+   */
+  public static CacheServiceBlockingV2Stub newBlockingV2Stub(
+      io.grpc.Channel channel) {
+    io.grpc.stub.AbstractStub.StubFactory<CacheServiceBlockingV2Stub> factory =
+      new io.grpc.stub.AbstractStub.StubFactory<CacheServiceBlockingV2Stub>() {
+        @java.lang.Override
+        public CacheServiceBlockingV2Stub newStub(io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+          return new CacheServiceBlockingV2Stub(channel, callOptions);
+        }
+      };
+    return CacheServiceBlockingV2Stub.newStub(factory, channel);
+  }
+
+  /**
+   * Creates a new blocking-style stub that supports unary and streaming output calls on the service
+   */
+  public static CacheServiceBlockingStub newBlockingStub(
+      io.grpc.Channel channel) {
+    io.grpc.stub.AbstractStub.StubFactory<CacheServiceBlockingStub> factory =
+      new io.grpc.stub.AbstractStub.StubFactory<CacheServiceBlockingStub>() {
+        @java.lang.Override
+        public CacheServiceBlockingStub newStub(io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+          return new CacheServiceBlockingStub(channel, callOptions);
+        }
+      };
+    return CacheServiceBlockingStub.newStub(factory, channel);
+  }
+
+  /**
+   * Creates a new ListenableFuture-style stub that supports unary calls on the service
+   */
+  public static CacheServiceFutureStub newFutureStub(
+      io.grpc.Channel channel) {
+    io.grpc.stub.AbstractStub.StubFactory<CacheServiceFutureStub> factory =
+      new io.grpc.stub.AbstractStub.StubFactory<CacheServiceFutureStub>() {
+        @java.lang.Override
+        public CacheServiceFutureStub newStub(io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+          return new CacheServiceFutureStub(channel, callOptions);
+        }
+      };
+    return CacheServiceFutureStub.newStub(factory, channel);
+  }
+
+  /**
+   * <pre>
+   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
+   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
+   * not the tier that the order is about. Where callers prove who they are, each commands its own
+   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * </pre>
+   */
+  public interface AsyncService {
+
+    /**
+     * <pre>
+     * Tells what Generate would reuse of a prompt, without running it.
+     * </pre>
+     */
+    default void explain(dev.icehouse.v1.ExplainRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.ExplainResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getExplainMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+     * whose deadline passes, no more is computed, and what was is kept.
+     * </pre>
+     */
+    default void warm(dev.icehouse.v1.WarmRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getWarmMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
+     * </pre>
+     */
+    default void warmWithProgress(dev.icehouse.v1.WarmRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmWithProgressResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getWarmWithProgressMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none is known.
+     * </pre>
+     */
+    default void pin(dev.icehouse.v1.PinRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.PinResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getPinMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Takes pins off. Blocks that are not pinned are left as they are.
+     * </pre>
+     */
+    default void unpin(dev.icehouse.v1.UnpinRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.UnpinResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getUnpinMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+     * rest stays cached. What is cached meanwhile stays, too.
+     * </pre>
+     */
+    default void evict(dev.icehouse.v1.EvictRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getEvictMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * As Evict, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    default void evictWithProgress(dev.icehouse.v1.EvictRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictWithProgressResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getEvictWithProgressMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller goes away or
+     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * </pre>
+     */
+    default void verify(dev.icehouse.v1.VerifyRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getVerifyMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * As Verify, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    default void verifyWithProgress(dev.icehouse.v1.VerifyRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyWithProgressResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getVerifyWithProgressMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
+     * </pre>
+     */
+    default void watchStats(dev.icehouse.v1.WatchStatsRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getWatchStatsMethod(), responseObserver);
+    }
+  }
+
+  /**
+   * Base class for the server implementation of the service CacheService.
+   * <pre>
+   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
+   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
+   * not the tier that the order is about. Where callers prove who they are, each commands its own
+   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * </pre>
+   */
+  public static abstract class CacheServiceImplBase
+      implements io.grpc.BindableService, AsyncService {
+
+    @java.lang.Override public final io.grpc.ServerServiceDefinition bindService() {
+      return CacheServiceGrpc.bindService(this);
+    }
+  }
+
+  /**
+   * A stub to allow clients to do asynchronous rpc calls to service CacheService.
+   * <pre>
+   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
+   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
+   * not the tier that the order is about. Where callers prove who they are, each commands its own
+   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * </pre>
+   */
+  public static final class CacheServiceStub
+      extends io.grpc.stub.AbstractAsyncStub<CacheServiceStub> {
+    private CacheServiceStub(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      super(channel, callOptions);
+    }
+
+    @java.lang.Override
+    protected CacheServiceStub build(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      return new CacheServiceStub(channel, callOptions);
+    }
+
+    /**
+     * <pre>
+     * Tells what Generate would reuse of a prompt, without running it.
+     * </pre>
+     */
+    public void explain(dev.icehouse.v1.ExplainRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.ExplainResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getExplainMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+     * whose deadline passes, no more is computed, and what was is kept.
+     * </pre>
+     */
+    public void warm(dev.icehouse.v1.WarmRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getWarmMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
+     * </pre>
+     */
+    public void warmWithProgress(dev.icehouse.v1.WarmRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmWithProgressResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
+          getChannel().newCall(getWarmWithProgressMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none is known.
+     * </pre>
+     */
+    public void pin(dev.icehouse.v1.PinRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.PinResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getPinMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Takes pins off. Blocks that are not pinned are left as they are.
+     * </pre>
+     */
+    public void unpin(dev.icehouse.v1.UnpinRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.UnpinResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getUnpinMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+     * rest stays cached. What is cached meanwhile stays, too.
+     * </pre>
+     */
+    public void evict(dev.icehouse.v1.EvictRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getEvictMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * As Evict, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    public void evictWithProgress(dev.icehouse.v1.EvictRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictWithProgressResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
+          getChannel().newCall(getEvictWithProgressMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller goes away or
+     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * </pre>
+     */
+    public void verify(dev.icehouse.v1.VerifyRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getVerifyMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * As Verify, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    public void verifyWithProgress(dev.icehouse.v1.VerifyRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyWithProgressResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
+          getChannel().newCall(getVerifyWithProgressMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
+     * </pre>
+     */
+    public void watchStats(dev.icehouse.v1.WatchStatsRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
+          getChannel().newCall(getWatchStatsMethod(), getCallOptions()), request, responseObserver);
+    }
+  }
+
+  /**
+   * A stub to allow clients to do synchronous rpc calls to service CacheService.
+   * <pre>
+   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
+   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
+   * not the tier that the order is about. Where callers prove who they are, each commands its own
+   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * </pre>
+   */
+  public static final class CacheServiceBlockingV2Stub
+      extends io.grpc.stub.AbstractBlockingStub<CacheServiceBlockingV2Stub> {
+    private CacheServiceBlockingV2Stub(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      super(channel, callOptions);
+    }
+
+    @java.lang.Override
+    protected CacheServiceBlockingV2Stub build(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      return new CacheServiceBlockingV2Stub(channel, callOptions);
+    }
+
+    /**
+     * <pre>
+     * Tells what Generate would reuse of a prompt, without running it.
+     * </pre>
+     */
+    public dev.icehouse.v1.ExplainResponse explain(dev.icehouse.v1.ExplainRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getExplainMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+     * whose deadline passes, no more is computed, and what was is kept.
+     * </pre>
+     */
+    public dev.icehouse.v1.WarmResponse warm(dev.icehouse.v1.WarmRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getWarmMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.WarmWithProgressResponse>
+        warmWithProgress(dev.icehouse.v1.WarmRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
+          getChannel(), getWarmWithProgressMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none is known.
+     * </pre>
+     */
+    public dev.icehouse.v1.PinResponse pin(dev.icehouse.v1.PinRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getPinMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Takes pins off. Blocks that are not pinned are left as they are.
+     * </pre>
+     */
+    public dev.icehouse.v1.UnpinResponse unpin(dev.icehouse.v1.UnpinRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getUnpinMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+     * rest stays cached. What is cached meanwhile stays, too.
+     * </pre>
+     */
+    public dev.icehouse.v1.EvictResponse evict(dev.icehouse.v1.EvictRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getEvictMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * As Evict, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.EvictWithProgressResponse>
+        evictWithProgress(dev.icehouse.v1.EvictRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
+          getChannel(), getEvictWithProgressMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller goes away or
+     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * </pre>
+     */
+    public dev.icehouse.v1.VerifyResponse verify(dev.icehouse.v1.VerifyRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getVerifyMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * As Verify, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.VerifyWithProgressResponse>
+        verifyWithProgress(dev.icehouse.v1.VerifyRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
+          getChannel(), getVerifyWithProgressMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.WatchStatsResponse>
+        watchStats(dev.icehouse.v1.WatchStatsRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
+          getChannel(), getWatchStatsMethod(), getCallOptions(), request);
+    }
+  }
+
+  /**
+   * A stub to allow clients to do limited synchronous rpc calls to service CacheService.
+   * <pre>
+   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
+   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
+   * not the tier that the order is about. Where callers prove who they are, each commands its own
+   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * </pre>
+   */
+  public static final class CacheServiceBlockingStub
+      extends io.grpc.stub.AbstractBlockingStub<CacheServiceBlockingStub> {
+    private CacheServiceBlockingStub(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      super(channel, callOptions);
+    }
+
+    @java.lang.Override
+    protected CacheServiceBlockingStub build(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      return new CacheServiceBlockingStub(channel, callOptions);
+    }
+
+    /**
+     * <pre>
+     * Tells what Generate would reuse of a prompt, without running it.
+     * </pre>
+     */
+    public dev.icehouse.v1.ExplainResponse explain(dev.icehouse.v1.ExplainRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getExplainMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+     * whose deadline passes, no more is computed, and what was is kept.
+     * </pre>
+     */
+    public dev.icehouse.v1.WarmResponse warm(dev.icehouse.v1.WarmRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getWarmMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
+     * </pre>
+     */
+    public java.util.Iterator<dev.icehouse.v1.WarmWithProgressResponse> warmWithProgress(
+        dev.icehouse.v1.WarmRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
+          getChannel(), getWarmWithProgressMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none is known.
+     * </pre>
+     */
+    public dev.icehouse.v1.PinResponse pin(dev.icehouse.v1.PinRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getPinMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Takes pins off. Blocks that are not pinned are left as they are.
+     * </pre>
+     */
+    public dev.icehouse.v1.UnpinResponse unpin(dev.icehouse.v1.UnpinRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getUnpinMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+     * rest stays cached. What is cached meanwhile stays, too.
+     * </pre>
+     */
+    public dev.icehouse.v1.EvictResponse evict(dev.icehouse.v1.EvictRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getEvictMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * As Evict, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    public java.util.Iterator<dev.icehouse.v1.EvictWithProgressResponse> evictWithProgress(
+        dev.icehouse.v1.EvictRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
+          getChannel(), getEvictWithProgressMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller goes away or
+     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * </pre>
+     */
+    public dev.icehouse.v1.VerifyResponse verify(dev.icehouse.v1.VerifyRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getVerifyMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * As Verify, and tells on the way how far it is: `finished` last.
+     * </pre>
+     */
+    public java.util.Iterator<dev.icehouse.v1.VerifyWithProgressResponse> verifyWithProgress(
+        dev.icehouse.v1.VerifyRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
+          getChannel(), getVerifyWithProgressMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
+     * </pre>
+     */
+    public java.util.Iterator<dev.icehouse.v1.WatchStatsResponse> watchStats(
+        dev.icehouse.v1.WatchStatsRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
+          getChannel(), getWatchStatsMethod(), getCallOptions(), request);
+    }
+  }
+
+  /**
+   * A stub to allow clients to do ListenableFuture-style rpc calls to service CacheService.
+   * <pre>
+   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
+   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
+   * not the tier that the order is about. Where callers prove who they are, each commands its own
+   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * </pre>
+   */
+  public static final class CacheServiceFutureStub
+      extends io.grpc.stub.AbstractFutureStub<CacheServiceFutureStub> {
+    private CacheServiceFutureStub(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      super(channel, callOptions);
+    }
+
+    @java.lang.Override
+    protected CacheServiceFutureStub build(
+        io.grpc.Channel channel, io.grpc.CallOptions callOptions) {
+      return new CacheServiceFutureStub(channel, callOptions);
+    }
+
+    /**
+     * <pre>
+     * Tells what Generate would reuse of a prompt, without running it.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.ExplainResponse> explain(
+        dev.icehouse.v1.ExplainRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getExplainMethod(), getCallOptions()), request);
+    }
+
+    /**
+     * <pre>
+     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
+     * whose deadline passes, no more is computed, and what was is kept.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.WarmResponse> warm(
+        dev.icehouse.v1.WarmRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getWarmMethod(), getCallOptions()), request);
+    }
+
+    /**
+     * <pre>
+     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none is known.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.PinResponse> pin(
+        dev.icehouse.v1.PinRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getPinMethod(), getCallOptions()), request);
+    }
+
+    /**
+     * <pre>
+     * Takes pins off. Blocks that are not pinned are left as they are.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.UnpinResponse> unpin(
+        dev.icehouse.v1.UnpinRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getUnpinMethod(), getCallOptions()), request);
+    }
+
+    /**
+     * <pre>
+     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
+     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
+     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
+     * rest stays cached. What is cached meanwhile stays, too.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.EvictResponse> evict(
+        dev.icehouse.v1.EvictRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getEvictMethod(), getCallOptions()), request);
+    }
+
+    /**
+     * <pre>
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
+     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller goes away or
+     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.VerifyResponse> verify(
+        dev.icehouse.v1.VerifyRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getVerifyMethod(), getCallOptions()), request);
+    }
+  }
+
+  private static final int METHODID_EXPLAIN = 0;
+  private static final int METHODID_WARM = 1;
+  private static final int METHODID_WARM_WITH_PROGRESS = 2;
+  private static final int METHODID_PIN = 3;
+  private static final int METHODID_UNPIN = 4;
+  private static final int METHODID_EVICT = 5;
+  private static final int METHODID_EVICT_WITH_PROGRESS = 6;
+  private static final int METHODID_VERIFY = 7;
+  private static final int METHODID_VERIFY_WITH_PROGRESS = 8;
+  private static final int METHODID_WATCH_STATS = 9;
+
+  private static final class MethodHandlers<Req, Resp> implements
+      io.grpc.stub.ServerCalls.UnaryMethod<Req, Resp>,
+      io.grpc.stub.ServerCalls.ServerStreamingMethod<Req, Resp>,
+      io.grpc.stub.ServerCalls.ClientStreamingMethod<Req, Resp>,
+      io.grpc.stub.ServerCalls.BidiStreamingMethod<Req, Resp> {
+    private final AsyncService serviceImpl;
+    private final int methodId;
+
+    MethodHandlers(AsyncService serviceImpl, int methodId) {
+      this.serviceImpl = serviceImpl;
+      this.methodId = methodId;
+    }
+
+    @java.lang.Override
+    @java.lang.SuppressWarnings("unchecked")
+    public void invoke(Req request, io.grpc.stub.StreamObserver<Resp> responseObserver) {
+      switch (methodId) {
+        case METHODID_EXPLAIN:
+          serviceImpl.explain((dev.icehouse.v1.ExplainRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.ExplainResponse>) responseObserver);
+          break;
+        case METHODID_WARM:
+          serviceImpl.warm((dev.icehouse.v1.WarmRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmResponse>) responseObserver);
+          break;
+        case METHODID_WARM_WITH_PROGRESS:
+          serviceImpl.warmWithProgress((dev.icehouse.v1.WarmRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmWithProgressResponse>) responseObserver);
+          break;
+        case METHODID_PIN:
+          serviceImpl.pin((dev.icehouse.v1.PinRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.PinResponse>) responseObserver);
+          break;
+        case METHODID_UNPIN:
+          serviceImpl.unpin((dev.icehouse.v1.UnpinRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.UnpinResponse>) responseObserver);
+          break;
+        case METHODID_EVICT:
+          serviceImpl.evict((dev.icehouse.v1.EvictRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictResponse>) responseObserver);
+          break;
+        case METHODID_EVICT_WITH_PROGRESS:
+          serviceImpl.evictWithProgress((dev.icehouse.v1.EvictRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictWithProgressResponse>) responseObserver);
+          break;
+        case METHODID_VERIFY:
+          serviceImpl.verify((dev.icehouse.v1.VerifyRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse>) responseObserver);
+          break;
+        case METHODID_VERIFY_WITH_PROGRESS:
+          serviceImpl.verifyWithProgress((dev.icehouse.v1.VerifyRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyWithProgressResponse>) responseObserver);
+          break;
+        case METHODID_WATCH_STATS:
+          serviceImpl.watchStats((dev.icehouse.v1.WatchStatsRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse>) responseObserver);
+          break;
+        default:
+          throw new AssertionError();
+      }
+    }
+
+    @java.lang.Override
+    @java.lang.SuppressWarnings("unchecked")
+    public io.grpc.stub.StreamObserver<Req> invoke(
+        io.grpc.stub.StreamObserver<Resp> responseObserver) {
+      switch (methodId) {
+        default:
+          throw new AssertionError();
+      }
+    }
+  }
+
+  public static final io.grpc.ServerServiceDefinition bindService(AsyncService service) {
+    return io.grpc.ServerServiceDefinition.builder(getServiceDescriptor())
+        .addMethod(
+          getExplainMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.ExplainRequest,
+              dev.icehouse.v1.ExplainResponse>(
+                service, METHODID_EXPLAIN)))
+        .addMethod(
+          getWarmMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.WarmRequest,
+              dev.icehouse.v1.WarmResponse>(
+                service, METHODID_WARM)))
+        .addMethod(
+          getWarmWithProgressMethod(),
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.WarmRequest,
+              dev.icehouse.v1.WarmWithProgressResponse>(
+                service, METHODID_WARM_WITH_PROGRESS)))
+        .addMethod(
+          getPinMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.PinRequest,
+              dev.icehouse.v1.PinResponse>(
+                service, METHODID_PIN)))
+        .addMethod(
+          getUnpinMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.UnpinRequest,
+              dev.icehouse.v1.UnpinResponse>(
+                service, METHODID_UNPIN)))
+        .addMethod(
+          getEvictMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.EvictRequest,
+              dev.icehouse.v1.EvictResponse>(
+                service, METHODID_EVICT)))
+        .addMethod(
+          getEvictWithProgressMethod(),
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.EvictRequest,
+              dev.icehouse.v1.EvictWithProgressResponse>(
+                service, METHODID_EVICT_WITH_PROGRESS)))
+        .addMethod(
+          getVerifyMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.VerifyRequest,
+              dev.icehouse.v1.VerifyResponse>(
+                service, METHODID_VERIFY)))
+        .addMethod(
+          getVerifyWithProgressMethod(),
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.VerifyRequest,
+              dev.icehouse.v1.VerifyWithProgressResponse>(
+                service, METHODID_VERIFY_WITH_PROGRESS)))
+        .addMethod(
+          getWatchStatsMethod(),
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.WatchStatsRequest,
+              dev.icehouse.v1.WatchStatsResponse>(
+                service, METHODID_WATCH_STATS)))
+        .build();
+  }
+
+  private static abstract class CacheServiceBaseDescriptorSupplier
+      implements io.grpc.protobuf.ProtoFileDescriptorSupplier, io.grpc.protobuf.ProtoServiceDescriptorSupplier {
+    CacheServiceBaseDescriptorSupplier() {}
+
+    @java.lang.Override
+    public com.google.protobuf.Descriptors.FileDescriptor getFileDescriptor() {
+      return dev.icehouse.v1.CacheServiceOuterClass.getDescriptor();
+    }
+
+    @java.lang.Override
+    public com.google.protobuf.Descriptors.ServiceDescriptor getServiceDescriptor() {
+      return getFileDescriptor().findServiceByName("CacheService");
+    }
+  }
+
+  private static final class CacheServiceFileDescriptorSupplier
+      extends CacheServiceBaseDescriptorSupplier {
+    CacheServiceFileDescriptorSupplier() {}
+  }
+
+  private static final class CacheServiceMethodDescriptorSupplier
+      extends CacheServiceBaseDescriptorSupplier
+      implements io.grpc.protobuf.ProtoMethodDescriptorSupplier {
+    private final java.lang.String methodName;
+
+    CacheServiceMethodDescriptorSupplier(java.lang.String methodName) {
+      this.methodName = methodName;
+    }
+
+    @java.lang.Override
+    public com.google.protobuf.Descriptors.MethodDescriptor getMethodDescriptor() {
+      return getServiceDescriptor().findMethodByName(methodName);
+    }
+  }
+
+  private static volatile io.grpc.ServiceDescriptor serviceDescriptor;
+
+  public static io.grpc.ServiceDescriptor getServiceDescriptor() {
+    io.grpc.ServiceDescriptor result = serviceDescriptor;
+    if (result == null) {
+      synchronized (CacheServiceGrpc.class) {
+        result = serviceDescriptor;
+        if (result == null) {
+          serviceDescriptor = result = io.grpc.ServiceDescriptor.newBuilder(SERVICE_NAME)
+              .setSchemaDescriptor(new CacheServiceFileDescriptorSupplier())
+              .addMethod(getExplainMethod())
+              .addMethod(getWarmMethod())
+              .addMethod(getWarmWithProgressMethod())
+              .addMethod(getPinMethod())
+              .addMethod(getUnpinMethod())
+              .addMethod(getEvictMethod())
+              .addMethod(getEvictWithProgressMethod())
+              .addMethod(getVerifyMethod())
+              .addMethod(getVerifyWithProgressMethod())
+              .addMethod(getWatchStatsMethod())
+              .build();
+        }
+      }
+    }
+    return result;
+  }
+}
