@@ -96,7 +96,7 @@ _PART: Final = struct.Struct(f"<{_DIGEST_BYTES}sIII")
 class ImageRun(NamedTuple):
     """What a run holds of one image, as it is kept in `extra`."""
 
-    digest: bytes
+    digest: ImageDigest
     start: int
     """Of its tokens in the run."""
     place: int
@@ -132,9 +132,7 @@ def split_keys(keys: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
 def join_keys(token_ids: Sequence[int], extra: bytes) -> TokenKeys:
     """Invert `split_keys`. Raises ValueError for what it never wrote."""
     keys = list(token_ids)
-    if len(extra) % _PART.size:
-        raise ValueError(f"{len(extra)} bytes are no parts of images, which have {_PART.size} each")
-    for digest, start, place, count in _PART.iter_unpack(extra):
+    for digest, start, place, count in runs_of(extra):
         if not 0 < count <= len(keys) - start:
             raise ValueError(f"{count} image tokens at {start} are not inside a block of {len(keys)}")
         keys[start : start + count] = image_keys(digest, token_ids[start : start + count], place=place)
@@ -168,8 +166,16 @@ def image_runs(keys: Sequence[int]) -> Iterator[ImageRun]:
                 stop += 1
             digest = (first & ~_IMAGE_FLAG) >> (_PLACE_BITS + _ID_BITS)
             place = first >> _ID_BITS & ((1 << _PLACE_BITS) - 1)
-            yield ImageRun(digest.to_bytes(_DIGEST_BYTES, "big"), start, place, stop - start)
+            name = ImageDigest(digest.to_bytes(_DIGEST_BYTES, "big"))
+            yield ImageRun(name, start, place, stop - start)
         start = stop
+
+
+def runs_of(extra: bytes) -> tuple[ImageRun, ...]:
+    """Return the runs that `split_keys` wrote. Raises ValueError for what it never wrote."""
+    if len(extra) % _PART.size:
+        raise ValueError(f"{len(extra)} bytes are no parts of images, which have {_PART.size} each")
+    return tuple(ImageRun(*part) for part in _PART.iter_unpack(extra))
 
 
 def _digest(data: bytes, secret: bytes) -> BlockHash:

@@ -245,6 +245,8 @@ class KnownTokens:
 
     hash: BlockHash
     token_ids: tuple[int, ...]
+    extra: bytes = b""
+    """Which images it overlaps, as its header has it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

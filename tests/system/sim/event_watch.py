@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from icehouse_server.domain.blocks import pack_tokens
+from icehouse_server.domain.blocks import pack_tokens, split_keys
 from icehouse_server.domain.cache_commands import CacheAnswer
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.kv_events.events import cut
+from icehouse_server.rpc.kv_events.events import BlockImage, cut, images_of
 from icehouse_server.rpc.kv_events.feed import EventFeed
 from icehouse_server.rpc.kv_events.follower import LogFollower, Question
 from icehouse_server.rpc.kv_events.mirror import BlockMirror
@@ -24,6 +24,7 @@ from tests.system.sim.setup import BLOCK
 
 _READERS = (None, Tenant(""), Tenant("other"))
 _SETTLE_LIMIT = 5_000
+Tokens = tuple[bytes, tuple[BlockImage, ...]]
 
 
 class EventWatch:
@@ -105,19 +106,19 @@ class EventWatch:
     def _is_told(self, entry: Entry) -> bool:
         if not (entry.ram or entry.ssd) or entry.token_count != BLOCK:
             return False
-        if not entry.is_told or entry.hash in self._ledger.with_images:
-            return False
         if self._tokens(entry) is not None:
             return True
         excused = entry.hash in self._ledger.ever_damaged or self._ledger.io_errors(self._served)
         assert excused, f"the tokens of a sound block were never read: {entry}"
         return False
 
-    def _tokens(self, entry: Entry) -> bytes | None:
+    def _tokens(self, entry: Entry) -> Tokens | None:
         known = self._mirror._known.get(entry.hash)
         if entry.token_ids is not None:
-            return pack_tokens(entry.token_ids)
-        return None if known is None else known.packed
+            token_ids, extra = split_keys(entry.token_ids)
+            self._ledger.seen["blocks with images told"] += bool(extra)
+            return pack_tokens(token_ids), images_of(extra)
+        return None if known is None or known.packed is None else (known.packed, known.images)
 
 
 def _chain(get: object, entry: Entry) -> list[Entry]:
@@ -128,10 +129,10 @@ def _chain(get: object, entry: Entry) -> list[Entry]:
     return chain
 
 
-def _known(entry: Entry, scope: CacheScope, packed: bytes | None) -> Iterable[Known]:
-    assert packed is not None
+def _known(entry: Entry, scope: CacheScope, tokens: Tokens | None) -> Iterable[Known]:
+    assert tokens is not None
     parent = None if entry.start_token_index == 0 else cut(BlockHash(entry.parent))
     if entry.ram:
-        yield Known(cut(entry.hash), parent, packed, scope, KvTier.RAM)
+        yield Known(cut(entry.hash), parent, *tokens, scope, KvTier.RAM)
     if entry.ssd:
-        yield Known(cut(entry.hash), parent, packed, scope, KvTier.SSD)
+        yield Known(cut(entry.hash), parent, *tokens, scope, KvTier.SSD)

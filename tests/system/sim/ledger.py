@@ -66,8 +66,6 @@ class Ledger:
         """With the regions that the SSD tier said it has of each."""
         self.removed: set[BlockHash] = set()
         self.spilled: set[BlockHash] = set()
-        self.with_images: set[BlockHash] = set()
-        """Those of them that no gateway hears of."""
         self.damaged: set[BlockHash] = set()
         """Blocks whose files were changed behind the server's back and not written anew since."""
         self.rot_count = 0
@@ -93,8 +91,6 @@ class Ledger:
         """A block was handed to the SSD tier."""
         block = header.hash
         self.spilled.add(block)
-        if header.extra:
-            self.with_images.add(block)
         self.spill_number += 1
         self.spill_numbers[block] = self.spill_number
 

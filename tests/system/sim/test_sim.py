@@ -76,6 +76,7 @@ def test_stories_in_which_removals_come_in_pieces() -> None:
 def test_stories_whose_prompts_have_images() -> None:
     seen = play(range(IMAGES_SEED, IMAGES_SEED + _IMAGES_SEED_COUNT))
     assert min(seen["reused image tokens"], seen["ssd tokens"], seen["parked"], seen["crash"]) > 0
+    assert seen["blocks with images told"] > 0
 
 
 def test_stories_in_which_names_are_left_unsynced() -> None:

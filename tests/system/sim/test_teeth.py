@@ -18,7 +18,7 @@ from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
 from icehouse_server.engine.scheduling import scheduler
-from icehouse_server.rpc.kv_events import channel
+from icehouse_server.rpc.kv_events import channel, mirror
 from icehouse_server.storage.block_format import file, header, reader
 from icehouse_server.storage.directory import commit, reconcile, space, store
 from icehouse_server.storage.worker import credit, spiller
@@ -119,6 +119,10 @@ def begin_every_image_at_its_start(patch: pytest.MonkeyPatch) -> None:
         return tuple(dataclasses.replace(part, place=0) for part in real(self, start, stop))
 
     patch.setattr(GenerationRequest, "image_parts", image_parts)
+
+
+def name_no_image_in_events(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(mirror, "images_of", lambda extra: ())
 
 
 def cut_images_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -343,6 +347,7 @@ BREAKS: list[Break] = [
     forget_which_image,
     keep_no_image_in_files,
     begin_every_image_at_its_start,
+    name_no_image_in_events,
     cut_images_anywhere,
     trust_every_region,
     unlink_before_the_row,
@@ -374,6 +379,7 @@ FIRST_SEEDS: dict[Break, int] = {
     forget_which_image: IMAGES_SEED,
     keep_no_image_in_files: IMAGES_SEED,
     begin_every_image_at_its_start: IMAGES_SEED,
+    name_no_image_in_events: IMAGES_SEED,
     cut_images_anywhere: IMAGES_SEED,
 }
 """Where the search begins for what is noticed late, or in some stories alone: each takes 0.1 s."""

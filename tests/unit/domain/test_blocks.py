@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import (
+    ImageRun,
     block_hash,
     has_image,
     image_keys,
@@ -13,6 +14,7 @@ from icehouse_server.domain.blocks import (
     key_hash,
     prefix_key_hashes,
     root_hash,
+    runs_of,
     split_keys,
     token_id_of,
 )
@@ -69,3 +71,9 @@ def test_a_run_comes_back_from_what_is_stored_of_it(parts: list) -> None:
 def test_parts_that_are_none_or_do_not_fit_are_refused(extra: bytes) -> None:
     with pytest.raises(ValueError, match=r"are no parts|are not inside"):
         join_keys((1, 2), extra)
+
+
+def test_a_run_says_where_its_image_began() -> None:
+    keys = (1, *image_keys(CAT, (7, 7), place=5), 2, *image_keys(DOG, (7,)))
+    runs = runs_of(split_keys(keys)[1])
+    assert runs == (ImageRun(CAT, 1, 5, 2), ImageRun(DOG, 4, 0, 1))

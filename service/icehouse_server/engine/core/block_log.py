@@ -12,6 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.ids import BlockHash, CacheScope
 
 LOG_LIMIT = 16_384
@@ -36,7 +37,7 @@ class Came(NamedTuple):
     parent: BlockHash
     is_first: bool
     token_count: int
-    token_ids: tuple[int, ...] | None
+    keys: TokenKeys | None
     """None for a block on SSD that this process has not seen whole yet."""
 
 

@@ -140,7 +140,7 @@ class CacheCommands:
         answer = self._readings.pop(outcome.load_id, None)
         if answer is None:
             return False
-        answer(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids) for h in outcome.headers if not h.extra)))
+        answer(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome.headers)))
         return True
 
     def met(self, outcome: HeadsRead) -> None:

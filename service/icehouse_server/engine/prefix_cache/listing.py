@@ -43,7 +43,7 @@ class BlockListing:
         for _ in range(min(self.slice_count, len(self._left))):
             entry = self._left.pop()
             if self._cache.find(entry.hash) is entry:
-                for tier in _tiers(entry) if entry.is_told else ():
+                for tier in _tiers(entry):
                     log.note(entry.came_to(tier))
         if self._is_under_way and not self._left:
             self._is_under_way = False

@@ -187,8 +187,9 @@ class Subscription:
 
 def size_bytes(batch: KvBatch) -> int:
     """Return what a batch takes while it is kept, about."""
-    tokens = (len(event.block.packed_token_ids) for event in batch.events if isinstance(event, BlockStored))
-    return sum(tokens) + _EVENT_BYTES * (1 + len(batch.events))
+    blocks = [event.block for event in batch.events if isinstance(event, BlockStored)]
+    size = sum(len(block.packed_token_ids) + _IMAGE_BYTES * len(block.images) for block in blocks)
+    return size + _EVENT_BYTES * (1 + len(batch.events))
 
 
 def parts_of(events: Iterable[KvEvent]) -> Iterator[tuple[KvEvent, ...]]:
@@ -209,3 +210,4 @@ def parts_of(events: Iterable[KvEvent]) -> Iterator[tuple[KvEvent, ...]]:
 _BATCH_EVENT_COUNT = 1024
 _EVENT_BYTES = 200
 """What an event takes in the ring beside its tokens, about."""
+_IMAGE_BYTES = 200

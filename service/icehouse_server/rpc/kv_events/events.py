@@ -7,12 +7,23 @@ to the 64 bits that gateways keep; they hash its tokens by themselves.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
+from icehouse_server.domain.blocks import runs_of
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 
 CUT_BYTES = 8
 """Of a block's name, in events."""
+
+
+class BlockImage(NamedTuple):
+    """An image that a block overlaps, as vLLM's `extra_keys` have it."""
+
+    identifier: str
+    """The digest of the prepared pixels, in hex, as Explain has it."""
+    offset: int
+    """Of the image's first token, from the block's; negative where that stands in an earlier block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +37,8 @@ class KvBlock:
     packed_token_ids: bytes
     """As `blocks.pack_tokens` has them."""
     scope: CacheScope
+    images: tuple[BlockImage, ...] = ()
+    """Those that the block overlaps, in order: its tokens do not say which."""
 
     @property
     def token_count(self) -> int:
@@ -80,6 +93,11 @@ class KvBatch:
     """`Clock.wall`."""
     events: tuple[KvEvent, ...]
     snapshot: SnapshotChunk | None = None
+
+
+def images_of(extra: bytes) -> tuple[BlockImage, ...]:
+    """Return the images of a block by its header; raises ValueError for what no header of ours says."""
+    return tuple(BlockImage(run.digest.hex(), run.start - run.place) for run in runs_of(extra))
 
 
 def cut(name: BlockHash) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from icehouse_server.domain.blocks import pack_tokens
+from icehouse_server.domain.blocks import pack_tokens, split_keys
 from icehouse_server.domain.cache_commands import KnownTokens
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import (
@@ -24,7 +24,15 @@ from icehouse_server.engine.core.block_log import (
     RootForgotten,
     RootsKnown,
 )
-from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBlock, KvEvent, cut
+from icehouse_server.rpc.kv_events.events import (
+    BlockImage,
+    BlockRemoved,
+    BlockStored,
+    KvBlock,
+    KvEvent,
+    cut,
+    images_of,
+)
 
 Held = tuple[KvTier, ...]
 
@@ -37,6 +45,7 @@ class _Known:
     parent: BlockHash
     is_first: bool
     packed: bytes | None
+    images: tuple[BlockImage, ...] = ()
     held: Held = ()
     told: KvBlock | None = None
 
@@ -101,7 +110,7 @@ class BlockMirror:
         for block in blocks:
             known = self._known.get(block.hash)
             if known is not None and known.packed is None:
-                yield from self._learn(known, block.token_ids)
+                yield from self._learn(known, block.token_ids, block.extra)
 
     def told(self, tenant: Tenant | None) -> list[tuple[KvBlock, Held]]:
         """Return what subscribers know now of one tenant's blocks or of all, parents first."""
@@ -136,8 +145,8 @@ class BlockMirror:
         if known.told is not None:
             if is_new:
                 yield BlockStored(known.told, change.tier)
-        elif change.token_ids is not None:
-            yield from self._learn(known, change.token_ids)
+        elif change.keys is not None:
+            yield from self._learn(known, *split_keys(change.keys))
         elif known.packed is None:
             self._unread[change.name] = None
 
@@ -181,8 +190,12 @@ class BlockMirror:
         else:
             self._scopes.pop(root, None)
 
-    def _learn(self, known: _Known, token_ids: tuple[int, ...]) -> Iterator[KvEvent]:
+    def _learn(self, known: _Known, token_ids: tuple[int, ...], extra: bytes) -> Iterator[KvEvent]:
         if known.packed is None:
+            try:
+                known.images = images_of(extra)
+            except ValueError:
+                return  # not of this version: the block is found by its name alone
             known.packed = pack_tokens(token_ids)
             self._unread.pop(known.name, None)
         yield from self._tell(known)
@@ -206,11 +219,13 @@ class BlockMirror:
             return None
         if known.is_first:
             scope = self._scopes.get(known.parent)
-            return None if scope is None else KvBlock(cut(known.name), None, known.packed, scope)
+            if scope is None:
+                return None
+            return KvBlock(cut(known.name), None, known.packed, scope, known.images)
         above = self._known.get(known.parent)
         if above is None or above.told is None:
             return None
-        return KvBlock(cut(known.name), above.told.hash, known.packed, above.told.scope)
+        return KvBlock(cut(known.name), above.told.hash, known.packed, above.told.scope, known.images)
 
     def _retract(self, known: _Known) -> Iterator[KvEvent]:
         """Take back a block and all that follow it, the last ones first."""

@@ -169,10 +169,12 @@ def _row(event: KvEvent) -> list[object]:
         parent = None if block.parent is None else block.parent & _MASK
         tokens = list(unpack_tokens(block.packed_token_ids))
         adapter = block.scope.adapter or None
-        return [
+        row: list[object] = [
             *("BlockStored", [block.hash & _MASK], parent, tokens, block.token_count),
             *(None, _MEDIA[event.tier], adapter),
         ]
+        # `extra_keys`, one list for each block; as vLLM does, left out where there are none.
+        return [*row, [block.images]] if block.images else row
     if isinstance(event, BlockRemoved):
         return ["BlockRemoved", [event.hash & _MASK], _MEDIA[event.tier]]
     return ["AllBlocksCleared"]

@@ -131,6 +131,10 @@ def _stored_proto(event: BlockStored, own: Tenant) -> common.KvBlocksStored:
                 block_hash=block.hash,
                 token_ids=unpack_tokens(block.packed_token_ids),
                 block_size=block.token_count,
+                extra_keys=[
+                    common.KvBlockExtraKey(multimodal=common.KvMultimodalKey(**image._asdict()))
+                    for image in block.images
+                ],
             )
         ],
         tier=tier,

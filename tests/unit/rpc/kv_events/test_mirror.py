@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from icehouse_server.domain.blocks import unpack_tokens
+from icehouse_server.domain.blocks import image_keys, split_keys, unpack_tokens
 from icehouse_server.domain.cache_commands import KnownTokens
-from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+from icehouse_server.domain.ids import BlockHash, CacheScope, ImageDigest, Tenant
 from icehouse_server.engine.core.block_log import (
     Came,
     KvTier,
@@ -16,7 +16,7 @@ from icehouse_server.engine.core.block_log import (
     RootForgotten,
     RootsKnown,
 )
-from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvEvent, cut
+from icehouse_server.rpc.kv_events.events import BlockImage, BlockRemoved, BlockStored, KvEvent, cut
 from icehouse_server.rpc.kv_events.mirror import BlockMirror
 
 RAM, SSD = KvTier.RAM, KvTier.SSD
@@ -101,6 +101,28 @@ def test_tokens_that_are_not_known_are_read_and_then_told() -> None:
     # It came to RAM meanwhile, whole.
     assert told(made.apply([came("b", "a")])) == ["+B", "+b", "+c"]
     assert told(made.learn([KnownTokens(name("b"), (1, 2))])) == []
+
+
+def test_a_block_names_its_images_wherever_its_tokens_come_from() -> None:
+    cat = ImageDigest(b"\xca" * 32)
+    keys = image_keys(cat, (7, 7, 7))
+    seen = came("a")._replace(keys=(1, keys[0])), came("b", "a")._replace(keys=keys[1:])
+    expected = [(BlockImage("ca" * 32, 1),), (BlockImage("ca" * 32, -1),)]
+    assert [event.block.images for event in mirror().apply(seen)] == expected
+    made = mirror()
+    unread = [each._replace(keys=None, tier=SSD) for each in seen]
+    read = [KnownTokens(each.name, *split_keys(each.keys)) for each in seen]
+    assert told(made.apply(unread)) == []
+    stored = list(made.learn(read))
+    assert [event.block.images for event in stored] == expected
+    assert [unpack_tokens(event.block.packed_token_ids) for event in stored] == [(1, 7), (7, 7)]
+
+
+def test_a_block_with_marks_of_another_version_is_not_told() -> None:
+    made = mirror()
+    assert told(made.apply([came("a", tier=SSD, has_tokens=False)])) == []
+    assert told(made.learn([KnownTokens(name("a"), (1, 2), b"what is this")])) == []
+    assert told(made.apply([Left(SSD, name("a"))])) == []
 
 
 def test_a_block_that_left_is_not_read() -> None:

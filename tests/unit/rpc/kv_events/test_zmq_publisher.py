@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import StartError
-from icehouse_server.rpc.kv_events.events import BlockRemoved, BlocksCleared, BlockStored, KvBlock
+from icehouse_server.rpc.kv_events.events import BlockImage, BlockRemoved, BlocksCleared, BlockStored, KvBlock
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.kv_event_source import source_of
@@ -56,6 +57,15 @@ def test_a_batch_is_these_bytes() -> None:
         BlockRemoved(FIRST.hash, KvTier.RAM, Tenant("")),
     ]
     assert pack_batch(events, time=1_700_000_000.25) == GOLDEN
+
+
+def test_images_are_the_last_field_of_their_block() -> None:
+    """As vLLM has `extra_keys`: for each block of the event a list, of an identifier and an offset each."""
+    images = (BlockImage("ca", -3), BlockImage("d0", 2))
+    packed = pack_batch([BlockStored(dataclasses.replace(SECOND, images=images), KvTier.RAM)], time=0.0)
+    assert packed is not None
+    (row,) = msgpack.unpackb(packed)[1]
+    assert row[7:] == ["formal", [[["ca", -3], ["d0", 2]]]] and row[0] == "BlockStored"
 
 
 def test_nothing_is_no_message_and_all_is_cleared_by_its_name() -> None:

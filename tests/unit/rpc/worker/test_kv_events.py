@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, 
 from icehouse_server.errors import EventsExpired, EventsLost
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.kv_events.events import (
+    BlockImage,
     BlockRemoved,
     BlocksCleared,
     BlockStored,
@@ -70,6 +72,14 @@ def test_an_event_is_told_with_its_place() -> None:
     assert removed.removed == common.KvBlocksRemoved(
         block_hashes=[6], tier=common.KV_CACHE_TIER_DEVICE, medium="GPU"
     )
+
+
+def test_a_block_with_images_names_them_beside_its_tokens() -> None:
+    images = (BlockImage("ca" * 32, -3), BlockImage("d0" * 32, 2))
+    batch = KvBatch(9, 1.5, (BlockStored(dataclasses.replace(SECOND, images=images), KvTier.RAM),))
+    (block,) = batch_proto(batch, OWN).events[0].stored.blocks
+    assert [(key.multimodal.identifier, key.multimodal.offset) for key in block.extra_keys] == list(images)
+    assert not FIRST.images and not batch_proto(batch, OWN).events[0].stored.HasField("cache_salt")
 
 
 def test_what_is_not_the_subscribers_own_has_a_salt() -> None:

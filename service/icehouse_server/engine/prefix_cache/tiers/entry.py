@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, TokenKeys, has_image, split_keys
+from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, TokenKeys, split_keys
 from icehouse_server.domain.cache_commands import BlockMatch, RecentBlock, Tier
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.engine.core.block_log import Came, KvTier
@@ -63,11 +63,6 @@ class Entry:
     def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
         """Whether this region can be had from RAM, or with `with_ssd` from either tier."""
         return kind in self.ram or (with_ssd and kind in self.ssd)
-
-    @property
-    def is_told(self) -> bool:
-        """Whether gateways hear of it: they go by token ids, which do not tell images apart."""
-        return self.token_ids is None or not has_image(self.token_ids)
 
     def came_to(self, tier: KvTier) -> Came:
         """Return what the block log says of it."""

@@ -171,7 +171,7 @@ class BlockIndex:
         """Note the tokens of a block where they are not known; those of one on SSD are news to the log."""
         if entry.token_ids is None:
             entry.token_ids = token_ids
-            if entry.ssd and self._log.is_on and entry.is_told:
+            if entry.ssd and self._log.is_on:
                 self._log.note(entry.came_to(KvTier.SSD))
 
     def learn_header(self, entry: Entry, header: BlockHeader) -> None:
@@ -199,7 +199,7 @@ class BlockIndex:
         # One for all blocks of the same sizes, and so not to be changed: a third of what each would take.
         is_new, entry.ssd = not entry.ssd, self._sizes[sizes]
         entry.ssd_bytes = record.file_bytes
-        if is_new and self._log.is_on and entry.is_told:
+        if is_new and self._log.is_on:
             self._log.note(entry.came_to(KvTier.SSD))
         return entry
 

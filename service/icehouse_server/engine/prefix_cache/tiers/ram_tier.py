@@ -74,7 +74,7 @@ class RamTier:
         is_new = entry.hash not in self._order and entry.hash not in self._pinned
         had_none = not entry.ram
         entry.ram.update(regions)
-        if had_none and self._log.is_on and entry.is_told:
+        if had_none and self._log.is_on:
             self._log.note(entry.came_to(KvTier.RAM))
         self._account(entry, entry.ram_bytes - before)
         if is_new:

@@ -121,7 +121,7 @@ def test_tokens_that_become_known_of_a_stored_block_are_noted_once(is_computed: 
             shelf.block(ROOT, 0, LONG[:SIZE], ram=False, ssd=False)
         else:
             shelf.index.learn_tokens(stored, tuple(LONG[:SIZE]))
-    assert shelf.log.take(limit=10) == [came._replace(token_ids=tuple(LONG[:SIZE]))]
+    assert shelf.log.take(limit=10) == [came._replace(keys=tuple(LONG[:SIZE]))]
 
 
 def test_tokens_that_become_known_are_not_noted_while_nobody_listens() -> None:
@@ -399,14 +399,13 @@ def test_a_million_blocks_cost_a_lookup_what_a_thousand_do(count: int, hashed: l
     assert len(hashed) <= 3 * (1 + SIZE)
 
 
-def test_gateways_hear_of_no_block_with_an_image_since_they_go_by_token_ids() -> None:
+def test_a_block_with_an_image_is_noted_with_the_keys_that_tell_it_apart() -> None:
     shelf = Shelf()
     shelf.log.begin()
     cat = ImageDigest(bytes(32))
-    shelf.chain([*LONG[:SIZE], *image_keys(cat, [7] * SIZE)], ram=True)
     shelf.chain([*LONG[:SIZE], *image_keys(cat, [7] * SIZE)], ssd=True)
-    told = {came.token_ids for came in shelf.log.take(limit=10) if isinstance(came, Came)}
-    assert told == {tuple(LONG[:SIZE])}
+    noted = [(came.tier, came.keys) for came in shelf.log.take(limit=10) if isinstance(came, Came)]
+    assert noted == [(KvTier.SSD, tuple(LONG[:SIZE])), (KvTier.SSD, image_keys(cat, [7] * SIZE))]
 
 
 def test_a_match_ends_inside_a_block_where_the_image_is_another() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.blocks import RegionKind, image_keys
 from icehouse_server.domain.cache_stats import TierStats
-from icehouse_server.engine.core.block_log import BlockLog
+from icehouse_server.domain.ids import ImageDigest
+from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 
@@ -28,6 +29,16 @@ def test_bytes_are_those_of_all_regions() -> None:
     assert tier.used_bytes == 37
     tier.drop(entries[0])
     assert (len(tier), tier.used_bytes, entries[0].ram) == (2, 20, {})
+
+
+def test_a_block_with_an_image_is_noted_with_the_keys_that_tell_it_apart() -> None:
+    log = BlockLog()
+    log.begin()
+    keys = image_keys(ImageDigest(bytes(32)), [7] * SIZE)
+    (entry,) = Shelf().chain(list(keys))
+    RamTier(limit_bytes=100, block_token_count=SIZE, log=log).put(entry, {RegionKind.KV: SizedRegion(10)})
+    (*_, came) = log.take(limit=10)
+    assert came == Came(KvTier.RAM, entry.hash, ROOT, True, SIZE, keys)
 
 
 def test_a_touched_chain_ends_with_its_head() -> None:
