@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from tests.system.clients import web_page
 from tests.system.clients.live_servers import Servers, live_servers
 from tests.system.clients.scenarios import (
     NOT_YET,
@@ -60,6 +61,8 @@ class Language:
     """Commands that build the client and run its tests."""
     example: Example | None
     """None where another test runs the README."""
+    has_page: bool = False
+    """Whether it is tried in a browser too."""
 
 
 MAVEN = ("mvn", "--quiet", "--batch-mode", "--no-transfer-progress")
@@ -89,6 +92,7 @@ LANGUAGES = (
         fetch=("npm", "ci", "--no-audit", "--no-fund"),
         steps=(("npm", "test"),),
         example=Example("ts", "readme_example/main.ts", ("npm", "run", "example")),
+        has_page=True,
     ),
     Language(
         folder="java",
@@ -131,6 +135,8 @@ def tested(language: Language, servers: Servers, *, results: Path) -> bool:
     for step in language.steps:
         if not succeeded(step, folder=folder, environment=environment):
             return False
+    if language.has_page and not page_answered(folder, servers):
+        return False
     if language.example is None:
         return True
     path = folder / language.example.path
@@ -143,6 +149,17 @@ def tested(language: Language, servers: Servers, *, results: Path) -> bool:
         return succeeded(command, folder=folder, environment=environment, answer="MODEL_NOT_FOUND")
     finally:
         shutil.rmtree(path.parent)
+
+
+def page_answered(folder: Path, servers: Servers) -> bool:
+    """Try the packed client in a browser and say how that went, or why it cannot be tried here."""
+    if obstacle := web_page.obstacle_of(servers.web_url):
+        print(f"  clients/{folder.name} was not tried in a browser: {obstacle}", flush=True)
+        return True
+    faults = web_page.faults_of(servers, folder)
+    lines = [f"  {'FAIL' if faults else 'ok  '} clients/{folder.name}: its package in a browser", *faults]
+    print("\n".join(lines), flush=True)
+    return not faults
 
 
 def readme_example(folder: Path, fence: str) -> str:

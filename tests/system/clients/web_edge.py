@@ -1,4 +1,7 @@
-"""Envoy with gRPC-Web in front of one server, for clients in browsers: deploy/envoy's, without TLS."""
+"""Envoy with gRPC-Web in front of one server, for clients in browsers: deploy/envoy's, without TLS.
+
+Pages of loopback may call it, from any port.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,9 @@ def _plain_config(*, edge_port: int, server_port: int, admin_path: Path) -> str:
     (chain,) = listener["filter_chains"]
     del chain["transport_socket"]
     manager = chain["filters"][0]["typed_config"]
+    (host,) = manager["route_config"]["virtual_hosts"]
+    policy = host["typed_per_filter_config"]["envoy.filters.http.cors"]
+    policy["allow_origin_string_match"] = [{"safe_regex": {"regex": r"http://127\.0\.0\.1:\d+"}}]
     manager["http_filters"] = [
         one for one in manager["http_filters"] if not one["name"].endswith("json_transcoder")
     ]
