@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import math
 import multiprocessing
+import random
 import tempfile
 import time
 from pathlib import Path
@@ -43,10 +44,13 @@ STOP_BOUND_S = stop_bound_s(Config())
 """The grace of running calls, and what each part of the end behind it may take."""
 _CHECK_BOUND_S = 1.0
 _IDLE_FACTOR = 3.0
-_IDLE_S = 5.0
+_IDLE_S = 10.0
 _BUILD_UP_S = 3.0
 """From the hostile process's start until it attacks."""
 _CALL_TIMEOUT_S = 30.0
+_LONGEST_PAUSE_S = 0.6
+"""Between two requests, and drawn anew each time: behind a pause that is always the same a request would come
+at the same moment of a pass each time, right after one has begun."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,6 +111,7 @@ async def suffer(address: str, token: str, *, seconds: float) -> Suffered:
 async def _ask(address: str, token: str, suffered: Suffered, end: float) -> None:
     metadata = (("authorization", f"Bearer {token}"),)
     request = messages.GenerateRequest(text="Hello", max_output_tokens=2)
+    dice = random.Random(0)
     async with grpc.aio.insecure_channel(address) as channel:
         inference: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
         while time.monotonic() < end:
@@ -120,7 +125,7 @@ async def _ask(address: str, token: str, suffered: Suffered, end: float) -> None
                 suffered.ttfts.append(first)
             except grpc.aio.AioRpcError as error:
                 suffered.failures.append(f"{error.code().name}: {error.details()}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(dice.uniform(0.0, _LONGEST_PAUSE_S))
 
 
 async def _check(address: str, suffered: Suffered, end: float) -> None:
