@@ -6,6 +6,7 @@ tree itself names no address.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,6 +24,9 @@ PYTHON_FOLDERS = ("gen/python", "clients/python", ".")
 """What each distribution is built from: messages, client, server."""
 
 GO_MODULES = {"icehouse.dev/api": "gen/go", "icehouse.dev/icehouse": "clients/go"}
+JAVA_FOLDER = PurePosixPath("dev/icehouse/icehouse-client")
+"""Where a repository of Maven's has the client: its group and its name."""
+
 _TIMEOUT_S = 900
 _BUILD = "import sys; from setuptools import build_meta; print(build_meta.{hook}(sys.argv[1]))"
 
@@ -120,15 +124,25 @@ def write_module(out: Path, source: Path, *, module: str, version: str, time: st
 
 
 def build_java(tree: Path, out: Path, *, version: str) -> None:
-    """Build the jar, its sources and its API pages, with the pom beside them."""
-    out.mkdir(parents=True)
+    """Build the jar, its sources and its API pages, and write them as a repository of Maven's has them."""
     folder = tree / "clients/java"
     command = ["mvn", "--quiet", "--batch-mode", "--no-transfer-progress", "-DskipTests", "-Prelease"]
     run([*command, "package"], folder=folder)
-    stem = f"icehouse-client-{version}"
+    write_maven(out, folder, version=version)
+
+
+def write_maven(out: Path, folder: Path, *, version: str) -> None:
+    """Write the built jars and the pom, each with the sums that Maven and its central repository ask for."""
+    place = out / JAVA_FOLDER / version
+    place.mkdir(parents=True)
+    stem = f"{JAVA_FOLDER.name}-{version}"
+    shutil.copy2(folder / "pom.xml", place / f"{stem}.pom")
     for suffix in (".jar", "-sources.jar", "-javadoc.jar"):
-        shutil.copy2(folder / "target" / f"{stem}{suffix}", out)
-    shutil.copy2(folder / "pom.xml", out / f"{stem}.pom")
+        shutil.copy2(folder / "target" / f"{stem}{suffix}", place)
+    for path in sorted(place.iterdir()):
+        for name in ("md5", "sha1"):
+            digest = hashlib.new(name, path.read_bytes(), usedforsecurity=False).hexdigest()
+            path.with_name(f"{path.name}.{name}").write_text(digest, encoding="ascii")
 
 
 def run(command: Sequence[str], *, folder: Path, environment: dict[str, str] | None = None) -> str:

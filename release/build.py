@@ -1,8 +1,9 @@
 """Release: everything that is given out, with bills of materials and sums, in one folder.
 
 Usage: make release ARGS="--project-url URL --artifact-url URL --without java". Publishing is left to people.
-The folder has `python` (sdists, wheels), `node`, `go` (as a module proxy has it), `java`, `api` (the image
-for `buf breaking`), `sbom`, and with --artifact-url `homebrew`; SHA256SUMS is over all of it.
+The folder has `python` (sdists, wheels), `node`, `go` (as a module proxy has it), `java` (as a Maven
+repository has it), `api` (the image for `buf breaking`), `sbom`, and with --artifact-url `homebrew`;
+SHA256SUMS is over all of it.
 """
 
 from __future__ import annotations

@@ -38,6 +38,24 @@ def test_the_pom_has_what_maven_central_asks_for(tmp_path: Path) -> None:
     assert {plugin.text for plugin in plugins} == {"maven-source-plugin", "maven-javadoc-plugin"}
 
 
+def test_the_jars_are_as_a_repository_of_mavens_has_them(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "target").mkdir(parents=True)
+    (source / "pom.xml").write_text("abc")
+    jars = [f"icehouse-client-1.2.3{suffix}.jar" for suffix in ("", "-javadoc", "-sources")]
+    for name in (*jars, "other.jar"):
+        (source / "target" / name).write_bytes(b"jar")
+    artifacts.write_maven(out, source, version="1.2.3")
+    place = out / "dev/icehouse/icehouse-client/1.2.3"
+    made = [*jars, "icehouse-client-1.2.3.pom"]
+    assert {path.name for path in place.iterdir()} == {f"{n}{s}" for n in made for s in ("", ".md5", ".sha1")}
+    sums = [(place / f"icehouse-client-1.2.3.pom.{name}").read_text() for name in ("md5", "sha1")]
+    assert sums == ["900150983cd24fb0d6963f7d28e17f72", "a9993e364706816aba3e25717850c26c9cd0d89d"]
+    pom = ElementTree.parse(artifacts.ROOT / "clients/java/pom.xml")
+    named = f"{pom.findtext('{*}groupId')}.{pom.findtext('{*}artifactId')}"
+    assert named.split(".") == list(artifacts.JAVA_FOLDER.parts)
+
+
 def test_a_go_module_is_as_a_proxy_has_it(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     (source / "below").mkdir(parents=True)
