@@ -41,7 +41,6 @@ ROOMS = (
     "rpc.engine_client",
     "rpc.calls",
     "rpc.messages",
-    "rpc.image_sources",
     "rpc.monitoring",
     "rpc.kv_events",
     "rpc.services",
