@@ -38,6 +38,8 @@ SERVER_FLAGS = (
 _SAMPLE_COUNT = 120
 _LEAVES_EARLY = 0.1
 _SHARED_PREFIXES = 32
+_SHARED_TOKEN_LIMIT, _OWN_TOKEN_LIMIT, _OUTPUT_TOKEN_LIMIT = 128, 24, 96
+_PEAK_COUNT = 3
 _RSS_GROWTH_LIMIT = 1.03
 _DESCRIPTOR_GROWTH_LIMIT = 16
 
@@ -56,8 +58,8 @@ class Sample:
 class Trend:
     """The last quarter of a run over the third one; the first half warms up.
 
-    The process keeps the pages of its highest peaks. New ones grow rare, but on a busy machine they came
-    behind the second quarter still; a leak goes on.
+    The process keeps the pages of its highest peaks, so a run begins with one that is higher than what chance
+    brings later: on a busy machine new ones came for ten minutes otherwise. A leak goes on.
     """
 
     rss_ratio: float
@@ -91,8 +93,8 @@ async def soak(
 ) -> list[Sample]:
     """Keep `stream_count` streams open at `address` and return samples of the process behind it."""
     clients = [Client(address) for _ in range(CONNECTION_COUNT)]
-    began = time.monotonic()
     counts = [0] * stream_count
+    began = time.monotonic()
 
     async def call_on(index: int) -> None:
         source = random.Random(index)
@@ -109,6 +111,11 @@ async def soak(
         return samples
 
     try:
+        for _ in range(_PEAK_COUNT):
+            await asyncio.gather(
+                *(_peak(clients[i % CONNECTION_COUNT], random.Random(i)) for i in range(stream_count))
+            )
+        began = time.monotonic()
         found = await asyncio.gather(watch(), *(call_on(i) for i in range(stream_count)))
     finally:
         for client in clients:
@@ -116,12 +123,20 @@ async def soak(
     return list(found[0])
 
 
+async def _peak(client: Client, source: random.Random) -> None:
+    """Read the longest reply to the longest prompt, which begins like no other."""
+    tokens = [source.randrange(10, 250) for _ in range(_SHARED_TOKEN_LIMIT + _OWN_TOKEN_LIMIT)]
+    request = token_request(tokens, max_output_tokens=_OUTPUT_TOKEN_LIMIT, cache=READ_WRITE)
+    async for _ in client.inference.Stream(request):
+        pass
+
+
 async def _call(client: Client, source: random.Random) -> None:
     """Stream one reply to its end, or leave in the middle."""
     shared = random.Random(source.randrange(_SHARED_PREFIXES))
-    tokens = [shared.randrange(10, 250) for _ in range(16 * shared.randrange(1, 8))]
-    tokens += [source.randrange(10, 250) for _ in range(source.randrange(1, 24))]
-    wanted = source.randrange(8, 96)
+    tokens = [shared.randrange(10, 250) for _ in range(16 * shared.randrange(1, _SHARED_TOKEN_LIMIT // 16))]
+    tokens += [source.randrange(10, 250) for _ in range(source.randrange(1, _OWN_TOKEN_LIMIT))]
+    wanted = source.randrange(8, _OUTPUT_TOKEN_LIMIT)
     request = token_request(tokens, max_output_tokens=wanted, cache=READ_WRITE)
     leave_after = source.randrange(1, wanted) if source.random() < _LEAVES_EARLY else wanted + 1
     call = client.inference.Stream(request)
