@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from icehouse_server.errors import Overloaded, Reason
 from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
+_HEADERS_S = 1.0
+"""How long an end waits for headers that are on their way; only a connection that takes nothing needs it."""
+
 
 class Writable(Protocol):
     """What is wanted of a call's context."""
@@ -46,8 +49,15 @@ class StallTimer:
         """Send the headers, for a reader who waits for them while there is no message yet."""
         if not self._has_begun:
             self._has_begun = True
-            with disconnect_as_cancel():
-                await context.send_initial_metadata(())
+            sending = asyncio.ensure_future(context.send_initial_metadata(()))
+            try:
+                with disconnect_as_cancel():
+                    await asyncio.shield(sending)
+            except asyncio.CancelledError:
+                # gRPC believes that headers which were broken off have not been sent, sends them again with
+                # the status, is refused that by its core, and the caller would never hear of the end.
+                await asyncio.wait((sending,), timeout=_HEADERS_S)
+                raise
 
     async def write(self, context: Writable, message: object) -> None:
         """Hand a message to the connection, which may wait for the reader; only within `guard`.

@@ -87,6 +87,21 @@ async def test_a_call_without_a_deadline_gets_its_methods(
     assert "brought no deadline" in (caught.value.details() or "")
 
 
+async def test_its_end_is_told_wherever_it_comes(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "icehouse.v1.CacheService/WatchStats"
+    for number in range(60):
+        # Before the request has come, while the headers or the first message are sent, and behind them.
+        row = dataclasses.replace(METHODS[name], own_deadline_s=0.0005 + 0.0002 * number)
+        monkeypatch.setitem(METHODS, name, row)  # type: ignore[arg-type]
+        watch = served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in watch:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED, number
+
+
 async def test_one_that_brings_its_own_keeps_it(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
