@@ -14,6 +14,7 @@ from typing import NamedTuple
 from google.protobuf.descriptor import Descriptor
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_VARINT_BYTES = 10
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4, 3: 0, 4: 0}
 """Bytes of what has always as many; the ends of a group have none."""
 
@@ -83,12 +84,13 @@ def _messages_in(descriptor: Descriptor) -> Mapping[int, Descriptor]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a number and where the next thing begins; raises IndexError where it has no end."""
-    value = shift = 0
-    while True:
+    """Return a number and where the next thing begins; raises IndexError where it has no end in time."""
+    value = 0
+    # Longer ones are no numbers of 64 bits; adding up one as long as a message would take hours.
+    for shift in range(0, 7 * _VARINT_BYTES, 7):
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
-        shift += 7
+    raise IndexError(position)

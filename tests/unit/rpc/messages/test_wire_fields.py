@@ -63,6 +63,12 @@ def test_bytes_that_are_no_message_are_left_to_the_parser(data: bytes) -> None:
     assert count_of(data) <= len(data)
 
 
+def test_a_number_that_never_ends_is_not_added_up() -> None:
+    for endless in (b"\xff" * (16 << 20), b"\x0a" + b"\x80" * (16 << 20)):
+        assert count_of(endless) == 0
+    assert count_of(b"\x08" + b"\xff" * 9 + b"\x01") == 1
+
+
 @given(cut=st.integers(1, 30))
 def test_a_cut_message_ends_where_it_is_cut(cut: int) -> None:
     data = messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[TURN] * 3)).SerializeToString()
