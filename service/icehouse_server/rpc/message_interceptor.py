@@ -25,7 +25,7 @@ from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES
 from icehouse_server.rpc.messages.wire_fields import fields, has_more_fields
 
 FIELD_LIMIT = 1 << 16
-"""Fields of one request: of 4,096 messages of a chat, sixteen each. So many are parsed in 2 ms (2-core x86)."""
+"""Fields of one request: of 4,096 messages of a chat, sixteen each. So many are parsed in 2 ms."""
 SCANNED_FIELD_LIMIT = 1000
 """A message with more fields at its top has too many stop strings, and is refused for that."""
 
