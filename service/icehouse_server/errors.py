@@ -22,6 +22,7 @@ class Reason(enum.StrEnum):
     CHAT_INVALID = "CHAT_INVALID"
     CHAT_TEMPLATE_MISSING = "CHAT_TEMPLATE_MISSING"
     IMAGE_INVALID = "IMAGE_INVALID"
+    IMAGE_UNREACHABLE = "IMAGE_UNREACHABLE"
     IMAGES_UNSUPPORTED = "IMAGES_UNSUPPORTED"
     TOOL_INVALID = "TOOL_INVALID"
     TOOL_CHOICE_INVALID = "TOOL_CHOICE_INVALID"
@@ -127,6 +128,10 @@ class Overloaded(IcehouseError):
 
 class CannotFit(IcehouseError):
     """The request can never fit this machine (FAILED_PRECONDITION)."""
+
+
+class SourceUnreachable(IcehouseError):
+    """Another host does not give what the request names (FAILED_PRECONDITION)."""
 
 
 class Unavailable(IcehouseError):

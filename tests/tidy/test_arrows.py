@@ -41,6 +41,7 @@ ROOMS = (
     "rpc.engine_client",
     "rpc.calls",
     "rpc.messages",
+    "rpc.image_sources",
     "rpc.monitoring",
     "rpc.kv_events",
     "rpc.services",

@@ -115,6 +115,21 @@ class ServerConfig:
         "RESOURCE_EXHAUSTED. One tenant, or connection without credentials, gets at most half.",
         minimum=MIB,
     )
+    image_folders: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Folders by commas; requests may name images in them by file: URLs; links there are not followed; "
+        "absent: none.",
+    )
+    image_hosts: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Hosts by commas, such as images.example.org,10.0.0.7:8080; requests may name images there by https: "
+        "and http: URLs; absent: none.",
+    )
+    image_fetch_timeout_s: float = setting(
+        10.0, Kind.SECONDS, "How long reading the images that a request names may take.", minimum=0.1
+    )
     max_embedding_inputs: int = setting(64, Kind.COUNT, "Most inputs of one Embed request.", minimum=1)
     max_rerank_documents: int = setting(128, Kind.COUNT, "Most documents of one Rerank request.", minimum=1)
     grammar_timeout_s: float = setting(

@@ -22,15 +22,27 @@ class ToolCall:
     arguments_json: str
 
 
+class ImageDetail(enum.Enum):
+    """How much of an image the model is shown."""
+
+    AUTO = enum.auto()
+    LOW = enum.auto()
+    HIGH = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image as its caller sent it."""
+    """An image as its caller sent it, or named it."""
 
     data: bytes = dataclasses.field(repr=False)
+    """Empty until it was read from where `uri` says."""
     media_type: str
     """Empty when the caller does not say."""
     field: str
     """Where in the request it stands."""
+    uri: str = dataclasses.field(default="", repr=False)
+    """Where the image is; empty when the request has it."""
+    detail: ImageDetail = ImageDetail.AUTO
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class RpcServer:
         )
         self.security = Security(config.security, clock=clock)
         """Certificates and tokens, looked at again every while."""
-        self._prompts = PromptReader(thread_count=config.server.tokenizer_thread_count)
+        self._prompts = PromptReader.of(config.server)
         self._grammars = GrammarCompilers(
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )

@@ -63,7 +63,7 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
         image.load()
         return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # each of Pillow's decoders raises what it likes
-        raise _invalid(source, f"cannot be decoded: {_words(error)}") from error
+        raise _invalid(source, f"cannot be decoded{_detail(source, error)}") from error
 
 
 def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
@@ -81,7 +81,7 @@ def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
     except UnidentifiedImageError as error:  # its words name the object in this process's memory
         raise _invalid(source, "is no PNG, JPEG, WebP or GIF") from error
     except Exception as error:  # as above
-        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF: {_words(error)}") from error
+        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_detail(source, error)}") from error
     if wanted is not None and image.format != wanted:
         raise _invalid(source, f"is said to be {source.media_type!r}, and is {image.format}")
     return image
@@ -101,5 +101,9 @@ def _invalid(source: ImageSource, complaint: str, **facts: object) -> InvalidReq
     return InvalidRequest(Reason.IMAGE_INVALID, message, field=source.field, metadata=facts)
 
 
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__
+def _detail(source: ImageSource, error: Exception) -> str:
+    """Return the decoder's words, which may have bytes of the file in them: nothing for one that the caller
+    only named."""
+    if source.uri:
+        return ""
+    return f": {' '.join(str(error).split())[:160] or type(error).__name__}"

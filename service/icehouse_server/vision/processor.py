@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from icehouse_server.domain.blocks import HostTensor
+from icehouse_server.domain.chat import ImageDetail
 from icehouse_server.domain.request import ImageInput, ImageSpan, image_digest
 from icehouse_server.errors import InvalidRequest, ModelError, Reason
 from icehouse_server.vision.views import Views, ViewSettings, views_of
@@ -30,6 +31,8 @@ _VIEW_TYPES: Final = frozenset({"lfm2_vl", "lfm2-vl"})
 _ROW_TYPES: Final = frozenset({"pixtral", "mistral3"})
 _DEFAULT_TILE_TOKENS: Final = 169
 """`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
+_LOW_TOKENS: Final = 256
+"""Of an image at the low level, where a model takes more for a larger one: about 450 x 450 pixels."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
 _DEFAULT_PATCH_SIZE: Final = 14
@@ -52,7 +55,7 @@ class ImageProcessor(Protocol):
     mark: str
     """What the chat template writes where an image stands, and what its tokens are spelled."""
 
-    def prepare(self, image: Image.Image) -> PreparedImage:
+    def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the tensors and the text of one image. Raises what its library does for one that it cannot
         take."""
         ...
@@ -107,8 +110,9 @@ class TileProcessor:
         self._fingerprint = fingerprint
         self._tile_token_count = tile_token_count
 
-    def prepare(self, image: Image.Image) -> PreparedImage:
-        made = self._inner([[image]], return_row_col_info=True)
+    def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
+        cut = {"do_image_splitting": False} if detail is ImageDetail.LOW else {}
+        made = self._inner([[image]], return_row_col_info=True, **cut)
         rows, columns = made["rows"][0][0], made["cols"][0][0]
         # The mask comes as integers of eight bytes, and is more than the pixels then.
         mask = np.asarray(made["pixel_attention_mask"], dtype=bool)
@@ -137,8 +141,8 @@ class GridProcessor:
         self._inner = inner
         self._fingerprint = fingerprint
 
-    def prepare(self, image: Image.Image) -> PreparedImage:
-        made = self._inner([image])
+    def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
+        made = self._inner([image], **self._size(detail))
         tensors = tuple(_host(name, made[name]) for name in ("image_grid_thw", "pixel_values"))
         frames, rows, columns = (int(n) for n in made["image_grid_thw"][0])
         side = int(self._inner.merge_size)
@@ -146,6 +150,15 @@ class GridProcessor:
         count = math.prod(grid)
         digest = image_digest(self._fingerprint, tensors)
         return PreparedImage(ImageInput(digest, tensors, count, grid), self.mark * count)
+
+    def _size(self, detail: ImageDetail) -> Mapping[str, Any]:
+        """Return what of the processor's own size is replaced; pixels in all, as it names them."""
+        if detail is not ImageDetail.LOW:
+            return {}
+        size = self._inner.size
+        side = int(self._inner.patch_size) * int(self._inner.merge_size)
+        most = min(int(size["longest_edge"]), _LOW_TOKENS * side**2)
+        return {"size": {"longest_edge": most, "shortest_edge": min(int(size["shortest_edge"]), most)}}
 
 
 class WholeProcessor:
@@ -158,7 +171,8 @@ class WholeProcessor:
         self._fingerprint = fingerprint
         self._token_count = token_count
 
-    def prepare(self, image: Image.Image) -> PreparedImage:
+    def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
+        """Return the same at every level: there is one size."""
         tensors = (_host("pixel_values", self._inner([image])["pixel_values"]),)
         digest = image_digest(self._fingerprint, tensors)
         found = ImageInput(digest, tensors, self._token_count, is_seen_whole=True)
@@ -175,8 +189,8 @@ class ViewProcessor:
         self._settings = settings
         self._fingerprint = fingerprint
 
-    def prepare(self, image: Image.Image) -> PreparedImage:
-        views = views_of(image, self._settings)
+    def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
+        views = views_of(image, self._settings, is_cut=detail is not ImageDetail.LOW)
         tensors = (
             _host("pixel_attention_mask", views.mask),
             _host("pixel_values", views.patches),
@@ -239,7 +253,8 @@ class RowProcessor:
         self._fingerprint = fingerprint
         self._settings = settings
 
-    def prepare(self, image: Image.Image) -> PreparedImage:
+    def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
+        """Return the same at every level, as yet."""
         settings = self._settings
         unit = settings.patch_size * settings.merge_size
         made = self._inner([image], patch_size={"height": unit, "width": unit})

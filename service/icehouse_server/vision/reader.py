@@ -68,7 +68,7 @@ class ImageReader:
     def _prepared(self, source: ImageSource) -> PreparedImage:
         image = decode_image(source, self._limits)
         try:
-            return self._processor.prepare(image)
+            return self._processor.prepare(image, source.detail)
         except Exception as error:  # a processor raises what it likes for a shape that it cannot take
             width, height = image.size
             raise InvalidRequest(

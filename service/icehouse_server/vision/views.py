@@ -87,10 +87,13 @@ class Views:
     """[views, 2]: rows and columns of each one's patches."""
 
 
-def views_of(image: Image.Image, settings: ViewSettings) -> Views:
-    """Scale and cut an image in RGB. Raises ValueError for one so narrow that it has too many patches."""
+def views_of(image: Image.Image, settings: ViewSettings, *, is_cut: bool = True) -> Views:
+    """Scale and cut an image in RGB; without `is_cut` there is one view of it, however large it is.
+
+    Raises ValueError for one so narrow that it has too many patches.
+    """
     whole = image.resize(_whole_size(image, settings), settings.resample)
-    columns, rows = _tiling(image, settings)
+    columns, rows = _tiling(image, settings) if is_cut else (1, 1)
     views = [whole]
     if columns * rows > 1:
         tile = settings.tile_size

@@ -22,6 +22,7 @@ from PIL import Image
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.vision import TILE_TOKEN_COUNT, tiny_vision_dir
 from tests.fixtures.rpc.details import refused
+from tests.fixtures.web_host import answer, web_host
 from tests.fixtures.whole_server import whole_server
 
 OUTPUT_COUNT = 8
@@ -106,6 +107,7 @@ async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path,
 
 
 REFUSED = [
+    (chat(image(png(1), detail=9)), "IMAGE_INVALID", "parts[0].image.detail"),
     (chat(image(png(1)[:99])), "IMAGE_INVALID", "chat.messages[0].parts[0].image"),
     (chat(text("x"), image(png(1), media_type="image/jpeg")), "IMAGE_INVALID", "parts[1].image"),
     (chat(image(b"")), "IMAGE_INVALID", "parts[0].image"),
@@ -132,6 +134,50 @@ async def test_a_picture_of_rows_is_counted_with_the_words_between_them(tmp_path
     assert (cold.usage.prompt_tokens, cold.usage.image_tokens) == (prompt_count, 4 * 5 + 3)
     assert (cold.usage.cached_tokens, warm.usage.ram_tokens) == (0, prompt_count - 1)
     assert (told.reason, told.field) == ("CHAT_INVALID", "chat")
+
+
+async def test_an_image_is_itself_wherever_it_comes_from(folder: Path, tmp_path: Path) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "cat.png").write_bytes(png(1))
+    (pictures / "list.txt").write_text("secret")
+
+    def named(uri: str, **fields: Any) -> prompt_pb2.ChatPrompt:
+        part = prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(uri=uri, **fields))
+        return chat(part, text(QUESTION))
+
+    async with web_host() as host:
+        host.answers["/cat"] = answer(200, png(1))
+        url = f"http://127.0.0.1:{host.port}/cat"
+        allowed = {
+            "server__image_folders": str(pictures),
+            "server__image_hosts": f"127.0.0.1:{host.port}",
+        }
+        async with whole_server(folder, tmp_path / "blocks", **allowed) as house:
+            cold = await house.inference.Generate(request(named(url)))
+            count = cold.usage.prompt_tokens
+            for prompt in (named(f"file://{pictures}/cat.png"), chat(image(png(1)), text(QUESTION))):
+                warm = await house.inference.Generate(request(prompt))
+                assert warm.usage.cached_tokens == count - 1 and warm.token_ids == cold.token_ids
+            asked = inference_service_pb2.TokenizeRequest(chat=named(url))
+            assert (await house.inference.Tokenize(asked)).token_count == count
+            few = await house.inference.Generate(request(named(url, detail=prompt_pb2.IMAGE_DETAIL_LOW)))
+            assert 0 < few.usage.image_tokens < cold.usage.image_tokens
+            for uri in (
+                f"file://{pictures}/list.txt",
+                f"file://{pictures}/none",
+                "file:///etc/passwd",
+                f"{url}s",
+            ):
+                if uri == f"{url}s":
+                    host.answers["/cats"] = answer(404, b"")
+                told = await refused(house.inference.Generate(request(named(uri))))
+                assert told.reason == "IMAGE_INVALID" and "secret" not in told.message
+                assert told.field is not None and "parts[0].image" in told.field
+            await host.stop()
+            told = await refused(house.inference.Generate(request(named(url))))
+            assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "IMAGE_UNREACHABLE")
+    assert len(host.requests) == 4
 
 
 async def test_what_is_refused_names_its_part(folder: Path, tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ _FLAGS: Mapping[str, str] = {
 _IMAGE_FLAGS: Mapping[str, str] = {
     "max-images": "4",
     "max-image-pixels": "4000000",
+    # What is named there is not there: nothing listens, and no such folder is.
+    "image-folders": "/nowhere/pictures",
+    "image-hosts": "127.0.0.1:1",
+    "image-fetch-timeout-s": "0.5",
 }
 
 

@@ -80,6 +80,21 @@ def test_what_is_broken_is_refused_in_words_fit_for_callers(name: str) -> None:
     assert len(message) < 300 and "0x" not in message and "object at" not in message
 
 
+def test_what_the_server_has_read_is_refused_without_a_word_of_what_was_in_it() -> None:
+    broken = {
+        name: file for name, file in BROKEN.items() if ": " in refusal(file.data, file.media_type).message
+    }
+    assert broken
+    for file in broken.values():
+        source = ImageSource(file.data, file.media_type, FIELD, uri="file:///srv/pictures/a.png")
+        with pytest.raises(InvalidRequest) as caught:
+            decode_image(source, LIMITS)
+        assert caught.value.message in (
+            f"the image in {FIELD} cannot be decoded",
+            f"the image in {FIELD} is no PNG, JPEG, WebP or GIF",
+        )
+
+
 def test_a_truncated_image_is_refused() -> None:
     noise = Image.effect_noise((50, 50), 90).convert("RGB")
     for kind in ("PNG", "JPEG", "WEBP"):

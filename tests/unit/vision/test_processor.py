@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from icehouse_server.domain.chat import ImageSource
+from icehouse_server.domain.chat import ImageDetail, ImageSource
+from icehouse_server.domain.request import ImageInput
 from icehouse_server.errors import InvalidRequest, ModelError, Reason
 
 Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
@@ -186,3 +187,51 @@ def test_a_folder_that_does_not_scale_images_is_refused(tmp_path: Path) -> None:
     change(folder, "preprocessor_config.json", do_resize=False)
     with pytest.raises(ModelError, match=r"\(do_resize\).*set it to true"):
         open_processor(folder, "pixtral")
+
+
+def low(processor: ImageProcessor, image: Any) -> tuple[ImageInput, str]:
+    prepared = processor.prepare(image, ImageDetail.LOW)
+    assert prepared.text.count(processor.mark) in (prepared.image.feature_count, 1)
+    assert prepared.image == processor.prepare(image, ImageDetail.LOW).image
+    return prepared.image, prepared.text
+
+
+def test_tiles_are_left_out_at_the_low_level(folder: Path) -> None:
+    processor, image = tiles(folder), noise(60, 40)
+    shown, text = low(processor, image)
+    assert shown.feature_count == TILE_TOKEN_COUNT and "<row_" not in text and "<global-img>" in text
+    whole = processor.prepare(image)
+    assert whole.image.feature_count > TILE_TOKEN_COUNT and whole.image.digest != shown.digest
+    assert processor.prepare(image, ImageDetail.HIGH) == processor.prepare(image, ImageDetail.AUTO) == whole
+
+
+def test_a_grid_is_at_most_256_tokens_at_the_low_level(tmp_path: Path) -> None:
+    folder = tiny_vision_dir(tmp_path, "qwen2_5_vl")
+    config = folder / "preprocessor_config.json"
+    facts = json.loads(config.read_text())
+    side = facts["patch_size"] * facts["merge_size"]
+    facts["max_pixels"] = 1024 * side**2
+    facts["size"] = {"shortest_edge": 4 * side**2, "longest_edge": 1024 * side**2}
+    config.write_text(json.dumps(facts))
+    processor, large = open_processor(folder, "qwen2_5_vl"), noise(40 * side, 20 * side)
+    assert processor.prepare(large).image.feature_count == 800
+    shown, _ = low(processor, large)
+    assert 128 < shown.feature_count <= 256
+    # A small one is as it was, and so it is the same image.
+    small = noise(6 * side, 4 * side)
+    assert low(processor, small)[0].digest == processor.prepare(small).image.digest
+
+
+def test_views_are_one_at_the_low_level(tmp_path: Path) -> None:
+    processor = open_processor(tiny_vision_dir(tmp_path, "lfm2_vl"), "lfm2_vl")
+    image = noise(400, 300)
+    shown, text = low(processor, image)
+    whole = processor.prepare(image)
+    assert "<|img_thumbnail|>" in whole.text and "<|img_thumbnail|>" not in text
+    assert shown.feature_count < whole.image.feature_count
+
+
+def test_one_size_is_the_same_at_every_level(tmp_path: Path) -> None:
+    processor = open_processor(tiny_vision_dir(tmp_path, "gemma3"), "gemma3")
+    image = noise(60, 40)
+    assert low(processor, image)[0] == processor.prepare(image).image

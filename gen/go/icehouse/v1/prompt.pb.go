@@ -24,6 +24,65 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// How much of an image the model is shown, and so how many tokens it takes. What that comes to is for the
+// model's family to say; families that show every image in one size do the same at every level.
+type ImageDetail int32
+
+const (
+	// IMAGE_DETAIL_AUTO.
+	ImageDetail_IMAGE_DETAIL_UNSPECIFIED ImageDetail = 0
+	// As the model's own processor has it.
+	ImageDetail_IMAGE_DETAIL_AUTO ImageDetail = 1
+	// In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
+	// image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+	ImageDetail_IMAGE_DETAIL_LOW ImageDetail = 2
+	// As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far.
+	ImageDetail_IMAGE_DETAIL_HIGH ImageDetail = 3
+)
+
+// Enum value maps for ImageDetail.
+var (
+	ImageDetail_name = map[int32]string{
+		0: "IMAGE_DETAIL_UNSPECIFIED",
+		1: "IMAGE_DETAIL_AUTO",
+		2: "IMAGE_DETAIL_LOW",
+		3: "IMAGE_DETAIL_HIGH",
+	}
+	ImageDetail_value = map[string]int32{
+		"IMAGE_DETAIL_UNSPECIFIED": 0,
+		"IMAGE_DETAIL_AUTO":        1,
+		"IMAGE_DETAIL_LOW":         2,
+		"IMAGE_DETAIL_HIGH":        3,
+	}
+)
+
+func (x ImageDetail) Enum() *ImageDetail {
+	p := new(ImageDetail)
+	*p = x
+	return p
+}
+
+func (x ImageDetail) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ImageDetail) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_prompt_proto_enumTypes[0].Descriptor()
+}
+
+func (ImageDetail) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_prompt_proto_enumTypes[0]
+}
+
+func (x ImageDetail) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ImageDetail.Descriptor instead.
+func (ImageDetail) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{0}
+}
+
 // A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
 // is refused with CHAT_INVALID and the template's words.
 //
@@ -317,7 +376,7 @@ func (*ContentPart_Text) isContentPart_Part() {}
 func (*ContentPart_Image) isContentPart_Part() {}
 
 // An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
-// transparency. Two files with the same pixels are the same image to the prefix cache.
+// transparency. Two files with the same pixels are the same image to the prefix cache, wherever they come from.
 type ImagePart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The image itself; required (IMAGE_INVALID).
@@ -329,7 +388,9 @@ type ImagePart struct {
 	Source isImagePart_Source `protobuf_oneof:"source"`
 	// "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
 	// refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
-	MediaType     string `protobuf:"bytes,3,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	MediaType string `protobuf:"bytes,3,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	// How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+	Detail        ImageDetail `protobuf:"varint,4,opt,name=detail,proto3,enum=icehouse.v1.ImageDetail" json:"detail,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -396,6 +457,13 @@ func (x *ImagePart) GetMediaType() string {
 	return ""
 }
 
+func (x *ImagePart) GetDetail() ImageDetail {
+	if x != nil {
+		return x.Detail
+	}
+	return ImageDetail_IMAGE_DETAIL_UNSPECIFIED
+}
+
 type isImagePart_Source interface {
 	isImagePart_Source()
 }
@@ -407,8 +475,13 @@ type ImagePart_Data struct {
 }
 
 type ImagePart_Uri struct {
-	// A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-	// IMAGE_INVALID.
+	// A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+	// file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+	// of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+	// folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+	// Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+	// is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+	// a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
 	Uri string `protobuf:"bytes,2,opt,name=uri,proto3,oneof"`
 }
 
@@ -550,18 +623,24 @@ const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"\vContentPart\x12\x14\n" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12.\n" +
 	"\x05image\x18\x02 \x01(\v2\x16.icehouse.v1.ImagePartH\x00R\x05imageB\x06\n" +
-	"\x04part\"^\n" +
+	"\x04part\"\x90\x01\n" +
 	"\tImagePart\x12\x14\n" +
 	"\x04data\x18\x01 \x01(\fH\x00R\x04data\x12\x12\n" +
 	"\x03uri\x18\x02 \x01(\tH\x00R\x03uri\x12\x1d\n" +
 	"\n" +
-	"media_type\x18\x03 \x01(\tR\tmediaTypeB\b\n" +
+	"media_type\x18\x03 \x01(\tR\tmediaType\x120\n" +
+	"\x06detail\x18\x04 \x01(\x0e2\x18.icehouse.v1.ImageDetailR\x06detailB\b\n" +
 	"\x06source\">\n" +
 	"\fInfillPrompt\x12\x16\n" +
 	"\x06prefix\x18\x01 \x01(\tR\x06prefix\x12\x16\n" +
 	"\x06suffix\x18\x02 \x01(\tR\x06suffix\"\x1f\n" +
 	"\vTokenPrompt\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\x05R\x03idsB<\n" +
+	"\x03ids\x18\x01 \x03(\x05R\x03ids*o\n" +
+	"\vImageDetail\x12\x1c\n" +
+	"\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n" +
+	"\x11IMAGE_DETAIL_AUTO\x10\x01\x12\x14\n" +
+	"\x10IMAGE_DETAIL_LOW\x10\x02\x12\x15\n" +
+	"\x11IMAGE_DETAIL_HIGH\x10\x03B<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
@@ -576,28 +655,31 @@ func file_icehouse_v1_prompt_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_prompt_proto_rawDescData
 }
 
+var file_icehouse_v1_prompt_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
 var file_icehouse_v1_prompt_proto_goTypes = []any{
-	(*ChatPrompt)(nil),      // 0: icehouse.v1.ChatPrompt
-	(*ChatMessage)(nil),     // 1: icehouse.v1.ChatMessage
-	(*ContentPart)(nil),     // 2: icehouse.v1.ContentPart
-	(*ImagePart)(nil),       // 3: icehouse.v1.ImagePart
-	(*InfillPrompt)(nil),    // 4: icehouse.v1.InfillPrompt
-	(*TokenPrompt)(nil),     // 5: icehouse.v1.TokenPrompt
-	(*structpb.Struct)(nil), // 6: google.protobuf.Struct
-	(*ToolCall)(nil),        // 7: icehouse.v1.ToolCall
+	(ImageDetail)(0),        // 0: icehouse.v1.ImageDetail
+	(*ChatPrompt)(nil),      // 1: icehouse.v1.ChatPrompt
+	(*ChatMessage)(nil),     // 2: icehouse.v1.ChatMessage
+	(*ContentPart)(nil),     // 3: icehouse.v1.ContentPart
+	(*ImagePart)(nil),       // 4: icehouse.v1.ImagePart
+	(*InfillPrompt)(nil),    // 5: icehouse.v1.InfillPrompt
+	(*TokenPrompt)(nil),     // 6: icehouse.v1.TokenPrompt
+	(*structpb.Struct)(nil), // 7: google.protobuf.Struct
+	(*ToolCall)(nil),        // 8: icehouse.v1.ToolCall
 }
 var file_icehouse_v1_prompt_proto_depIdxs = []int32{
-	1, // 0: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
-	6, // 1: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
-	7, // 2: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
-	2, // 3: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
-	3, // 4: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
-	5, // [5:5] is the sub-list for method output_type
-	5, // [5:5] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	2, // 0: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
+	7, // 1: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
+	8, // 2: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
+	3, // 3: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
+	4, // 4: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
+	0, // 5: icehouse.v1.ImagePart.detail:type_name -> icehouse.v1.ImageDetail
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for extension type_name
+	6, // [6:6] is the sub-list for extension extendee
+	0, // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_prompt_proto_init() }
@@ -621,13 +703,14 @@ func file_icehouse_v1_prompt_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_prompt_proto_rawDesc), len(file_icehouse_v1_prompt_proto_rawDesc)),
-			NumEnums:      0,
+			NumEnums:      1,
 			NumMessages:   6,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
 		GoTypes:           file_icehouse_v1_prompt_proto_goTypes,
 		DependencyIndexes: file_icehouse_v1_prompt_proto_depIdxs,
+		EnumInfos:         file_icehouse_v1_prompt_proto_enumTypes,
 		MessageInfos:      file_icehouse_v1_prompt_proto_msgTypes,
 	}.Build()
 	File_icehouse_v1_prompt_proto = out.File

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from icehouse.v1 import tool_pb2 as _tool_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,40 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ImageDetail:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ImageDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImageDetail.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IMAGE_DETAIL_UNSPECIFIED: _ImageDetail.ValueType  # 0
+    """IMAGE_DETAIL_AUTO."""
+    IMAGE_DETAIL_AUTO: _ImageDetail.ValueType  # 1
+    """As the model's own processor has it."""
+    IMAGE_DETAIL_LOW: _ImageDetail.ValueType  # 2
+    """In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
+    image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+    """
+    IMAGE_DETAIL_HIGH: _ImageDetail.ValueType  # 3
+    """As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far."""
+
+class ImageDetail(_ImageDetail, metaclass=_ImageDetailEnumTypeWrapper):
+    """How much of an image the model is shown, and so how many tokens it takes. What that comes to is for the
+    model's family to say; families that show every image in one size do the same at every level.
+    """
+
+IMAGE_DETAIL_UNSPECIFIED: ImageDetail.ValueType  # 0
+"""IMAGE_DETAIL_AUTO."""
+IMAGE_DETAIL_AUTO: ImageDetail.ValueType  # 1
+"""As the model's own processor has it."""
+IMAGE_DETAIL_LOW: ImageDetail.ValueType  # 2
+"""In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
+image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+"""
+IMAGE_DETAIL_HIGH: ImageDetail.ValueType  # 3
+"""As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far."""
+Global___ImageDetail: _TypeAlias = ImageDetail  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
@@ -185,7 +220,7 @@ Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
 @_typing.final
 class ImagePart(_message.Message):
     """An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
-    transparency. Two files with the same pixels are the same image to the prefix cache.
+    transparency. Two files with the same pixels are the same image to the prefix cache, wherever they come from.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -193,28 +228,37 @@ class ImagePart(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     URI_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
     (IMAGE_INVALID, before anything is decoded).
     """
     uri: _builtins.str
-    """A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-    IMAGE_INVALID.
+    """A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+    file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+    of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+    folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+    Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+    is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+    a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
     """
     media_type: _builtins.str
     """"image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
     refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
     """
+    detail: Global___ImageDetail.ValueType
+    """How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         uri: _builtins.str = ...,
         media_type: _builtins.str = ...,
+        detail: Global___ImageDetail.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "source", b"source", "uri", b"uri"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "source", b"source", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "detail", b"detail", "media_type", b"media_type", "source", b"source", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["data", "uri"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015

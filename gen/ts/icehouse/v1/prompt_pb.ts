@@ -4,8 +4,8 @@
 // @generated from file icehouse/v1/prompt.proto (package icehouse.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
 import { file_google_protobuf_struct } from "@bufbuild/protobuf/wkt";
 import type { ToolCall } from "./tool_pb.js";
 import { file_icehouse_v1_tool } from "./tool_pb.js";
@@ -15,7 +15,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/prompt.proto.
  */
 export const file_icehouse_v1_prompt: GenFile = /*@__PURE__*/
-  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi2AEKC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIRCgRuYW1lGAMgASgJSACIAQESEQoJcmVhc29uaW5nGAQgASgJEikKCnRvb2xfY2FsbHMYBSADKAsyFS5pY2Vob3VzZS52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBiABKAkSEQoJdG9rZW5faWRzGAcgAygFEicKBXBhcnRzGAggAygLMhguaWNlaG91c2UudjEuQ29udGVudFBhcnRCBwoFX25hbWUiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJICglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAlCCAoGc291cmNlIi4KDEluZmlsbFByb21wdBIOCgZwcmVmaXgYASABKAkSDgoGc3VmZml4GAIgASgJIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM", [file_google_protobuf_struct, file_icehouse_v1_tool]);
+  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi2AEKC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIRCgRuYW1lGAMgASgJSACIAQESEQoJcmVhc29uaW5nGAQgASgJEikKCnRvb2xfY2FsbHMYBSADKAsyFS5pY2Vob3VzZS52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBiABKAkSEQoJdG9rZW5faWRzGAcgAygFEicKBXBhcnRzGAggAygLMhguaWNlaG91c2UudjEuQ29udGVudFBhcnRCBwoFX25hbWUiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJyCglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAkSKAoGZGV0YWlsGAQgASgOMhguaWNlaG91c2UudjEuSW1hZ2VEZXRhaWxCCAoGc291cmNlIi4KDEluZmlsbFByb21wdBIOCgZwcmVmaXgYASABKAkSDgoGc3VmZml4GAIgASgJIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBSpvCgtJbWFnZURldGFpbBIcChhJTUFHRV9ERVRBSUxfVU5TUEVDSUZJRUQQABIVChFJTUFHRV9ERVRBSUxfQVVUTxABEhQKEElNQUdFX0RFVEFJTF9MT1cQAhIVChFJTUFHRV9ERVRBSUxfSElHSBADQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_struct, file_icehouse_v1_tool]);
 
 /**
  * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
@@ -191,7 +191,7 @@ export const ContentPartSchema: GenMessage<ContentPart> = /*@__PURE__*/
 
 /**
  * An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
- * transparency. Two files with the same pixels are the same image to the prefix cache.
+ * transparency. Two files with the same pixels are the same image to the prefix cache, wherever they come from.
  *
  * @generated from message icehouse.v1.ImagePart
  */
@@ -212,8 +212,13 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
     case: "data";
   } | {
     /**
-     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-     * IMAGE_INVALID.
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+     * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
      *
      * @generated from field: string uri = 2;
      */
@@ -228,6 +233,13 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
    * @generated from field: string media_type = 3;
    */
   mediaType: string;
+
+  /**
+   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   *
+   * @generated from field: icehouse.v1.ImageDetail detail = 4;
+   */
+  detail: ImageDetail;
 };
 
 /**
@@ -291,4 +303,47 @@ export type TokenPrompt = Message<"icehouse.v1.TokenPrompt"> & {
  */
 export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_prompt, 5);
+
+/**
+ * How much of an image the model is shown, and so how many tokens it takes. What that comes to is for the
+ * model's family to say; families that show every image in one size do the same at every level.
+ *
+ * @generated from enum icehouse.v1.ImageDetail
+ */
+export enum ImageDetail {
+  /**
+   * IMAGE_DETAIL_AUTO.
+   *
+   * @generated from enum value: IMAGE_DETAIL_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * As the model's own processor has it.
+   *
+   * @generated from enum value: IMAGE_DETAIL_AUTO = 1;
+   */
+  AUTO = 1,
+
+  /**
+   * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
+   * image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+   *
+   * @generated from enum value: IMAGE_DETAIL_LOW = 2;
+   */
+  LOW = 2,
+
+  /**
+   * As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far.
+   *
+   * @generated from enum value: IMAGE_DETAIL_HIGH = 3;
+   */
+  HIGH = 3,
+}
+
+/**
+ * Describes the enum icehouse.v1.ImageDetail.
+ */
+export const ImageDetailSchema: GenEnum<ImageDetail> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_prompt, 0);
 

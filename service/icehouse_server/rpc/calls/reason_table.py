@@ -45,6 +45,11 @@ TABLE: Mapping[Reason, Row] = {
     Reason.IMAGE_INVALID: Row(
         _INVALID, "An image cannot be read, or is larger than images may be here.", _MEND
     ),
+    Reason.IMAGE_UNREACHABLE: Row(
+        _PRECONDITION,
+        "The host that an image is to be fetched from does not give it now, or not in time.",
+        "Send the image's bytes, or try again once its host answers.",
+    ),
     Reason.IMAGES_UNSUPPORTED: Row(
         _INVALID, "The model reads text alone.", "Leave the images out, or use a model that reads them."
     ),

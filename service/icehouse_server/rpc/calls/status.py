@@ -35,6 +35,7 @@ _CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
     (errors.Forbidden, grpc.StatusCode.PERMISSION_DENIED),
     (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.CannotFit, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.SourceUnreachable, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.StorageError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),

@@ -16,6 +16,7 @@ from icehouse.v1 import prompt_pb2, tool_pb2
 from icehouse_server.domain.chat import (
     ChatMessage,
     Conversation,
+    ImageDetail,
     ImageSource,
     PlacedImage,
     Tool,
@@ -43,6 +44,12 @@ _MODES = {
     tool_pb2.TOOL_CHOICE_MODE_NONE: ToolMode.NONE,
     tool_pb2.TOOL_CHOICE_MODE_REQUIRED: ToolMode.REQUIRED,
     tool_pb2.TOOL_CHOICE_MODE_NAMED: ToolMode.NAMED,
+}
+_DETAILS = {
+    prompt_pb2.IMAGE_DETAIL_UNSPECIFIED: ImageDetail.AUTO,
+    prompt_pb2.IMAGE_DETAIL_AUTO: ImageDetail.AUTO,
+    prompt_pb2.IMAGE_DETAIL_LOW: ImageDetail.LOW,
+    prompt_pb2.IMAGE_DETAIL_HIGH: ImageDetail.HIGH,
 }
 
 
@@ -243,18 +250,28 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
         )
     if role != "user":
         raise _bad_chat(f'{field} is in a turn of {role!r}; images are for "user" only', field=field)
+    detail = _DETAILS.get(image.detail)
+    if detail is None:
+        raise _bad_image(
+            f"{field}.detail is {int(image.detail)}; it is no ImageDetail of this API",
+            field=f"{field}.detail",
+        )
     source = image.WhichOneof("source")
     if source == "data" and image.data:
-        return ImageSource(image.data, image.media_type, field)
-    if source == "uri":
-        return _from_data_uri(image.uri, image.media_type, field)
-    raise _bad_image(f"{field} has neither data nor a URI", field=field)
+        return ImageSource(image.data, image.media_type, field, detail=detail)
+    if source == "uri" and image.uri[:5].lower() == "data:":
+        return _from_data_uri(image, field, detail)
+    if source == "uri" and image.uri:
+        return ImageSource(b"", image.media_type, field, image.uri, detail)
+    at = f"{field}.uri" if source == "uri" else field
+    raise _bad_image(f"{field} has neither data nor a URI", field=at)
 
 
-def _from_data_uri(uri: str, media_type: str, field: str) -> ImageSource:
+def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail) -> ImageSource:
+    uri, media_type = image.uri, image.media_type
     head, comma, body = uri.partition(",")
-    told, *options = head.removeprefix("data:").split(";")
-    if not (head.startswith("data:") and comma and options[-1:] == ["base64"]):
+    told, *options = head[len("data:") :].split(";")
+    if not (comma and options[-1:] == ["base64"]):
         shape = "data:image/png;base64,..."
         raise _bad_image(f"{field}.uri is {shown(uri[:40])}; it must be {shape}", field=f"{field}.uri")
     if media_type and told and media_type.lower() != told.lower():
@@ -266,7 +283,7 @@ def _from_data_uri(uri: str, media_type: str, field: str) -> ImageSource:
         data = base64.b64decode(body, validate=True)
     except ValueError as error:  # of its alphabet, or of letters that are not even ASCII
         raise _bad_image(f"{field}.uri is not base64: {error}", field=f"{field}.uri") from None
-    return ImageSource(data, media_type or told, field)
+    return ImageSource(data, media_type or told, field, detail=detail)
 
 
 def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:

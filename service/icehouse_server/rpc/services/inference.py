@@ -33,6 +33,7 @@ from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     Prompt,
+    TextPrompt,
     Unread,
     infill_of,
     pieces,
@@ -40,6 +41,7 @@ from icehouse_server.rpc.services.prompts import (
     text_of,
     text_prompt_of,
     unchecked,
+    work_bytes,
 )
 from icehouse_server.rpc.services.reply_sum import ReplySum
 
@@ -101,17 +103,23 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             kind = request.WhichOneof("prompt")
             normalizes = self._generation.normalizes(call.caller.tenant or DEFAULT_TENANT)
 
-            def answer() -> messages.TokenizeResponse:
+            def check() -> TextPrompt:
                 if kind == "infill":
                     check_no_tools(request.tools, None)
-                    found = pieces(infill_of(request.infill), model)
-                else:
-                    found = pieces(text_prompt_of(request, kind, model.info, normalizes=normalizes), model)
+                    return infill_of(request.infill)
+                return text_prompt_of(request, kind, model.info, normalizes=normalizes)
+
+            def answer(prompt: TextPrompt) -> messages.TokenizeResponse:
+                found = pieces(prompt, model)
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
 
             self._generation.charge(0, call=call)
-            response = await self._prompts.run(answer, size_bytes=request.ByteSize())
+            size_bytes = request.ByteSize()
+            checked = await self._prompts.run(check, size_bytes=size_bytes)
+            async with self._prompts.with_images(checked) as prompt:
+                work = work_bytes(prompt, size_bytes)
+                response = await self._prompts.run(lambda: answer(prompt), size_bytes=work)
             self._generation.charge(response.token_count, call=call)
             call.prompt_token_count = response.token_count
             return response

@@ -10,11 +10,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
+from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.chat import Conversation, PromptChange
 from icehouse_server.domain.model import ModelInfo
@@ -24,6 +25,7 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.calls.shares import FairQueue, Hold, on_loop
 from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.validation import check_token_ids
 from icehouse_server.rpc.services.prepared import RenderedConversation
@@ -91,7 +93,9 @@ class Infill:
         return len(self.prefix) + len(self.suffix)
 
 
-Prompt = Text | Chat | Tokens | Infill
+TextPrompt = Text | Chat | Infill
+"""What is tokenized here."""
+Prompt = TextPrompt | Tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,12 +259,18 @@ class PromptReader:
     Long work leaves one thread to short work, if there are two.
     """
 
-    def __init__(self, *, thread_count: int) -> None:
+    def __init__(self, *, thread_count: int, images: ImageFetcher) -> None:
+        self._images = images
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
         self._turns = FairQueue(capacity=thread_count)
         self._long_turns = FairQueue(capacity=max(1, thread_count - 1))
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> PromptReader:
+        """Return one by the settings; raises ConfigError for image folders or hosts that are none."""
+        return cls(thread_count=config.tokenizer_thread_count, images=ImageFetcher(config))
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         """Return the prompt's tokens; raises InvalidRequest if none, or if it fills the context."""
@@ -274,8 +284,21 @@ class PromptReader:
             found = checked if _has_images(checked) else await self.run(lambda: _read(checked, model))
         if isinstance(found, ReadPrompt):
             return found
-        # However few bytes they are: a small file may have millions of pixels.
-        return await self.run(lambda: _read(found, model), size_bytes=max(size_bytes, _LONG_BYTES + 1))
+        assert isinstance(found, Chat), "only images are put off"
+        async with self.with_images(found) as whole:
+            read = await self.run(lambda: _read(whole, model), size_bytes=work_bytes(whole, size_bytes))
+        assert read.chat is not None
+        # The bytes that were fetched are of no use any more, and are not held beyond this.
+        return dataclasses.replace(read, chat=dataclasses.replace(read.chat, conversation=found.conversation))
+
+    @contextlib.asynccontextmanager
+    async def with_images(self, prompt: TextPrompt) -> AsyncIterator[TextPrompt]:
+        """Give a prompt with the bytes of the images that it names; raises what refuses one."""
+        if not isinstance(prompt, Chat):
+            yield prompt
+            return
+        async with self._images.fetched(prompt.conversation) as conversation:
+            yield dataclasses.replace(prompt, conversation=conversation)
 
     async def run(self, work: Callable[[], Result], *, size_bytes: int = 0) -> Result:
         """Return what `work` returns, off the event loop: for whatever else needs the tokenizer."""
@@ -322,6 +345,12 @@ def pieces(prompt: Text | Chat | Infill, model: ServedModel) -> list[tuple[int, 
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
     return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model).token_ids]
+
+
+def work_bytes(prompt: Prompt, size_bytes: int) -> int:
+    """Return what a prompt of a message so long counts as: one with images is long work, however few bytes it
+    has, since a small file may have millions of pixels."""
+    return max(size_bytes, _LONG_BYTES + 1) if _has_images(prompt) else size_bytes
 
 
 def _has_images(prompt: Prompt) -> bool:

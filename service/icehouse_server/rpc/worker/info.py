@@ -35,6 +35,7 @@ def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelIn
         is_generation=True,
         max_context_length=info.context_token_limit,
         vocab_size=info.vocabulary_size,
+        # Its images come another way (`request.REFUSED`), and so gateways refuse them by themselves.
         supports_vision=False,
         served_model_name=info.model_id,
         tokenizer_path=folder.path,

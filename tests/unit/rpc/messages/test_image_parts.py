@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 from icehouse.v1 import prompt_pb2
-from icehouse_server.domain.chat import ImageSource
+from icehouse_server.domain.chat import ImageDetail, ImageSource
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.chat import conversation_of
 
@@ -42,20 +42,46 @@ def test_bytes_and_data_uris_are_the_same(image: dict[str, object], media_type: 
 
 
 @pytest.mark.parametrize(
+    "uri", ["https://example.org/a.png", "file:///etc/passwd", f"image/png;base64,{BODY}"]
+)
+def test_another_uri_is_left_to_who_knows_what_may_be_read(uri: str) -> None:
+    assert source_of(uri=uri, media_type="image/png") == ImageSource(b"", "image/png", FIELD, uri)
+
+
+@pytest.mark.parametrize(
+    ("detail", "expected"),
+    [
+        (prompt_pb2.IMAGE_DETAIL_UNSPECIFIED, ImageDetail.AUTO),
+        (prompt_pb2.IMAGE_DETAIL_AUTO, ImageDetail.AUTO),
+        (prompt_pb2.IMAGE_DETAIL_LOW, ImageDetail.LOW),
+        (prompt_pb2.IMAGE_DETAIL_HIGH, ImageDetail.HIGH),
+    ],
+)
+@pytest.mark.parametrize(
+    "image",
+    [{"data": PNG}, {"uri": f"data:;base64,{BODY}"}, {"uri": "file:///a"}],
+    ids=["data", "data URI", "URI"],
+)
+def test_every_source_has_its_detail(
+    image: dict[str, object], detail: prompt_pb2.ImageDetail, expected: ImageDetail
+) -> None:
+    assert source_of(**image, detail=detail).detail is expected
+
+
+@pytest.mark.parametrize(
     ("image", "field"),
     [
         ({}, FIELD),
         ({"data": b"", "media_type": "image/png"}, FIELD),
         ({"uri": ""}, f"{FIELD}.uri"),
-        ({"uri": "https://example.org/a.png"}, f"{FIELD}.uri"),
-        ({"uri": "file:///etc/passwd"}, f"{FIELD}.uri"),
         ({"uri": "data:image/png;base64"}, f"{FIELD}.uri"),
         ({"uri": f"data:image/png,{BODY}"}, f"{FIELD}.uri"),
-        ({"uri": f"image/png;base64,{BODY}"}, f"{FIELD}.uri"),
         ({"uri": f"data:image/png;base64,{BODY[:-1]}"}, f"{FIELD}.uri"),
         ({"uri": f"data:image/png;base64, {BODY}"}, f"{FIELD}.uri"),
         ({"uri": f"data:image/png;base64,é{BODY}"}, f"{FIELD}.uri"),
         ({"uri": f"data:image/png;base64,{BODY}", "media_type": "image/jpeg"}, f"{FIELD}.media_type"),
+        ({"data": PNG, "detail": 4}, f"{FIELD}.detail"),
+        ({"uri": "https://example.org/a.png", "detail": -1}, f"{FIELD}.detail"),
     ],
 )
 def test_what_a_uri_says_must_be_so(image: dict[str, object], field: str) -> None:

@@ -10,9 +10,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2, rerank_service_pb2
+from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, ImageTexts, PlacedImage
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, UncheckedPrompt
 from icehouse_server.rpc.services.rerank_prompt import form_of
 
@@ -60,6 +62,10 @@ async def begin(reader: PromptReader, work: Any, *, origin: str = "a", size_byte
     return task
 
 
+def prompt_reader(*, thread_count: int) -> PromptReader:
+    return PromptReader(thread_count=thread_count, images=ImageFetcher(ServerConfig()))
+
+
 class HeldImages:
     """Images of one token each, read when a test lets them go."""
 
@@ -77,7 +83,7 @@ class HeldImages:
 
 
 async def test_images_however_small_leave_a_thread_to_text(workers: Workers) -> None:
-    reader = PromptReader(thread_count=2)
+    reader = prompt_reader(thread_count=2)
     tokenizer: Any = FakeTokenizer()
     images: Any = HeldImages(workers)
     model = ServedModel(MODEL_INFO, tokenizer, images)
@@ -117,7 +123,7 @@ async def test_a_long_conversation_is_not_checked_on_the_event_loop(
 
 
 async def test_long_work_leaves_a_thread_to_short_work(workers: Workers) -> None:
-    reader = PromptReader(thread_count=2)
+    reader = prompt_reader(thread_count=2)
     long = [await begin(reader, workers.work(f"long {i}"), origin=str(i), size_bytes=LONG) for i in range(3)]
     assert await reader.run(lambda: "short") == "short"
     assert workers.begun == ["long 0"]
@@ -127,7 +133,7 @@ async def test_long_work_leaves_a_thread_to_short_work(workers: Workers) -> None
 
 
 async def test_work_whose_caller_left_keeps_its_turn_until_it_is_done(workers: Workers) -> None:
-    reader = PromptReader(thread_count=2)
+    reader = prompt_reader(thread_count=2)
     for _ in range(3):
         task = await begin(reader, workers.work("long"), size_bytes=LONG)
         task.cancel()
@@ -139,7 +145,7 @@ async def test_work_whose_caller_left_keeps_its_turn_until_it_is_done(workers: W
 
 
 async def test_one_callers_queue_is_not_everybodys(workers: Workers) -> None:
-    reader = PromptReader(thread_count=1)
+    reader = prompt_reader(thread_count=1)
     done: list[str] = []
     held = await begin(reader, workers.work("first"))
     mine = [await begin(reader, lambda i=i: done.append(f"mine {i}")) for i in range(3)]

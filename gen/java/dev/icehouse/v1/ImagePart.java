@@ -7,7 +7,7 @@ package dev.icehouse.v1;
 /**
  * <pre>
  * An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
- * transparency. Two files with the same pixels are the same image to the prefix cache.
+ * transparency. Two files with the same pixels are the same image to the prefix cache, wherever they come from.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ImagePart}
@@ -23,6 +23,7 @@ private static final long serialVersionUID = 0L;
   }
   private ImagePart() {
     mediaType_ = "";
+    detail_ = 0;
   }
 
   @java.lang.Override
@@ -121,8 +122,13 @@ private static final long serialVersionUID = 0L;
   public static final int URI_FIELD_NUMBER = 2;
   /**
    * <pre>
-   * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-   * IMAGE_INVALID.
+   * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+   * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -133,8 +139,13 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-   * IMAGE_INVALID.
+   * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+   * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -159,8 +170,13 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-   * IMAGE_INVALID.
+   * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+   * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -234,6 +250,32 @@ private static final long serialVersionUID = 0L;
     }
   }
 
+  public static final int DETAIL_FIELD_NUMBER = 4;
+  private int detail_ = 0;
+  /**
+   * <pre>
+   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+   * @return The enum numeric value on the wire for detail.
+   */
+  @java.lang.Override public int getDetailValue() {
+    return detail_;
+  }
+  /**
+   * <pre>
+   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+   * @return The detail.
+   */
+  @java.lang.Override public dev.icehouse.v1.ImageDetail getDetail() {
+    dev.icehouse.v1.ImageDetail result = dev.icehouse.v1.ImageDetail.forNumber(detail_);
+    return result == null ? dev.icehouse.v1.ImageDetail.UNRECOGNIZED : result;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -258,6 +300,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(mediaType_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 3, mediaType_);
     }
+    if (detail_ != dev.icehouse.v1.ImageDetail.IMAGE_DETAIL_UNSPECIFIED.getNumber()) {
+      output.writeEnum(4, detail_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -278,6 +323,10 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(mediaType_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(3, mediaType_);
     }
+    if (detail_ != dev.icehouse.v1.ImageDetail.IMAGE_DETAIL_UNSPECIFIED.getNumber()) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeEnumSize(4, detail_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -295,6 +344,7 @@ private static final long serialVersionUID = 0L;
 
     if (!getMediaType()
         .equals(other.getMediaType())) return false;
+    if (detail_ != other.detail_) return false;
     if (!getSourceCase().equals(other.getSourceCase())) return false;
     switch (sourceCase_) {
       case 1:
@@ -321,6 +371,8 @@ private static final long serialVersionUID = 0L;
     hash = (19 * hash) + getDescriptor().hashCode();
     hash = (37 * hash) + MEDIA_TYPE_FIELD_NUMBER;
     hash = (53 * hash) + getMediaType().hashCode();
+    hash = (37 * hash) + DETAIL_FIELD_NUMBER;
+    hash = (53 * hash) + detail_;
     switch (sourceCase_) {
       case 1:
         hash = (37 * hash) + DATA_FIELD_NUMBER;
@@ -433,7 +485,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
-   * transparency. Two files with the same pixels are the same image to the prefix cache.
+   * transparency. Two files with the same pixels are the same image to the prefix cache, wherever they come from.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ImagePart}
@@ -470,6 +522,7 @@ private static final long serialVersionUID = 0L;
       super.clear();
       bitField0_ = 0;
       mediaType_ = "";
+      detail_ = 0;
       sourceCase_ = 0;
       source_ = null;
       return this;
@@ -508,6 +561,9 @@ private static final long serialVersionUID = 0L;
       int from_bitField0_ = bitField0_;
       if (((from_bitField0_ & 0x00000004) != 0)) {
         result.mediaType_ = mediaType_;
+      }
+      if (((from_bitField0_ & 0x00000008) != 0)) {
+        result.detail_ = detail_;
       }
     }
 
@@ -564,6 +620,9 @@ private static final long serialVersionUID = 0L;
         mediaType_ = other.mediaType_;
         bitField0_ |= 0x00000004;
         onChanged();
+      }
+      if (other.detail_ != 0) {
+        setDetailValue(other.getDetailValue());
       }
       switch (other.getSourceCase()) {
         case DATA: {
@@ -622,6 +681,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000004;
               break;
             } // case 26
+            case 32: {
+              detail_ = input.readEnum();
+              bitField0_ |= 0x00000008;
+              break;
+            } // case 32
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -718,8 +782,13 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-     * IMAGE_INVALID.
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+     * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -731,8 +800,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-     * IMAGE_INVALID.
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+     * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -758,8 +832,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-     * IMAGE_INVALID.
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+     * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -786,8 +865,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-     * IMAGE_INVALID.
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+     * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -804,8 +888,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-     * IMAGE_INVALID.
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+     * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -821,8 +910,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-     * IMAGE_INVALID.
+     * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+     * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -932,6 +1026,79 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       mediaType_ = value;
       bitField0_ |= 0x00000004;
+      onChanged();
+      return this;
+    }
+
+    private int detail_ = 0;
+    /**
+     * <pre>
+     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+     * @return The enum numeric value on the wire for detail.
+     */
+    @java.lang.Override public int getDetailValue() {
+      return detail_;
+    }
+    /**
+     * <pre>
+     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+     * @param value The enum numeric value on the wire for detail to set.
+     * @return This builder for chaining.
+     */
+    public Builder setDetailValue(int value) {
+      detail_ = value;
+      bitField0_ |= 0x00000008;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+     * @return The detail.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.ImageDetail getDetail() {
+      dev.icehouse.v1.ImageDetail result = dev.icehouse.v1.ImageDetail.forNumber(detail_);
+      return result == null ? dev.icehouse.v1.ImageDetail.UNRECOGNIZED : result;
+    }
+    /**
+     * <pre>
+     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+     * @param value The detail to set.
+     * @return This builder for chaining.
+     */
+    public Builder setDetail(dev.icehouse.v1.ImageDetail value) {
+      if (value == null) {
+        throw new NullPointerException();
+      }
+      bitField0_ |= 0x00000008;
+      detail_ = value.getNumber();
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearDetail() {
+      bitField0_ = (bitField0_ & ~0x00000008);
+      detail_ = 0;
       onChanged();
       return this;
     }

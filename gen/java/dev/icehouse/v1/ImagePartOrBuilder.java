@@ -31,8 +31,13 @@ public interface ImagePartOrBuilder extends
 
   /**
    * <pre>
-   * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-   * IMAGE_INVALID.
+   * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+   * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -41,8 +46,13 @@ public interface ImagePartOrBuilder extends
   boolean hasUri();
   /**
    * <pre>
-   * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-   * IMAGE_INVALID.
+   * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+   * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -51,8 +61,13 @@ public interface ImagePartOrBuilder extends
   java.lang.String getUri();
   /**
    * <pre>
-   * A data URI with the file in base64, "data:image/png;base64,iVBORw0...". Other URIs are refused with
-   * IMAGE_INVALID.
+   * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
+   * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
+   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
+   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
+   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
+   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
+   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -82,6 +97,25 @@ public interface ImagePartOrBuilder extends
    */
   com.google.protobuf.ByteString
       getMediaTypeBytes();
+
+  /**
+   * <pre>
+   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+   * @return The enum numeric value on the wire for detail.
+   */
+  int getDetailValue();
+  /**
+   * <pre>
+   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ImageDetail detail = 4;</code>
+   * @return The detail.
+   */
+  dev.icehouse.v1.ImageDetail getDetail();
 
   dev.icehouse.v1.ImagePart.SourceCase getSourceCase();
 }

@@ -68,13 +68,17 @@ public final class Prompt {
       "_id\030\006 \001(\t\022\021\n\ttoken_ids\030\007 \003(\005\022\'\n\005parts\030\010 " +
       "\003(\0132\030.icehouse.v1.ContentPartB\007\n\005_name\"N" +
       "\n\013ContentPart\022\016\n\004text\030\001 \001(\tH\000\022\'\n\005image\030\002" +
-      " \001(\0132\026.icehouse.v1.ImagePartH\000B\006\n\004part\"H" +
+      " \001(\0132\026.icehouse.v1.ImagePartH\000B\006\n\004part\"r" +
       "\n\tImagePart\022\016\n\004data\030\001 \001(\014H\000\022\r\n\003uri\030\002 \001(\t" +
-      "H\000\022\022\n\nmedia_type\030\003 \001(\tB\010\n\006source\".\n\014Infi" +
-      "llPrompt\022\016\n\006prefix\030\001 \001(\t\022\016\n\006suffix\030\002 \001(\t" +
-      "\"\032\n\013TokenPrompt\022\013\n\003ids\030\001 \003(\005B<\n\017dev.iceh" +
-      "ouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;" +
-      "icehousev1b\006proto3"
+      "H\000\022\022\n\nmedia_type\030\003 \001(\t\022(\n\006detail\030\004 \001(\0162\030" +
+      ".icehouse.v1.ImageDetailB\010\n\006source\".\n\014In" +
+      "fillPrompt\022\016\n\006prefix\030\001 \001(\t\022\016\n\006suffix\030\002 \001" +
+      "(\t\"\032\n\013TokenPrompt\022\013\n\003ids\030\001 \003(\005*o\n\013ImageD" +
+      "etail\022\034\n\030IMAGE_DETAIL_UNSPECIFIED\020\000\022\025\n\021I" +
+      "MAGE_DETAIL_AUTO\020\001\022\024\n\020IMAGE_DETAIL_LOW\020\002" +
+      "\022\025\n\021IMAGE_DETAIL_HIGH\020\003B<\n\017dev.icehouse." +
+      "v1P\001Z\'icehouse.dev/api/icehouse/v1;iceho" +
+      "usev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -105,7 +109,7 @@ public final class Prompt {
     internal_static_icehouse_v1_ImagePart_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ImagePart_descriptor,
-        new java.lang.String[] { "Data", "Uri", "MediaType", "Source", });
+        new java.lang.String[] { "Data", "Uri", "MediaType", "Detail", "Source", });
     internal_static_icehouse_v1_InfillPrompt_descriptor =
       getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_InfillPrompt_fieldAccessorTable = new

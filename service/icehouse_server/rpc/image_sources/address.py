@@ -1,0 +1,163 @@
+"""Image address: what a URI names, held to what settings allow before anything is touched. Pure functions.
+
+A path or a host that is not allowed is refused in the same words whether or not it exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import re
+import urllib.parse
+from collections.abc import Sequence
+from typing import Final
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.rpc.image_sources.refusals import refused
+from icehouse_server.rpc.image_sources.settings import ImageHost, folders_of, hosts_of
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_LENGTH_LIMIT: Final = 8192
+_PRINTABLE: Final = re.compile(r"[!-~]+")
+"""What a URI is spelled with: no space, no line's end that a request line could be ended with."""
+_PORTS: Final = {"https": 443, "http": 80}
+_LOOKED_AT: Final = ipaddress.ip_network("64:ff9b::/96")
+"""Addresses of IPv4 as networks without it write them (RFC 6052)."""
+_GLOBAL: Final = ipaddress.ip_network("2000::/3")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileAddress:
+    """A file below an allowed folder."""
+
+    folder: str
+    names: tuple[str, ...]
+    """From the folder down, the last one is the file's. None is empty, ".", ".." or has a slash."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WebAddress:
+    """A resource of an allowed host."""
+
+    is_secure: bool
+    host: str
+    """A name, or an address as `ipaddress` writes it."""
+    port: int
+    target: str
+    """Path and query, as the request line has them."""
+    uri: str = dataclasses.field(repr=False)
+
+    @property
+    def authority(self) -> str:
+        """Host and port as the header `Host` has them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS["https" if self.is_secure else "http"] else f"{host}:{self.port}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceRules:
+    """What may be read."""
+
+    folders: tuple[str, ...] = ()
+    hosts: frozenset[ImageHost] = frozenset()
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> SourceRules:
+        """Return the rules of the settings; raises ConfigError."""
+        return cls(folders_of(config), frozenset(hosts_of(config)))
+
+    def address_of(self, uri: str, *, field: str) -> FileAddress | WebAddress:
+        """Return what a URI names; raises InvalidRequest when that may not be read."""
+        scheme = uri[:6].partition(":")[0].lower()
+        if scheme == "file" and self.folders:
+            return self._file(uri, field)
+        if scheme in _PORTS and self.hosts:
+            return self.web_address_of(uri, field=field)
+        known = ['"data:image/png;base64,..."']
+        known += ["a file: URL of an allowed folder"] if self.folders else []
+        known += ["an http(s) URL of an allowed host"] if self.hosts else []
+        raise refused(field, f"begins with {uri[:12]!r}; here it may be {' or '.join(known)}")
+
+    def web_address_of(self, uri: str, *, field: str) -> WebAddress:
+        """Return what an http(s) URL names, be it the request's or where that led; raises InvalidRequest."""
+        parts = _split(uri, field)
+        try:
+            name, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        except (ValueError, KeyError):
+            raise refused(field, "is no http(s) URL of a host") from None
+        if "@" in parts.netloc:
+            raise refused(field, "has a user's name in its URL; the server sends no credentials")
+        literal = ip_address_of(name)
+        host = name if literal is None else str(literal)
+        if not self._allows(host, port, scheme=parts.scheme):
+            raise refused(field, "is of a host, or a port of it, that the server asks for no images")
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return WebAddress(parts.scheme == "https", host, port, target, uri)
+
+    def reaches(self, address: IpAddress, port: int, *, host: str, is_secure: bool) -> bool:
+        """Whether a connection to this address may be made for a host that is allowed.
+
+        A name leads to public addresses only, and to those that are allowed by themselves: who holds the name
+        must not choose what is reached inside this network.
+        """
+        scheme = "https" if is_secure else "http"
+        return str(address) == host or is_public(address) or self._allows(str(address), port, scheme=scheme)
+
+    def _allows(self, host: str, port: int, *, scheme: str) -> bool:
+        is_usual = port == _PORTS[scheme]
+        return ImageHost(host, port) in self.hosts or (is_usual and ImageHost(host) in self.hosts)
+
+    def _file(self, uri: str, field: str) -> FileAddress:
+        parts = _split(uri, field)
+        if parts.netloc.lower() not in ("", "localhost") or parts.query or "?" in uri or "#" in uri:
+            raise refused(field, "is no file: URL of a path, such as file:///srv/pictures/cat.png")
+        path = urllib.parse.unquote(parts.path, errors="surrogateescape")
+        names = [name for name in path.split("/") if name not in ("", ".")]
+        folder = _folder_of(names, self.folders)
+        if folder is None or not path.startswith("/") or ".." in names or "\0" in path:
+            raise refused(field, "is in no folder that the server reads images from")
+        return FileAddress(folder, tuple(names[len(_names(folder)) :]))
+
+
+def ip_address_of(host: str) -> IpAddress | None:
+    """Return the address that a host is written as, None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_public(address: IpAddress) -> bool:
+    """Whether an address is of the internet, not of this machine, its networks or the like."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address.is_global and not address.is_multicast
+    if address.ipv4_mapped is not None:
+        return is_public(address.ipv4_mapped)
+    if address in _LOOKED_AT:
+        return is_public(ipaddress.IPv4Address(address.packed[-4:]))
+    if address.sixtofour is not None and not is_public(address.sixtofour):
+        return False
+    return address in _GLOBAL and address.is_global
+
+
+def _split(uri: str, field: str) -> urllib.parse.SplitResult:
+    if len(uri) > _LENGTH_LIMIT:
+        raise refused(field, f"has a URL of {len(uri)} characters; it may have {_LENGTH_LIMIT}")
+    if _PRINTABLE.fullmatch(uri) is None or "\\" in uri:
+        raise refused(field, "has a URL with a character that must be written as %XX")
+    try:
+        return urllib.parse.urlsplit(uri)
+    except ValueError:
+        raise refused(field, "has a URL that cannot be read") from None
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name]
+
+
+def _folder_of(names: Sequence[str], folders: Sequence[str]) -> str | None:
+    """Return the innermost folder that names lead below."""
+    above = [each for each in folders if _names(each) == list(names[: len(_names(each))])]
+    found = max(above, key=len, default=None)
+    return found if found is not None and len(names) > len(_names(found)) else None

@@ -1,0 +1,148 @@
+"""Image sources of a conversation: what its URIs name, read before the conversation is. Event loop.
+
+A request's images are read side by side and within one time for all. What reads blocks, and so it has
+threads, of which there are a few. They are had in turns, and memory as that of messages: of either one caller
+gets at most half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Final, TypeVar
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
+from icehouse_server.errors import SourceUnreachable
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.calls.shares import FairQueue, on_loop
+from icehouse_server.rpc.image_sources.address import FileAddress, SourceRules, WebAddress
+from icehouse_server.rpc.image_sources.connection import FetchAbort
+from icehouse_server.rpc.image_sources.files import read_file
+from icehouse_server.rpc.image_sources.refusals import unreachable
+from icehouse_server.rpc.image_sources.web import WebReader
+
+Result = TypeVar("Result")
+
+_THREAD_COUNT: Final = 16
+"""Images that are read at once, of all callers."""
+
+
+class ImageFetcher:
+    """Reads images from folders and hosts that are allowed."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._rules = SourceRules.of(config)
+        self._config = config
+        self._threads = _Threads()
+        self._web = WebReader(self._rules, timeout_s=config.image_fetch_timeout_s)
+        self._memory = FairQueue(capacity=config.request_memory_bytes, factor=1.0)
+
+    @contextlib.asynccontextmanager
+    async def fetched(self, conversation: Conversation) -> AsyncIterator[Conversation]:
+        """Give the conversation with the bytes of all images, for as long as they may be held.
+
+        Raises InvalidRequest, which names the image at fault, and SourceUnreachable for one that may be had
+        later.
+        """
+        images = conversation.images
+        named = {source.uri: source for source in images if source.uri}
+        if not named or len(images) > self._config.max_images:  # so many are refused where all are counted
+            yield conversation
+            return
+        addresses = {uri: self._rules.address_of(uri, field=_field(source)) for uri, source in named.items()}
+        with contextlib.ExitStack() as held:
+            try:
+                async with asyncio.timeout(self._config.image_fetch_timeout_s):
+                    size_bytes = len(named) * self._config.max_image_bytes
+                    memory = await self._memory.take(callers.origin.get(), size_bytes)
+                    held.callback(memory.release)
+                    found = await self._read_all([(addresses[uri], named[uri]) for uri in named])
+            except TimeoutError as error:
+                raise self._late(next(iter(named.values()))) from error
+            memory.shrink(sum(len(data) for data in found))
+            yield _with_bytes(conversation, dict(zip(named, found, strict=True)))
+
+    async def _read_all(
+        self, wanted: Sequence[tuple[FileAddress | WebAddress, ImageSource]]
+    ) -> Sequence[bytes]:
+        tasks = [asyncio.create_task(self._read(address, _field(source))) for address, source in wanted]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Those that had no thread yet have left the queue before the memory is given back.
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, address: FileAddress | WebAddress, field: str) -> bytes:
+        limit_bytes = self._config.max_image_bytes
+        if isinstance(address, FileAddress):
+            read = functools.partial(read_file, address, limit_bytes=limit_bytes, field=field)
+            return await self._threads.run(read)
+        abort = FetchAbort()
+        fetch = functools.partial(self._web.read, address, limit_bytes=limit_bytes, field=field, abort=abort)
+        try:
+            return await self._threads.run(fetch)
+        finally:
+            abort.set()  # of use where the time is over or the caller has left
+
+    def _late(self, source: ImageSource) -> SourceUnreachable:
+        timeout_s = self._config.image_fetch_timeout_s
+        complaint = f"and those after it were not read within {timeout_s:g} s"
+        return unreachable(_field(source), complaint, timeout_s=f"{timeout_s:g}")
+
+
+class _Threads:
+    """A few threads for what blocks: disks that may be of another machine, the system's resolver, hosts.
+
+    They are daemons: what hangs there must not keep the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self.turns = FairQueue(capacity=_THREAD_COUNT, factor=1.0)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns, callers in turn."""
+        hold = await self.turns.take(callers.origin.get())
+        task: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        # A caller that leaves does not end work that has begun: its turn lasts as long as that.
+        loop = asyncio.get_running_loop()
+        task.add_done_callback(lambda _: on_loop(loop, hold.release))
+        task.set_running_or_notify_cancel()
+        try:
+            threading.Thread(target=_settle, args=(task, work), name="image-source", daemon=True).start()
+        except RuntimeError as error:  # the system gives no thread; the turn is given back all the same
+            task.set_exception(error)
+        return await asyncio.wrap_future(task)
+
+
+def _settle(task: concurrent.futures.Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        result = work()
+    except BaseException as error:
+        task.set_exception(error)
+    else:
+        task.set_result(result)
+
+
+def _field(source: ImageSource) -> str:
+    return f"{source.field}.uri"
+
+
+def _with_bytes(conversation: Conversation, found: Mapping[str, bytes]) -> Conversation:
+    def image(placed: PlacedImage) -> PlacedImage:
+        source = placed.source
+        if not source.uri:
+            return placed
+        return dataclasses.replace(placed, source=dataclasses.replace(source, data=found[source.uri]))
+
+    def message(each: ChatMessage) -> ChatMessage:
+        return dataclasses.replace(each, images=tuple(image(placed) for placed in each.images))
+
+    return dataclasses.replace(conversation, messages=tuple(message(each) for each in conversation.messages))

@@ -1,0 +1,187 @@
+"""Image fetcher: one GET request after another, by `http.client` of the standard library. Not the event loop.
+
+Made for hosts that are trusted a little: a name is resolved here, and the connection is made to an address
+that was checked, so that no second answer of the resolver leads elsewhere; what a redirect leads to is held
+to the same rules; no byte is read beyond the limit, and nothing is decompressed. No proxy of the environment
+is asked, and no cookie or password is sent. How long all of it takes is for the event loop to bound.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import ssl
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from icehouse_server.errors import SourceUnreachable
+from icehouse_server.rpc.image_sources.address import IpAddress, SourceRules, WebAddress, ip_address_of
+from icehouse_server.rpc.image_sources.connection import (
+    AnswerTooLong,
+    FetchAbort,
+    MeteredSocket,
+    open_connection,
+)
+from icehouse_server.rpc.image_sources.refusals import refused, too_long, unreachable
+
+Resolve = Callable[[str], Sequence[IpAddress]]
+"""The addresses of a name; raises OSError for one that has none."""
+
+_ADDRESS_COUNT: Final = 4
+_REDIRECT_COUNT: Final = 3
+_HEAD_BYTES: Final = 64 << 10
+_CHUNK_BYTES: Final = 64 << 10
+_MEDIA_TYPE: Final = re.compile(r"image/.*|(application|binary)/octet-stream|", re.IGNORECASE)
+"""Of an answer that may be an image; which one it is, its bytes say."""
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_LATER: Final = frozenset({408, 425, 429})
+
+
+class WebReader:
+    """Reads what URLs of allowed hosts name. One is used by many threads."""
+
+    def __init__(
+        self,
+        rules: SourceRules,
+        *,
+        timeout_s: float,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._rules = rules
+        self._timeout_s = timeout_s
+        self._resolve = resolve or addresses_of
+        self._tls = tls
+
+    def read(self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort) -> bytes:
+        """Return the body of a 200; raises InvalidRequest, or SourceUnreachable where later it may be had."""
+        for _ in range(_REDIRECT_COUNT + 1):
+            found = self._get(address, limit_bytes=limit_bytes, field=field, abort=abort)
+            if isinstance(found, bytes):
+                return found
+            address = found
+        raise refused(field, f"is redirected more than {_REDIRECT_COUNT} times")
+
+    def _get(
+        self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort
+    ) -> bytes | WebAddress:
+        """Return the body, or where it is said to be."""
+        opened = self._connect(address, field, abort)
+        connection = http.client.HTTPConnection(address.host, address.port)
+        connection.auto_open = 0  # it has no other socket than the one whose address was checked
+        # As much again as an eighth of it for what stands between chunks.
+        connection.sock = MeteredSocket(opened, limit_bytes=_HEAD_BYTES + limit_bytes + limit_bytes // 8)
+        try:
+            connection.request("GET", address.target, headers=_headers(address))
+            response = connection.getresponse()
+            if response.status in _REDIRECTS:
+                return self._next(address, response.getheader("Location", ""), field)
+            _check(response, limit_bytes=limit_bytes, field=field)
+            return _body(response, limit_bytes=limit_bytes, field=field)
+        except AnswerTooLong:
+            raise too_long(field, limit_bytes) from None
+        except (OSError, http.client.IncompleteRead) as error:
+            raise _broken_off(field) from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise refused(field, "cannot be fetched: its host does not answer as HTTP has it") from error
+        finally:
+            abort.let_go()
+            opened.close()
+
+    def _connect(self, address: WebAddress, field: str, abort: FetchAbort) -> socket.socket:
+        if address.is_secure and self._tls is None:
+            self._tls = ssl.create_default_context()
+        tls = self._tls if address.is_secure else None
+        failure: Exception | None = None
+        for place in self._places(address, field):
+            try:
+                return open_connection(place, address, tls=tls, timeout_s=self._timeout_s, abort=abort)
+            except ssl.SSLError as error:
+                raise unreachable(field, "cannot be fetched: its host proves no name by TLS") from error
+            except OSError as error:
+                failure = error
+        raise unreachable(field, "cannot be fetched: its host cannot be reached") from failure
+
+    def _places(self, address: WebAddress, field: str) -> list[IpAddress]:
+        """Return the addresses that may be connected to."""
+        literal = ip_address_of(address.host)
+        try:
+            found = [literal] if literal is not None else self._resolve(address.host)
+        except OSError as error:
+            raise unreachable(field, "cannot be fetched: the name of its host has no address") from error
+        allowed = [
+            place
+            for place in found
+            if self._rules.reaches(place, address.port, host=address.host, is_secure=address.is_secure)
+        ]
+        if not allowed:
+            raise refused(field, "is of a host whose name has no public address, and none that is allowed")
+        return allowed[:_ADDRESS_COUNT]
+
+    def _next(self, address: WebAddress, location: str, field: str) -> WebAddress:
+        try:
+            uri = urllib.parse.urljoin(address.uri, location)
+        except ValueError:
+            uri = ""
+        if not uri.lower().startswith(("https:", "http:")):
+            raise refused(field, "is redirected to what is no http(s) URL")
+        found = self._rules.web_address_of(uri, field=field)
+        if address.is_secure and not found.is_secure:
+            raise refused(field, "is redirected from https to http")
+        return found
+
+
+def addresses_of(host: str) -> list[IpAddress]:
+    """Return the addresses of a name as the system has them; raises OSError. Takes as long as it likes."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # of a name that cannot be one
+        raise OSError(f"{host!r} is no name") from error
+    places = (ip_address_of(str(place[0])) for *_, place in found)
+    return list(dict.fromkeys(place for place in places if place is not None))
+
+
+def _headers(address: WebAddress) -> dict[str, str]:
+    return {
+        "Host": address.authority,
+        "User-Agent": "icehouse",
+        "Accept": "image/png, image/jpeg, image/webp, image/gif",
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }
+
+
+def _check(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -> None:
+    """Refuse what cannot be an image by what its head says."""
+    status = response.status
+    if status in _LATER or status >= 500:
+        raise unreachable(field, f"cannot be fetched: its host answers {status}", status=status)
+    if status != 200:
+        raise refused(field, f"cannot be fetched: its host answers {status}", status=status)
+    if response.getheader("Content-Encoding", "identity").lower() != "identity":
+        raise refused(field, "comes compressed a second time, though it was asked for as it is")
+    if response.getheader("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise refused(field, "comes in a transfer coding that was not asked for")
+    media_type = response.getheader("Content-Type", "").partition(";")[0].strip()
+    if _MEDIA_TYPE.fullmatch(media_type) is None:
+        raise refused(field, "is no image by what its host says of it (Content-Type)")
+    if response.length is not None and response.length > limit_bytes:
+        raise too_long(field, limit_bytes)
+
+
+def _body(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -> bytes:
+    data = bytearray()
+    while chunk := response.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
+        data += chunk
+        if len(data) > limit_bytes:
+            raise too_long(field, limit_bytes)
+    # What is left of a length that was said; where none was, the end is that of the connection.
+    if response.length or (response.length is None and not data):
+        raise _broken_off(field)
+    return bytes(data)
+
+
+def _broken_off(field: str) -> SourceUnreachable:
+    return unreachable(field, "cannot be fetched: its host broke the connection off")
