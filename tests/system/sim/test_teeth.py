@@ -376,6 +376,8 @@ BREAKS: list[Break] = [
 FIRST_SEEDS: dict[Break, int] = {
     adopt_without_a_sync: NAMES_SEED,
     evict_what_is_pinned: 270,
+    unlink_before_the_row: 70,
+    ignore_the_size_limit: 50,
     forget_which_image: IMAGES_SEED,
     keep_no_image_in_files: IMAGES_SEED,
     begin_every_image_at_its_start: IMAGES_SEED,
