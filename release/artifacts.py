@@ -1,7 +1,7 @@
 """Artifacts of a release, language by language, built from a clean copy of the tracked files.
 
 The copy has the licence in each package's folder, and where the project is at home is written into it: the
-tree itself names no address.
+tree itself names no address, and links in its READMEs lead to files beside them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
+from release.readmes import stand_alone
+
 ROOT = Path(__file__).resolve().parents[1]
 
 PYTHON_FOLDERS = ("gen/python", "clients/python", ".")
 """What each distribution is built from: messages, client, server."""
+
+CLIENTS = ("python", "go", "node", "java")
+
+READMES = ("README.md", "gen/python/README.md", *(f"clients/{each}/README.md" for each in CLIENTS))
+"""Those that packages have in them."""
 
 GO_MODULES = {"icehouse.dev/api": "gen/go", "icehouse.dev/icehouse": "clients/go"}
 JAVA_FOLDER = PurePosixPath("dev/icehouse/icehouse-client")
@@ -35,8 +42,11 @@ class BuildError(Exception):
     """An artifact that cannot be built, with what its tool says."""
 
 
-def copy_tree(tree: Path, *, project_url: str | None) -> None:
-    """Copy what git tracks to `tree`, with the licence and the project's address in each package."""
+def copy_tree(tree: Path, *, project_url: str | None, pages_url: str | None = None) -> None:
+    """Copy what git tracks to `tree`, with the licence and the project's address in each package.
+
+    READMEs that go into packages lose their relative links (`release.readmes`).
+    """
     tracked = run(["git", "ls-files", "-z"], folder=ROOT).split("\0")
     for name in filter(None, tracked):
         source, target = ROOT / name, tree / name
@@ -45,6 +55,11 @@ def copy_tree(tree: Path, *, project_url: str | None) -> None:
             shutil.copy2(source, target, follow_symlinks=False)
     for folder in (*PYTHON_FOLDERS[:2], "clients/node", *GO_MODULES.values()):
         shutil.copy2(ROOT / "LICENSE", tree / folder)
+    for readme in READMES:
+        text = (tree / readme).read_text(encoding="utf-8")
+        folder = readme.rpartition("/")[0]
+        alone = stand_alone(text, folder, project_url=project_url, pages_url=pages_url)
+        (tree / readme).write_text(alone, encoding="utf-8")
     if project_url is not None:
         _name_home(tree, project_url)
 

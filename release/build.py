@@ -30,7 +30,7 @@ def build(out: Path, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="icehouse-release-") as temporary:
         scratch = Path(temporary).resolve()
         tree = scratch / "tree"
-        artifacts.copy_tree(tree, project_url=arguments.project_url)
+        artifacts.copy_tree(tree, project_url=arguments.project_url, pages_url=arguments.pages_url)
         wheels = artifacts.build_python(tree, out / "python", scratch)
         print(f"python: {', '.join(wheel.name for wheel in wheels)}")
         if "node" not in arguments.without:
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a new folder (default: dist/VERSION)")
     parser.add_argument("--tools", type=Path, required=True, help="the Python that has cyclonedx-py and uv")
     parser.add_argument("--project-url", help="where the project is at home; written into the packages")
+    parser.add_argument("--pages-url", help="where files of this version can be read; READMEs link there")
     parser.add_argument("--artifact-url", help="where the folder will be; makes the Homebrew formula")
     parser.add_argument("--without", action="append", default=[], choices=LANGUAGES, help="leave out")
     arguments = parser.parse_args()

@@ -34,7 +34,7 @@ TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""
 BENCH_OPTIONS = {"--quick", "--cases"}
 """Of `make bench`, as the page of figures names them."""
-RELEASE_OPTIONS = {"--without", "--artifact-url"}
+RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""
 TEXTS = [
     *sorted((DEPLOY / "systemd").iterdir()),

@@ -8,7 +8,10 @@ import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from release import artifacts
+from tests.tidy.test_links import links
 
 URL = "https://example.com/icehouse"
 
@@ -22,6 +25,23 @@ def test_each_package_gets_the_licence_and_where_the_project_is_at_home(tmp_path
         assert project["urls"] == {"Homepage": URL} and project["license"] == "Apache-2.0"
     assert json.loads((tmp_path / "clients/node/package.json").read_text())["homepage"] == URL
     assert not (tmp_path / ".git").exists() and (tmp_path / "clients/node/src/gen").is_symlink()
+
+
+@pytest.mark.parametrize(("project_url", "pages_url"), [(None, None), (URL, None), (URL, f"{URL}/blob/v1/")])
+def test_a_readme_in_a_package_leads_nowhere_that_is_not_there(
+    project_url: str | None, pages_url: str | None, tmp_path: Path
+) -> None:
+    artifacts.copy_tree(tmp_path, project_url=project_url, pages_url=pages_url)
+    of_the_tree = {path: links((artifacts.ROOT / path).read_text()) for path in artifacts.READMES}
+    assert all(any(not target.startswith("http") for target in targets) for targets in of_the_tree.values())
+    for path in artifacts.READMES:
+        for target in links((tmp_path / path).read_text()):
+            assert target.startswith(("https://", "#")), (path, target)
+            if target.startswith(f"{URL}/blob/v1/"):
+                assert (artifacts.ROOT / target.removeprefix(f"{URL}/blob/v1/").partition("#")[0]).exists()
+    node = (tmp_path / "clients/node/README.md").read_text()
+    assert (f"client of [Icehouse]({URL})." in node) == (project_url is not None)
+    assert (f"[Images]({URL}/blob/v1/docs/howto/images.md)" in node) == (pages_url is not None)
 
 
 def test_the_pom_has_what_maven_central_asks_for(tmp_path: Path) -> None:
