@@ -16,7 +16,7 @@ import typer
 import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from icehouse_client.client import SERVICE as INFERENCE_SERVICE
+from icehouse_client.channel import SERVICE as INFERENCE_SERVICE
 from icehouse_server.cli.main import app
 from icehouse_server.config import SETTINGS, Config, load_config
 from icehouse_server.config.load import ClientVariable

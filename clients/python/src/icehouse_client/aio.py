@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from icehouse.v1 import (
     embedding_service_pb2_grpc,
     inference_service_pb2_grpc,
@@ -22,7 +24,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.cache_client import AsyncCacheClient, CacheTimeouts
 from icehouse_client.calls import AsyncCalls, AsyncResponseCall
-from icehouse_client.channel import channel_options
+from icehouse_client.channel import SERVICE, channel_options
 from icehouse_client.chat import Infill, Message, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
@@ -70,6 +72,8 @@ class AsyncClient:
         self._embeddings = embedding_service_pb2_grpc.EmbeddingServiceStub(self._channel)
         self._reranking = rerank_service_pb2_grpc.RerankServiceStub(self._channel)
         self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
+        # Its types know no methods.
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         times = CacheTimeouts(timeout_s, order_timeout_s)
         self.cache = AsyncCacheClient(self._channel, self._calls, times)
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
@@ -193,6 +197,23 @@ class AsyncClient:
         with translated():
             response = await self._calls.unary(self._server.GetServer, request, timeout_s or self._timeout_s)
         return response.server
+
+    async def health(self, service: str = SERVICE, *, timeout_s: float | None = None) -> str:
+        """Return what the server says of a service: SERVING, NOT_SERVING."""
+        request = HealthCheckRequest(service=service)
+        with translated():
+            response = await self._calls.unary(self._health.Check, request, timeout_s or self._timeout_s)
+        return HealthCheckResponse.ServingStatus.Name(response.status)
+
+    async def wait_until_serving(self, *, timeout_s: float | None = None) -> None:
+        """As `Client.wait_until_serving`."""
+        request = HealthCheckRequest(service=SERVICE)
+        with translated():
+            watch = self._calls.stream(self._health.Watch, request, timeout_s or self._timeout_s, waits=True)
+            async for response in watch:
+                if response.status == HealthCheckResponse.SERVING:
+                    watch.cancel()
+                    return
 
     async def requests(self, *, timeout_s: float | None = None) -> list[server_service_pb2.RequestInfo]:
         """Return the requests that wait or run, the oldest first: an operator's sees those of all tenants."""

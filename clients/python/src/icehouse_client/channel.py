@@ -12,6 +12,9 @@ from icehouse_client.security import ChannelOptions, Security
 
 SERVICE_CONFIG = importlib.resources.files("icehouse_client").joinpath("service_config.json").read_text()
 
+SERVICE = "icehouse.v1.InferenceService"
+"""What health is asked for: it serves when the server does."""
+
 
 def channel_options(security: Security, *, watches_health: bool) -> list[tuple[str, str | int]]:
     """Return the options of a channel.

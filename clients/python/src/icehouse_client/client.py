@@ -24,7 +24,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.cache_client import CacheClient, CacheTimeouts
 from icehouse_client.calls import Calls, ResponseCall
-from icehouse_client.channel import channel_options
+from icehouse_client.channel import SERVICE, channel_options
 from icehouse_client.chat import Infill, Message, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
@@ -47,9 +47,6 @@ from icehouse_client.tokens import BearerToken
 
 Interceptor = grpc.UnaryUnaryClientInterceptor | grpc.UnaryStreamClientInterceptor
 """What may stand between the client and its channel: its calls have one request, and one answer or many."""
-
-SERVICE = "icehouse.v1.InferenceService"
-"""What health is asked for: it serves when the server does."""
 
 
 class Client:
