@@ -1,10 +1,11 @@
 """Make gen/ from the protos, or with --check fail when the committed code is stale.
 
-gen/python: messages, their typed interfaces and the service stubs come from the protoc inside
-`grpcio-tools` and the `mypy-protobuf` plugins, so nothing outside the Python environment is needed.
-gen/go and gen/ts: the same protoc with plugins that go and npm bring, in the versions pinned by
+gen/python: messages, their typed interfaces and the service stubs come from the protoc inside an old
+`grpcio-tools`, which pip brings (PYTHON_PROTOC), and the `mypy-protobuf` plugins: what a protoc makes runs
+with the protobuf and grpcio of its time and with newer ones, so newer code would ask every caller for them.
+gen/go and gen/ts: the protoc of the environment with plugins that go and npm bring, in the versions pinned by
 protos/plugins/go.mod and TS_PLUGIN. gen/java: a protoc and a plugin that Maven brings, in the versions of the
-runtime in clients/java/pom.xml, for newer code would ask every caller for a newer one. Where a tool chain is
+runtime in clients/java/pom.xml, for the same reason. Where a tool chain is
 missing that folder is left alone, and a line says so. The same input and versions give the same bytes.
 
 With --descriptors PATH it writes what Envoy's transcoder and grpcurl's -protoset read instead: the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import pathlib
 import platform
 import re
@@ -35,6 +37,9 @@ PLUGIN_DIR = PROTO_DIR / "plugins"
 TS_PLUGIN = "@bufbuild/protoc-gen-es@2.17.0"
 """The npm package; clients/node has the runtime of the same version."""
 
+PYTHON_PROTOC = "grpcio-tools==1.67.1"
+"""Of October 2024; it makes code of protobuf 5.27.2. The floors of gen/python and clients/python."""
+
 ERROR_PROTOS = ["google/rpc/error_details.proto", "google/rpc/status.proto"]
 
 JAVA_POM = PROTO_DIR.parent / "clients" / "java" / "pom.xml"
@@ -52,10 +57,22 @@ class ToolMissing(Exception):
 
 
 def generate(output_dir: pathlib.Path) -> None:
-    """Write the Python package into `output_dir`; raises CalledProcessError when protoc refuses."""
+    """Write the Python package into `output_dir`; raises ToolMissing without a pip that can bring protoc."""
+    tools = OUTPUT_DIR.parent / "build" / "protoc" / PYTHON_PROTOC
+    if not (tools / "grpc_tools").is_dir():
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        _answer_of([*command, "--only-binary=:all:", f"--target={tools}", PYTHON_PROTOC])
     output_dir.mkdir(parents=True, exist_ok=True)
-    _run_protoc(["python", "mypy"], _proto_files(), output_dir)
-    _run_protoc(["grpc_python", "mypy_grpc"], _proto_files("*_service.proto"), output_dir)
+    _run_protoc(["python", "mypy"], _proto_files(), output_dir, tools)
+    _run_protoc(["grpc_python", "mypy_grpc"], _proto_files("*_service.proto"), output_dir, tools)
     for folder in (PACKAGE_DIR, PACKAGE_DIR / "v1"):
         (output_dir / folder / "__init__.py").write_text('"""Generated from protos/; never edited."""\n')
     (output_dir / PACKAGE_DIR / "py.typed").write_text("")
@@ -122,7 +139,9 @@ def _proto_files(pattern: str = "*.proto") -> list[str]:
     return sorted(str(path.relative_to(PROTO_DIR)) for path in (PROTO_DIR / PACKAGE_DIR).rglob(pattern))
 
 
-def _run_protoc(generators: list[str], proto_files: list[str], output_dir: pathlib.Path) -> None:
+def _run_protoc(
+    generators: list[str], proto_files: list[str], output_dir: pathlib.Path, tools: pathlib.Path
+) -> None:
     scripts_dir = pathlib.Path(sysconfig.get_path("scripts"))
     options = []
     for generator in generators:
@@ -131,14 +150,19 @@ def _run_protoc(generators: list[str], proto_files: list[str], output_dir: pathl
             options += [f"--{generator}_out=quiet:{output_dir}"]
         else:
             options += [f"--{generator}_out={output_dir}"]
-    _protoc(*options, *proto_files)
+    _protoc(*options, *proto_files, tools=tools)
 
 
-def _protoc(*arguments: str, program: Sequence[str] = (sys.executable, "-m", "grpc_tools.protoc")) -> None:
-    """Run a protoc, that of grpcio-tools unless another is given, over the API and google.rpc."""
+def _protoc(
+    *arguments: str,
+    program: Sequence[str] = (sys.executable, "-m", "grpc_tools.protoc"),
+    tools: pathlib.Path | None = None,
+) -> None:
+    """Run a protoc over the API and google.rpc: that of grpcio-tools, of the one in `tools` if given."""
     common_dir = pathlib.Path(next(iter(google.rpc.__path__))).parents[1]
     paths = [f"--proto_path={PROTO_DIR}", f"--proto_path={common_dir}"]
-    subprocess.run([*program, *paths, *arguments], check=True, cwd=PROTO_DIR)
+    environ = dict(os.environ) if tools is None else {**os.environ, "PYTHONPATH": str(tools)}
+    subprocess.run([*program, *paths, *arguments], check=True, cwd=PROTO_DIR, env=environ)
 
 
 def _answer_of(command: list[str]) -> str:

@@ -63,7 +63,17 @@ class Language:
     """None where another test runs the README."""
     has_page: bool = False
     """Whether it is tried in a browser too."""
+    variant: str = ""
+    """What tells it from another one of its folder."""
 
+    @property
+    def name(self) -> str:
+        """What the command and the table call it."""
+        return f"{self.folder}-{self.variant}" if self.variant else self.folder
+
+
+OLDEST = ROOT / "build" / "oldest"
+"""Environment with the oldest libraries that the Python client runs with."""
 
 MAVEN = ("mvn", "--quiet", "--batch-mode", "--no-transfer-progress")
 
@@ -73,6 +83,14 @@ LANGUAGES = (
         tools=(),
         fetch=(),
         steps=((sys.executable, "-m", "pytest", "-q", "--timeout", "300", "tests"),),
+        example=None,
+    ),
+    Language(
+        folder="python",
+        variant="oldest",
+        tools=(),
+        fetch=(sys.executable, str(ROOT / "tests/system/clients/oldest.py"), str(OLDEST)),
+        steps=((str(OLDEST / "bin/python"), "-m", "pytest", "-q", "--timeout", "300", "tests"),),
         example=None,
     ),
     Language(
@@ -200,23 +218,23 @@ def answer_of(
 def main() -> int:
     """Test what can be tested here; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("languages", nargs="*", help="folders below clients/; all without any")
+    parser.add_argument("languages", nargs="*", help="folders below clients/, python-oldest; all without any")
     wanted = set(parser.parse_args().languages)
-    if unknown := wanted - {language.folder for language in LANGUAGES}:
+    if unknown := wanted - {language.name for language in LANGUAGES}:
         parser.error(f"there is no such client here: {', '.join(sorted(unknown))}")
     failed = []
     results: dict[str, Sequence[Result]] = {}
     with live_servers() as servers, tempfile.TemporaryDirectory() as scratch:
         for language in LANGUAGES:
-            if wanted and language.folder not in wanted:
+            if wanted and language.name not in wanted:
                 continue
             if obstacle := obstacle_of(language):
-                print(f"clients/{language.folder} was not tested: {obstacle}", flush=True)
+                print(f"{language.name} was not tested: {obstacle}", flush=True)
                 continue
-            path = Path(scratch) / f"{language.folder}.jsonl"
+            path = Path(scratch) / f"{language.name}.jsonl"
             if not tested(language, servers, results=path):
-                failed.append(language.folder)
-            results[language.folder] = read_results(path)
+                failed.append(language.name)
+            results[language.name] = read_results(path)
     left_out = unserved(dataclasses.asdict(servers))
     return 1 if told_of_scenarios(results, left_out=left_out) or failed else 0
 

@@ -53,7 +53,9 @@ def table_of(names: Iterable[str], results: Mapping[str, Sequence[Result]]) -> s
     width = max(map(len, names))
     rows = [f"{'':{width}}" + "".join(f"  {language:6}" for language in results)]
     for name in names:
-        cells = "".join(f"  {_cell(name, told):6}" for told in results.values())
+        cells = "".join(
+            f"  {_cell(name, told):{max(6, len(language))}}" for language, told in results.items()
+        )
         rows.append(f"{name:{width}}{cells}")
     return "\n".join(row.rstrip() for row in rows)
 

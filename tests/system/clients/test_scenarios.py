@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from protos import generate
 from tests.system.clients import scenarios
 from tests.system.clients.languages import LANGUAGES
 from tests.system.clients.live_servers import Servers
+from tests.system.clients.oldest import floors
 from tests.system.clients.scenarios import (
     Result,
     faults_of,
@@ -40,7 +42,16 @@ def test_scenarios_of_a_server_that_could_not_be_started_are_left_out() -> None:
 
 
 def test_the_columns_are_clients() -> None:
-    assert set(scenarios.NOT_YET) <= {language.folder for language in LANGUAGES}
+    names = [language.name for language in LANGUAGES]
+    assert set(scenarios.NOT_YET) <= set(names) and len(set(names)) == len(names)
+
+
+def test_the_floors_of_what_callers_install_are_what_is_tried() -> None:
+    """They agree with each other and with what made the messages."""
+    made = generate.PYTHON_PROTOC.partition("==")[2]
+    assert floors()["grpcio"] == floors()["grpcio-health-checking"] == made
+    messages = (generate.OUTPUT_DIR / "python/icehouse/v1/usage_pb2.py").read_text(encoding="utf-8")
+    assert f"# Protobuf Python Version: {floors()['protobuf']}\n" in messages
 
 
 def test_a_full_table_has_no_fault(tmp_path: Path) -> None:
@@ -49,6 +60,9 @@ def test_a_full_table_has_no_fault(tmp_path: Path) -> None:
     results = {"go": read_results(path)}
     assert faults_of(NAMES, results) == []
     assert table_of(NAMES, results).splitlines() == ["        go", "unary   ok", "stream  ok"]
+    results = {"go-oldest": results["go"], "java": results["go"]}
+    rows = ["        go-oldest  java", "unary   ok         ok", "stream  ok         ok"]
+    assert table_of(NAMES, results).splitlines() == rows
 
 
 def test_a_failure_an_unknown_name_and_an_empty_cell_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import warnings
 
 from icehouse.v1 import cache_service_pb2 as icehouse_dot_v1_dot_cache__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.67.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in icehouse/v1/cache_service_pb2_grpc.py depends on'
+        + f' but the generated code in icehouse/v1/cache_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class CacheServiceStub:
+class CacheServiceStub(object):
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
     not the tier that the order is about. Where callers prove who they are, each commands its own
@@ -90,7 +90,7 @@ class CacheServiceStub:
                 _registered_method=True)
 
 
-class CacheServiceServicer:
+class CacheServiceServicer(object):
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
     not the tier that the order is about. Where callers prove who they are, each commands its own
@@ -236,7 +236,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class CacheService:
+class CacheService(object):
     """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
     InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
     not the tier that the order is about. Where callers prove who they are, each commands its own

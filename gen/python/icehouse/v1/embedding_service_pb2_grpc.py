@@ -5,7 +5,7 @@ import warnings
 
 from icehouse.v1 import embedding_service_pb2 as icehouse_dot_v1_dot_embedding__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.67.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in icehouse/v1/embedding_service_pb2_grpc.py depends on'
+        + f' but the generated code in icehouse/v1/embedding_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class EmbeddingServiceStub:
+class EmbeddingServiceStub(object):
     """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
@@ -43,7 +43,7 @@ class EmbeddingServiceStub:
                 _registered_method=True)
 
 
-class EmbeddingServiceServicer:
+class EmbeddingServiceServicer(object):
     """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
@@ -73,7 +73,7 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class EmbeddingService:
+class EmbeddingService(object):
     """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """

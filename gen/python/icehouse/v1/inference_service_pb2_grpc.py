@@ -5,7 +5,7 @@ import warnings
 
 from icehouse.v1 import inference_service_pb2 as icehouse_dot_v1_dot_inference__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.67.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in icehouse/v1/inference_service_pb2_grpc.py depends on'
+        + f' but the generated code in icehouse/v1/inference_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class InferenceServiceStub:
+class InferenceServiceStub(object):
     """Continues prompts. Every refusal arrives before the first response message, as a status with
     google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
     the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
@@ -70,7 +70,7 @@ class InferenceServiceStub:
                 _registered_method=True)
 
 
-class InferenceServiceServicer:
+class InferenceServiceServicer(object):
     """Continues prompts. Every refusal arrives before the first response message, as a status with
     google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
     the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
@@ -157,7 +157,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class InferenceService:
+class InferenceService(object):
     """Continues prompts. Every refusal arrives before the first response message, as a status with
     google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
     the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:

@@ -5,7 +5,7 @@ import warnings
 
 from icehouse.v1 import model_service_pb2 as icehouse_dot_v1_dot_model__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.67.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in icehouse/v1/model_service_pb2_grpc.py depends on'
+        + f' but the generated code in icehouse/v1/model_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ModelServiceStub:
+class ModelServiceStub(object):
     """Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
     """
 
@@ -47,7 +47,7 @@ class ModelServiceStub:
                 _registered_method=True)
 
 
-class ModelServiceServicer:
+class ModelServiceServicer(object):
     """Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
     """
 
@@ -86,7 +86,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ModelService:
+class ModelService(object):
     """Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
     """
 

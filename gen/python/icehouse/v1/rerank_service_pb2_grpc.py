@@ -5,7 +5,7 @@ import warnings
 
 from icehouse.v1 import rerank_service_pb2 as icehouse_dot_v1_dot_rerank__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.67.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in icehouse/v1/rerank_service_pb2_grpc.py depends on'
+        + f' but the generated code in icehouse/v1/rerank_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class RerankServiceStub:
+class RerankServiceStub(object):
     """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
     Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
@@ -45,7 +45,7 @@ class RerankServiceStub:
                 _registered_method=True)
 
 
-class RerankServiceServicer:
+class RerankServiceServicer(object):
     """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
     Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
@@ -78,7 +78,7 @@ def add_RerankServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class RerankService:
+class RerankService(object):
     """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
     Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm

@@ -5,7 +5,7 @@ import warnings
 
 from icehouse.v1 import server_service_pb2 as icehouse_dot_v1_dot_server__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.67.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in icehouse/v1/server_service_pb2_grpc.py depends on'
+        + f' but the generated code in icehouse/v1/server_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ServerServiceStub:
+class ServerServiceStub(object):
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
     operator those of all. A server knows its own alone: behind a balancer, ask each replica.
@@ -54,7 +54,7 @@ class ServerServiceStub:
                 _registered_method=True)
 
 
-class ServerServiceServicer:
+class ServerServiceServicer(object):
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
     operator those of all. A server knows its own alone: behind a balancer, ask each replica.
@@ -110,7 +110,7 @@ def add_ServerServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ServerService:
+class ServerService(object):
     """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
     InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
     operator those of all. A server knows its own alone: behind a balancer, ask each replica.
