@@ -50,6 +50,7 @@ class StallTimer:
         if not self._has_begun:
             self._has_begun = True
             sending = asyncio.ensure_future(context.send_initial_metadata(()))
+            sending.add_done_callback(_note_failure)
             try:
                 with disconnect_as_cancel():
                     await asyncio.shield(sending)
@@ -80,3 +81,10 @@ class StallTimer:
         """End the block now."""
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
+
+
+def _note_failure(sending: asyncio.Future[None]) -> None:
+    """Have asyncio not report headers that failed while nobody waited for them any more: the call has ended
+    and the caller is gone. Whoever still waits hears of it as ever."""
+    if not sending.cancelled():
+        sending.exception()
