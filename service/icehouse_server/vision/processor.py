@@ -254,10 +254,10 @@ class RowProcessor:
         self._settings = settings
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
-        """Return the same at every level, as yet."""
         settings = self._settings
         unit = settings.patch_size * settings.merge_size
-        made = self._inner([image], patch_size={"height": unit, "width": unit})
+        scale = self._low_size(image, unit) if detail is ImageDetail.LOW else {}
+        made = self._inner([image], patch_size={"height": unit, "width": unit}, **scale)
         sizes = np.asarray(made["image_sizes"], dtype=np.int64)
         height, width = (int(side) for side in sizes[0])
         limit = settings.image_size // settings.patch_size * settings.patch_size
@@ -272,6 +272,19 @@ class RowProcessor:
         row = self.mark * columns
         text = settings.row_break.join([row] * rows) + settings.end
         return PreparedImage(ImageInput(digest, tensors, rows * columns), text)
+
+    def _low_size(self, image: Image.Image, unit: int) -> Mapping[str, Any]:
+        """Return what of the processor's own size is replaced: the longest side, in pixels, with which the
+        image is few enough tokens of `unit` pixels each way, in the shape that it has."""
+        long, short = max(image.size), min(image.size)
+        if -(-long // unit) * -(-short // unit) <= _LOW_TOKENS:
+            return {}
+        edge = math.isqrt(_LOW_TOKENS * long // short)
+        while edge * -(-edge * short // long) > _LOW_TOKENS:
+            edge -= 1
+        own = dict(self._inner.size)
+        limits = [int(own[name]) for name in ("longest_edge", "height", "width") if own.get(name)]
+        return {"size": {"longest_edge": min(edge * unit, *limits)}}
 
 
 def spans_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,40 @@ def test_a_grid_is_at_most_256_tokens_at_the_low_level(tmp_path: Path) -> None:
     # A small one is as it was, and so it is the same image.
     small = noise(6 * side, 4 * side)
     assert low(processor, small)[0].digest == processor.prepare(small).image.digest
+
+
+def scaling(rows: Path, tmp_path: Path, size: Mapping[str, int]) -> ImageProcessor:
+    """Return the processor of rows that scales to this size, with a tower that takes it."""
+    folder = tiny_vision_dir(tmp_path, rows.name)
+    change(folder, "preprocessor_config.json", size=size)
+    tower = json.loads((folder / "config.json").read_text())["vision_config"]
+    change(folder, "config.json", vision_config={**tower, "image_size": max(size.values())})
+    return open_processor(folder, rows.name)
+
+
+@pytest.mark.parametrize("size", [(400, 400), (400, 90), (90, 300), (1000, 9), (700, 699)])
+def test_rows_are_at_most_256_tokens_in_their_shape_at_the_low_level(
+    rows: Path, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    processor = scaling(rows, tmp_path, {"longest_edge": 1000})
+    whole = processor.prepare(noise(*size)).image
+    shown, text = low(processor, noise(*size))
+    lines = text.removesuffix("[IMG_END]").split("[IMG_BREAK]")
+    columns = lines[0].count("[IMG]")
+    assert lines == ["[IMG]" * columns] * len(lines) and shown.feature_count == columns * len(lines)
+    assert min(whole.feature_count, 120) <= shown.feature_count <= 256
+    # Within the part of a token that the sides are filled up by.
+    assert abs(columns - len(lines) * size[0] / size[1]) <= max(size) / min(size)
+
+
+@pytest.mark.parametrize("longest", [{"longest_edge": 64}, {"height": 64, "width": 64}])
+def test_rows_are_never_larger_at_the_low_level(
+    rows: Path, tmp_path: Path, longest: Mapping[str, int]
+) -> None:
+    processor = scaling(rows, tmp_path, longest)
+    for size in ((900, 900), (61, 40), (8, 5)):
+        shown, _ = low(processor, noise(*size))
+        assert shown.digest == processor.prepare(noise(*size)).image.digest
 
 
 def test_views_are_one_at_the_low_level(tmp_path: Path) -> None:

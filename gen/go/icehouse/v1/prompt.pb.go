@@ -34,7 +34,8 @@ const (
 	// As the model's own processor has it.
 	ImageDetail_IMAGE_DETAIL_AUTO ImageDetail = 1
 	// In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-	// image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+	// image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+	// to at most 256.
 	ImageDetail_IMAGE_DETAIL_LOW ImageDetail = 2
 	// As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far.
 	ImageDetail_IMAGE_DETAIL_HIGH ImageDetail = 3

@@ -33,7 +33,8 @@ class _ImageDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImageDeta
     """As the model's own processor has it."""
     IMAGE_DETAIL_LOW: _ImageDetail.ValueType  # 2
     """In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-    image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+    image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+    to at most 256.
     """
     IMAGE_DETAIL_HIGH: _ImageDetail.ValueType  # 3
     """As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far."""
@@ -49,7 +50,8 @@ IMAGE_DETAIL_AUTO: ImageDetail.ValueType  # 1
 """As the model's own processor has it."""
 IMAGE_DETAIL_LOW: ImageDetail.ValueType  # 2
 """In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+to at most 256.
 """
 IMAGE_DETAIL_HIGH: ImageDetail.ValueType  # 3
 """As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far."""

@@ -327,7 +327,8 @@ export enum ImageDetail {
 
   /**
    * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-   * image alone; where it takes more tokens for a larger image (Qwen's models), scaled to at most 256.
+   * image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+   * to at most 256.
    *
    * @generated from enum value: IMAGE_DETAIL_LOW = 2;
    */
