@@ -1,11 +1,16 @@
 """Fuzz a server of this tree: mutated requests over every RPC, each of which must get a documented status.
 
 Usage: python -m tests.system.fuzz [--seed 1] [--requests 20000] [--first 0] [--folder build/fuzz]
-       python -m tests.system.fuzz --replay FILE
+       python -m tests.system.fuzz --images [smolvlm] [--seed 1] ...
+       python -m tests.system.fuzz --replay FILE [--images smolvlm]
+
+With `--images` the model is one that sees, of the family named, and every request is a conversation with
+images: whole, cut off, damaged, animated, of another type than was said, or larger than any may be.
 
 Request `i` of a seed is always the same, so `--first i --requests 1` sends it again. Each chunk is a line of
 `report-SEED.jsonl` in the folder; chunks that are there already are not played again. A request that fails
-is made smaller and written beside the report: put into `tests/system/fuzz/found/` it is a regression test.
+is made smaller and written beside the report, with the server's log: put into `tests/system/fuzz/found/` it
+is a regression test.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +29,7 @@ from typing import Any
 from tests.system.fuzz.caller import Caller, calling
 from tests.system.fuzz.campaign import Campaign, Chunk
 from tests.system.fuzz.requests import FuzzRequest
-from tests.system.fuzz.server import Fuzzed, fuzzed
+from tests.system.fuzz.server import Fuzzed, fuzzed, fuzzed_with_images
 from tests.system.fuzz.shrink import shrunk
 
 _CHUNK_COUNT = 20_000
@@ -39,12 +46,22 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--folder", type=Path, default=Path("build/fuzz"))
     parser.add_argument("--replay", type=Path, help="send the request of this file, and no other")
+    parser.add_argument(
+        "--images", nargs="?", const="smolvlm", metavar="FAMILY", help="images to a model that sees"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="icehouse-fuzz-") as scratch, fuzzed(Path(scratch)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="icehouse-fuzz-") as scratch,
+        _server(Path(scratch), arguments.images) as server,
+    ):
         if arguments.replay is not None:
             return asyncio.run(_replay(server, arguments.replay))
         return asyncio.run(_play(server, arguments))
+
+
+def _server(folder: Path, family: str | None) -> contextlib.AbstractContextManager[Fuzzed]:
+    return fuzzed(folder) if family is None else fuzzed_with_images(folder, family)
 
 
 async def _replay(server: Fuzzed, file: Path) -> int:
@@ -55,11 +72,12 @@ async def _replay(server: Fuzzed, file: Path) -> int:
 
 
 async def _play(server: Fuzzed, arguments: argparse.Namespace) -> int:
-    report = arguments.folder / f"report-{arguments.seed}.jsonl"
+    family = arguments.images
+    report = arguments.folder / f"report-{f'{family}-' if family else ''}{arguments.seed}.jsonl"
     done = {line["first"]: line for line in _lines(report)}
     chunks: list[dict[str, Any]] = []
     async with calling(server.process.address, server.tokens) as caller:
-        campaign = Campaign(server, caller, seed=arguments.seed)
+        campaign = Campaign(server, caller, seed=arguments.seed, has_images=family is not None)
         before = await campaign.good_tokens()
         start_rss_bytes = server.rss_bytes()
         end = arguments.first + arguments.requests
@@ -73,6 +91,7 @@ async def _play(server: Fuzzed, arguments: argparse.Namespace) -> int:
             facts = f"{rate:.0f}/s, {chunk.rss_bytes >> 20} MiB, slowest {chunk.slowest[0]:.1f} s"
             print(f"{first:>9} to {first + count}: {facts} ({chunk.slowest[1]})", flush=True)
             if chunk.failures:
+                shutil.copy(server.log, arguments.folder / "server.log")
                 await _tell(caller, chunk, arguments.folder)
                 return 1
             with report.open("a", encoding="utf-8") as lines:

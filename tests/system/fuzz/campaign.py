@@ -19,7 +19,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 
 from tests.system.fuzz.caller import Caller
-from tests.system.fuzz.requests import FuzzRequest, request_of
+from tests.system.fuzz.requests import FuzzRequest, image_request_of, request_of
 from tests.system.fuzz.server import Fuzzed
 
 IN_FLIGHT_COUNT = 64
@@ -70,18 +70,18 @@ class Chunk:
 
 
 class Campaign:
-    """Requests of one seed against one server."""
+    """Requests of one seed against one server, of every kind or with images alone."""
 
-    def __init__(self, server: Fuzzed, caller: Caller, *, seed: int) -> None:
+    def __init__(self, server: Fuzzed, caller: Caller, *, seed: int, has_images: bool = False) -> None:
         self._server = server
         self._caller = caller
         self._seed = seed
+        self._has_images = has_images
 
     async def play(self, first: int, count: int) -> Chunk:
         """Send a range of requests and return what came of it."""
-        named = (
-            (f"seed {self._seed} request {i}", request_of(self._seed, i)) for i in range(first, first + count)
-        )
+        kind, make = ("image", image_request_of) if self._has_images else ("request", request_of)
+        named = ((f"seed {self._seed} {kind} {i}", make(self._seed, i)) for i in range(first, first + count))
         return await self.send(named, first=first, count=count)
 
     async def send(

@@ -15,7 +15,7 @@ from google.protobuf.internal import encoder
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from tests.fixtures.image_files import drawn_file, drawn_uri
+from tests.fixtures.image_files import SHOWN, drawn_file, drawn_uri
 from tests.system.fuzz import values
 
 _DEPTH_LIMIT = 6
@@ -42,18 +42,21 @@ def good(descriptor: Descriptor, rng: random.Random, depth: int = 0) -> Message:
     return message
 
 
-def add_images(message: Any, rng: random.Random) -> None:
-    """Make the prompt of a request that may have a conversation one with images between texts."""
-    turn = message.chat.messages.add(role="user" if rng.random() < 0.97 else "tool")
+def add_images(message: Any, rng: random.Random, *, are_whole: bool = False) -> None:
+    """Make the prompt of a request that may have a conversation one with images between texts, which a model
+    that sees has no reason to refuse if `are_whole`."""
+    turn = message.chat.messages.add(role="user" if are_whole or rng.random() < 0.97 else "tool")
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         image = turn.parts.add().image
-        if rng.random() < 0.3:
+        if rng.random() < 0.2:
+            image.detail = rng.randrange(4)
+        if not are_whole and rng.random() < 0.3:
             image.uri = drawn_uri(rng)
         else:
-            drawn = drawn_file(rng)
+            drawn = rng.choice(SHOWN) if are_whole else drawn_file(rng)
             image.data, image.media_type = drawn.data, drawn.media_type
         if rng.random() < 0.5:
-            turn.parts.add(text=rng.choice(("what is it?", "\n", "<image>")))
+            turn.parts.add(text=rng.choice(("what is it?", "\n", "\n" if are_whole else "<image>")))
 
 
 def parsed(descriptor: Descriptor, data: bytes) -> Any | None:

@@ -42,6 +42,9 @@ _CHAT_PATHS = tuple(path for path in _PATHS if "chat" in METHODS[path].input_typ
 _IMAGE_SHARE = 0.1
 """Of the conversations; a model that reads text alone refuses them."""
 
+_WHOLE_SHARE = 0.4
+"""Of the conversations for a model that sees: one broken image is enough for the others not to be run."""
+
 _STREAM_S = 2.0
 """Ends a stream that would go on for ever, if the caller does not."""
 
@@ -121,12 +124,20 @@ def image_request_of(seed: int, index: int) -> FuzzRequest:
     """Return request `index` of `seed` to a model that sees: a conversation with images in it."""
     rng = random.Random(f"images/{seed}/{index}")
     path = rng.choice(_CHAT_PATHS)
-    message = mutations.good(METHODS[path].input_type, rng)
-    mutations.add_images(message, rng)
-    if rng.random() < 0.1:
+    method = METHODS[path]
+    message = mutations.good(method.input_type, rng)
+    mutations.add_images(message, rng, are_whole=rng.random() < _WHOLE_SHARE)
+    kind = rng.random()
+    if kind < 0.1:
         mutations.spoil(message, rng)
-    timeout_s = _timeout_s(METHODS[path], rng)
-    return FuzzRequest(path, (message.SerializeToString(),), _credentials(rng), timeout_s=timeout_s)
+    data = message.SerializeToString()
+    return FuzzRequest(
+        path,
+        (mutations.damaged(data, rng) if kind > 0.95 else data,),
+        _credentials(rng),
+        timeout_s=_timeout_s(method, rng),
+        leave_after=_leave_after(method, rng),
+    )
 
 
 def _message(method: MethodDescriptor, rng: random.Random) -> bytes:

@@ -85,12 +85,12 @@ def fuzzed(folder: Path) -> Iterator[Fuzzed]:
 
 
 @contextlib.contextmanager
-def fuzzed_with_images(folder: Path) -> Iterator[Fuzzed]:
+def fuzzed_with_images(folder: Path, family: str = "smolvlm") -> Iterator[Fuzzed]:
     """Start one whose model sees; needs mlx-vlm."""
     from tests.fixtures.models.vision import tiny_vision_dir
 
     options = tuple(word for name, value in _IMAGE_FLAGS.items() for word in (f"--{name}", value))
-    with _started(folder, tiny_vision_dir(folder), options) as running:
+    with _started(folder, tiny_vision_dir(folder, family), options) as running:
         yield running
 
 

@@ -18,12 +18,14 @@ import pytest
 from tests.system.fuzz import mutations
 from tests.system.fuzz.caller import calling, judged
 from tests.system.fuzz.campaign import Campaign, Chunk
-from tests.system.fuzz.requests import METHODS, FuzzRequest, image_request_of, request_of
+from tests.system.fuzz.requests import METHODS, FuzzRequest, request_of
 from tests.system.fuzz.server import Fuzzed, fuzzed, fuzzed_with_images
 from tests.system.fuzz.shrink import shrunk
 
 _SHORT_COUNT = 2_000
 _IMAGE_COUNT = 250
+_FAMILIES = ("smolvlm", "qwen2_5_vl", "pixtral", "gemma3", "lfm2_vl")
+"""Each cuts and scales images in another way."""
 _LONG_COUNT = int(os.environ.get("FUZZ_REQUESTS", "20000"))
 _SEED = int(os.environ.get("FUZZ_SEED", "1"))
 _LEAST_RATE_PER_S = 20
@@ -44,10 +46,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         yield running
 
 
-async def play(server: Fuzzed, *, seed: int, count: int) -> Chunk:
+async def play(server: Fuzzed, *, seed: int, count: int, has_images: bool = False) -> Chunk:
     """Play the first requests of a seed; the server says the same before and after."""
     async with calling(server.process.address, server.tokens) as caller:
-        campaign = Campaign(server, caller, seed=seed)
+        campaign = Campaign(server, caller, seed=seed, has_images=has_images)
         before = await campaign.good_tokens()
         chunk = await campaign.play(0, count)
         assert await campaign.good_tokens() == before
@@ -57,6 +59,11 @@ async def play(server: Fuzzed, *, seed: int, count: int) -> Chunk:
 def problems_of(chunk: Chunk) -> list[str]:
     """Say what failed, and how it is seen again."""
     return [f"{failure.name}: {failure.problem}" for failure in chunk.failures]
+
+
+def answered(chunk: Chunk) -> int:
+    """Return how many requests were answered with OK."""
+    return sum(count for (_, code, _), count in chunk.rows.items() if code == "OK")
 
 
 @reads_proc
@@ -69,21 +76,26 @@ def test_every_answer_is_a_documented_status(server: Fuzzed) -> None:
 @reads_proc
 def test_every_image_is_answered_with_a_documented_status(tmp_path: Path) -> None:
     pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
-
-    async def play(server: Fuzzed) -> Chunk:
-        async with calling(server.process.address, server.tokens) as caller:
-            campaign = Campaign(server, caller, seed=0)
-            named = ((f"image {i}", image_request_of(0, i)) for i in range(_IMAGE_COUNT))
-            before = await campaign.good_tokens()
-            chunk = await campaign.send(named)
-            assert await campaign.good_tokens() == before
-        return chunk
-
     with fuzzed_with_images(tmp_path) as server:
-        chunk = asyncio.run(play(server))
+        chunk = asyncio.run(play(server, seed=0, count=_IMAGE_COUNT, has_images=True))
     assert problems_of(chunk) == []
     assert {"IMAGE_INVALID", "CHAT_INVALID"} <= {reason for _, _, reason in chunk.rows}
-    assert sum(count for (path, code, _), count in chunk.rows.items() if code == "OK") > _IMAGE_COUNT / 20
+    assert answered(chunk) > _IMAGE_COUNT / 20
+
+
+@reads_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _FAMILIES)
+@pytest.mark.timeout(_LONG_COUNT / _LEAST_RATE_PER_S + 300)
+def test_every_image_is_answered_with_a_documented_status_at_length(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
+    with fuzzed_with_images(tmp_path, family) as server:
+        asyncio.run(play(server, seed=0, count=_IMAGE_COUNT, has_images=True))
+        warm_rss_bytes = server.rss_bytes()
+        chunk = asyncio.run(play(server, seed=_SEED, count=_LONG_COUNT // len(_FAMILIES), has_images=True))
+    assert problems_of(chunk) == []
+    assert chunk.rss_bytes - warm_rss_bytes < _GROWTH_LIMIT_BYTES
+    assert answered(chunk) > _LONG_COUNT // len(_FAMILIES) / 20
 
 
 @reads_proc
