@@ -1,7 +1,7 @@
-"""mlx-vlm's own generation in a child process, for side-by-side numbers on the same model and pictures.
+"""mlx-vlm's own generation in a child process: what stands for its server where that cannot be started.
 
-Its server asks for packages that nothing else here needs (FastAPI and more): this is `stream_generate`, which
-keeps nothing from one call to the next. The model is loaded once; a line of JSON is a call.
+This is `stream_generate`, which keeps nothing from one call to the next. The model is loaded once; a line of
+JSON is a call.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from icehouse_server.bootstrap.preload import preload_environment
 
+from bench.mlx_vlm_server import PeerReply
 from bench.server_process import ROOT, child_environment
 
 _READY = "ready"
@@ -27,6 +29,8 @@ _READY = "ready"
 
 class MlxVlmProcess:
     """A process with a model; ready when `__enter__` returns. OpenBLAS as icehouse has it."""
+
+    name = "mlx-vlm's generation"
 
     def __init__(self, *, model_path: Path, log_file: Path) -> None:
         self._model_path = model_path
@@ -59,14 +63,14 @@ class MlxVlmProcess:
     ) -> None:
         self._end()
 
-    def ttft_s(self, question: str, picture: bytes, *, max_output_tokens: int) -> float:
-        """Generate from a picture and a question; return the seconds until the first token."""
+    def ask(self, picture: bytes, turns: Sequence[str], *, max_output_tokens: int) -> PeerReply:
+        """Generate from turns of user and assistant, with a picture before the first."""
         assert self._process is not None and self._process.stdin is not None, "it does not run"
         image = base64.b64encode(picture).decode("ascii")
-        call = {"question": question, "image": image, "max_output_tokens": max_output_tokens}
+        call = {"turns": list(turns), "image": image, "max_output_tokens": max_output_tokens}
         self._process.stdin.write(json.dumps(call) + "\n")
         self._process.stdin.flush()
-        return float(self._told())
+        return PeerReply(float(self._told()))
 
     def _told(self) -> str:
         assert self._process is not None and self._process.stdout is not None
@@ -100,7 +104,7 @@ def main() -> None:
         tokens = stream_generate(
             model,
             processor,
-            _prompt(call["question"]),
+            _prompt(call["turns"]),
             image=shown,
             max_tokens=call["max_output_tokens"],
             temperature=0.0,
@@ -109,10 +113,13 @@ def main() -> None:
         print(times[0] - began, file=answers, flush=True)
 
 
-def _prompt(question: str) -> str:
+def _prompt(turns: Sequence[str]) -> str:
     """Return what the model's chat template writes."""
-    image = "<|vision_start|><|image_pad|><|vision_end|>"
-    return f"<|im_start|>user\n{image}{question}<|im_end|>\n<|im_start|>assistant\n"
+    first, *others = turns
+    told = [f"<|vision_start|><|image_pad|><|vision_end|>{first}", *others]
+    roles = ("user", "assistant")
+    text = "".join(f"<|im_start|>{roles[n % 2]}\n{turn}<|im_end|>\n" for n, turn in enumerate(told))
+    return f"{text}<|im_start|>assistant\n"
 
 
 if __name__ == "__main__":

@@ -19,13 +19,17 @@ async def decoding_rows(
     *,
     max_output_tokens: int,
     step_count: int,
+    ignore_end_tokens: bool = False,
 ) -> AsyncIterator[list[list[float]]]:
     """Give the token times of each row, which grow, once every row has had more than `step_count` tokens.
 
-    Cache off. Raises when a row ended by itself before the block did: then not all decoded meanwhile.
+    Cache off. With `ignore_end_tokens` a row goes on where its model, which may be a random one, would end
+    it. Raises when a row ended by itself before the block did: then not all decoded meanwhile.
     """
     heard: list[list[float]] = [[] for _ in prompts]
     requests = [token_request(prompt, max_output_tokens=max_output_tokens) for prompt in prompts]
+    for request in requests:
+        request.sampling.ignore_end_tokens = ignore_end_tokens
     rows = [
         asyncio.create_task(client.stream(request, heard=times))
         for client, request, times in zip(clients, requests, heard, strict=True)
