@@ -42,7 +42,7 @@ PLACES = (
     Place("clients/node/package.json", r'^  "version": "'),
     Place("clients/node/package-lock.json", r'"name": "icehouse-client",\n\s+"version": "', count=2),
     Place("clients/go/go.mod", r"^\ticehouse\.dev/api v"),
-    Place("clients/go/README.md", r"icehouse\.dev/(?:icehouse|api)@v", count=2),
+    Place("clients/go/README.md", r"icehouse\.dev/(?:icehouse|api)@v", count=4),
     Place("clients/java/pom.xml", r"<artifactId>icehouse-client</artifactId>\n  <version>"),
     Place("clients/java/README.md", r"dev\.icehouse:icehouse-client:"),
     Place("docs/releases.md", r"What is here is version "),

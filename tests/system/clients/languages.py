@@ -161,7 +161,7 @@ def tested(language: Language, servers: Servers, *, results: Path) -> bool:
     path.parent.mkdir(exist_ok=True)
     try:
         path.write_text(
-            readme_example(folder, language.example.fence).replace(README_ADDRESS, servers.address)
+            readme_example(folder, language.example.fence).replace(README_ADDRESS, servers.chat_address)
         )
         command = language.example.run
         return succeeded(command, folder=folder, environment=environment, answer="MODEL_NOT_FOUND")
