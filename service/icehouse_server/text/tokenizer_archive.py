@@ -1,6 +1,7 @@
-"""Tokenizer archive: the files a gateway needs to tokenize and render as this server does, in one zip.
+"""Tokenizer archive: the files a gateway needs to tokenize, render and prepare images as this server does, in
+one zip.
 
-The digest of those files, for whoever has to know whether they are the same.
+The digest of the tokenizer's own files, for whoever has to know whether they are the same.
 
 The same folder gives the same bytes, so that a gateway sees by the digest that two workers agree.
 """
@@ -11,7 +12,7 @@ import dataclasses
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from icehouse_server.errors import ModelError, Reason
@@ -29,6 +30,9 @@ _NAMES = frozenset(
         "vocab.json",
     }
 )
+_IMAGE_NAMES = frozenset({"preprocessor_config.json", "processor_config.json"})
+"""Files that say how images are prepared: who prepares them elsewhere needs them, and no token depends on
+them."""
 _ENDINGS = frozenset({".jinja", ".model", ".tiktoken"})
 _DATE = (1980, 1, 1, 0, 0, 0)
 """The earliest that a zip knows; the files' own would make every copy of a folder another archive."""
@@ -47,7 +51,7 @@ def read_tokenizer_archive(folder: Path) -> TokenizerArchive:
     buffer = io.BytesIO()
     try:
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in _files(folder):
+            for file in _files(folder, _NAMES | _IMAGE_NAMES):
                 entry = zipfile.ZipInfo(file.name, _DATE)
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(entry, file.read_bytes())
@@ -58,10 +62,10 @@ def read_tokenizer_archive(folder: Path) -> TokenizerArchive:
 
 
 def tokenizer_digest_hex(folder: Path) -> str:
-    """Return the SHA-256 of the names and bytes of the archive's files; raises ModelError as that does."""
+    """Return the SHA-256 of the names and bytes of the tokenizer's files; raises ModelError as that does."""
     digest = hashlib.sha256()
     try:
-        for file in _files(folder):
+        for file in _files(folder, _NAMES):
             data = file.read_bytes()
             digest.update(f"{file.name}\0{len(data)}\0".encode() + data)
     except OSError as error:
@@ -69,9 +73,9 @@ def tokenizer_digest_hex(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, names: Set[str]) -> Iterator[Path]:
     for file in sorted(folder.iterdir()):
-        if (file.name in _NAMES or file.suffix in _ENDINGS) and file.is_file():
+        if (file.name in names or file.suffix in _ENDINGS) and file.is_file():
             yield file
 
 

@@ -21,18 +21,21 @@ FILES = {
 }
 
 
+IMAGE_FILES = {"preprocessor_config.json": b"{2}", "processor_config.json": b"{3}"}
+
+
 def folder(path: Path) -> Path:
     path.mkdir()
-    for name, data in {**FILES, "model.safetensors": b"weights", "README.md": b"text"}.items():
+    for name, data in {**FILES, **IMAGE_FILES, "model.safetensors": b"weights", "README.md": b"text"}.items():
         (path / name).write_bytes(data)
     (path / "merges.txt").mkdir()
     return path
 
 
-def test_it_holds_the_tokenizer_s_files_alone(tmp_path: Path) -> None:
+def test_it_holds_the_files_of_tokenizer_and_images_alone(tmp_path: Path) -> None:
     archive = read_tokenizer_archive(folder(tmp_path / "a"))
     with zipfile.ZipFile(io.BytesIO(archive.data)) as opened:
-        assert {name: opened.read(name) for name in opened.namelist()} == FILES
+        assert {name: opened.read(name) for name in opened.namelist()} == FILES | IMAGE_FILES
     assert archive.sha256_hex == hashlib.sha256(archive.data).hexdigest()
 
 
@@ -46,6 +49,7 @@ def test_the_digest_is_of_the_tokenizer_s_files_alone(tmp_path: Path) -> None:
     first, second = folder(tmp_path / "a"), folder(tmp_path / "b")
     digest = tokenizer_digest_hex(first)
     (second / "model.safetensors").write_bytes(b"others")
+    (second / "preprocessor_config.json").write_bytes(b"{4}")
     assert tokenizer_digest_hex(second) == digest
     (second / "chat_template.jinja").write_bytes(b"{{ messages[0] }}")
     assert tokenizer_digest_hex(second) != digest
