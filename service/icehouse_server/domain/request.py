@@ -299,6 +299,29 @@ class ImageInput:
         return sum(tensor.data.nbytes for tensor in self.tensors)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SentTensor:
+    """A tensor as its sender made it, as many bytes as its shape has; nothing else of it is checked."""
+
+    tensor: HostTensor
+    field: str
+    """What its sender calls it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SentImages:
+    """Images that somebody else has prepared, for a prompt whose tokens they stand among already."""
+
+    tensors: tuple[SentTensor, ...]
+    """Of all of them, the pixels first."""
+    places: tuple[range, ...]
+    """Where each image's tokens are, in order, inside the prompt; text may be among them."""
+    places_field: str
+    token_id: int | None
+    """What the sender took for the model's image token, if it says."""
+    token_field: str
+
+
 ImageKey = tuple[ImageDigest, tuple[int, ...]]
 """An image and the tokens of its span: some of them are text, whose vectors are among those of the span."""
 

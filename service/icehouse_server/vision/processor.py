@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self, cast
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from transformers import AutoImageProcessor
 
@@ -22,6 +23,7 @@ from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.chat import ImageDetail
 from icehouse_server.domain.request import ImageInput, ImageSpan, image_digest
 from icehouse_server.errors import InvalidRequest, ModelError, Reason
+from icehouse_server.vision.tensors import PIXELS, Integers, Pixels, SentTensors
 from icehouse_server.vision.views import Views, ViewSettings, views_of
 
 _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
@@ -35,6 +37,7 @@ _LOW_TOKENS: Final = 256
 """Of an image at the low level, where a model takes more for a larger one: about 450 x 450 pixels."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
+_CHANNELS: Final = 3
 _DEFAULT_PATCH_SIZE: Final = 14
 _DEFAULT_IMAGE_SIZE: Final = 336
 _DEFAULT_MERGE_SIZE: Final = 2
@@ -58,6 +61,12 @@ class ImageProcessor(Protocol):
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the tensors and the text of one image. Raises what its library does for one that it cannot
         take."""
+        ...
+
+    def take(self, sent: SentTensors) -> list[ImageInput]:
+        """Return images that somebody else has prepared: `prepare`'s own, where the tensors are bit for bit
+        those. Raises InvalidRequest for tensors of another kind, or of others than the tokens that stand
+        for them."""
         ...
 
 
@@ -116,10 +125,34 @@ class TileProcessor:
         rows, columns = made["rows"][0][0], made["cols"][0][0]
         # The mask comes as integers of eight bytes, and is more than the pixels then.
         mask = np.asarray(made["pixel_attention_mask"], dtype=bool)
-        tensors = (_host("pixel_attention_mask", mask), _host("pixel_values", made["pixel_values"]))
+        return PreparedImage(self._image(mask, made[PIXELS]), self._text(rows, columns))
+
+    def take(self, sent: SentTensors) -> list[ImageInput]:
+        """Take [images, tiles, 3, side, side], of an image of fewer tiles than others the first ones."""
+        sent.expect(PIXELS, optional=("pixel_attention_mask",))
+        side = int(self._inner.max_image_size["longest_edge"])
+        shape = sent.shape(PIXELS, sent.count, None, _CHANNELS, side, side)
+        counts = [len(sent.runs(index)) for index in range(sent.count)]
+        for index, count in enumerate(counts):
+            sent.check_runs(index, (self._tile_token_count,) * count)
+            sent.check_size(index, width=count * side, height=side)
+        if max(counts) != shape[1]:
+            sent.refuse(PIXELS, f"has {shape[1]} tiles; by its tokens an image has {max(counts)} at most")
+        if sent.has("pixel_attention_mask"):
+            told = sent.flags("pixel_attention_mask", *shape[:2], side, side)
+            if not all(told[index, :count].all() for index, count in enumerate(counts)):
+                sent.refuse("pixel_attention_mask", "hides a part of a tile; this model's tiles are whole")
+        pixels = sent.pixels(*shape)
+        mask = np.ones((1, max(counts), side, side), dtype=bool)
+        return [
+            self._image(mask[:, :count], pixels[index : index + 1, :count])
+            for index, count in enumerate(counts)
+        ]
+
+    def _image(self, mask: npt.NDArray[np.bool_], pixels: Pixels) -> ImageInput:
+        tensors = (_host("pixel_attention_mask", mask), _host(PIXELS, pixels))
         digest = image_digest(self._fingerprint, tensors)
-        found = ImageInput(digest, tensors, feature_count=mask.shape[1] * self._tile_token_count)
-        return PreparedImage(found, self._text(rows, columns))
+        return ImageInput(digest, tensors, feature_count=mask.shape[1] * self._tile_token_count)
 
     def _text(self, row_count: int, column_count: int) -> str:
         """As mlx-vlm and transformers write it: the tiles row by row, then the whole."""
@@ -143,13 +176,38 @@ class GridProcessor:
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         made = self._inner([image], **self._size(detail))
-        tensors = tuple(_host(name, made[name]) for name in ("image_grid_thw", "pixel_values"))
-        frames, rows, columns = (int(n) for n in made["image_grid_thw"][0])
+        found = self._image(made["image_grid_thw"], made[PIXELS])
+        return PreparedImage(found, self.mark * found.feature_count)
+
+    def take(self, sent: SentTensors) -> list[ImageInput]:
+        """Take [patches of all images, values], and of each image frames, rows and columns of patches."""
+        sent.expect(PIXELS, "image_grid_thw", optional=("patches_per_image",))
+        grids = sent.integers("image_grid_thw", sent.count, 3)
+        side, patch = int(self._inner.merge_size), int(self._inner.patch_size)
+        counts = [math.prod(grid) for grid in grids.tolist()]
+        for index, (frames, rows, columns) in enumerate(grids.tolist()):
+            if frames != 1 or not (rows and columns) or rows % side or columns % side:
+                sent.refuse(
+                    "image_grid_thw",
+                    f"has {frames} x {rows} x {columns} for image {index}; an image is one frame of rows and "
+                    f"columns that are multiples of {side}",
+                )
+            sent.check_size(index, width=columns * patch, height=rows * patch)
+            sent.check_runs(index, (counts[index] // side**2,))
+        name = "patches_per_image"
+        if sent.has(name) and sent.integers(name, sent.count).tolist() != counts:
+            sent.refuse(name, f"differs from image_grid_thw, by which it is {counts}")
+        width = _CHANNELS * int(self._inner.temporal_patch_size) * patch**2
+        ends = np.cumsum(counts)
+        pixels = np.split(sent.pixels(int(ends[-1]), width), ends[:-1])
+        return [self._image(grids[index : index + 1], part) for index, part in enumerate(pixels)]
+
+    def _image(self, grids: Integers, pixels: Pixels) -> ImageInput:
+        tensors = (_host("image_grid_thw", grids), _host(PIXELS, pixels))
+        frames, rows, columns = (int(n) for n in grids[0])
         side = int(self._inner.merge_size)
         grid = (frames, rows // side, columns // side)
-        count = math.prod(grid)
-        digest = image_digest(self._fingerprint, tensors)
-        return PreparedImage(ImageInput(digest, tensors, count, grid), self.mark * count)
+        return ImageInput(image_digest(self._fingerprint, tensors), tensors, math.prod(grid), grid)
 
     def _size(self, detail: ImageDetail) -> Mapping[str, Any]:
         """Return what of the processor's own size is replaced; pixels in all, as it names them."""
@@ -173,11 +231,24 @@ class WholeProcessor:
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the same at every level: there is one size."""
-        tensors = (_host("pixel_values", self._inner([image])["pixel_values"]),)
-        digest = image_digest(self._fingerprint, tensors)
-        found = ImageInput(digest, tensors, self._token_count, is_seen_whole=True)
+        found = self._image(self._inner([image])[PIXELS])
         tokens = "<image_soft_token>" * self._token_count
         return PreparedImage(found, f"\n\n{self.mark}{tokens}<end_of_image>\n\n")
+
+    def take(self, sent: SentTensors) -> list[ImageInput]:
+        """Take [images, 3, height, width]."""
+        sent.expect(PIXELS)
+        height, width = (int(self._inner.size[side]) for side in ("height", "width"))
+        sent.shape(PIXELS, sent.count, _CHANNELS, height, width)
+        for index in range(sent.count):
+            sent.check_runs(index, (self._token_count,))
+        pixels = sent.pixels(sent.count, _CHANNELS, height, width)
+        return [self._image(pixels[index : index + 1]) for index in range(sent.count)]
+
+    def _image(self, pixels: Pixels) -> ImageInput:
+        tensors = (_host(PIXELS, pixels),)
+        digest = image_digest(self._fingerprint, tensors)
+        return ImageInput(digest, tensors, self._token_count, is_seen_whole=True)
 
 
 class ViewProcessor:
@@ -191,16 +262,47 @@ class ViewProcessor:
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         views = views_of(image, self._settings, is_cut=detail is not ImageDetail.LOW)
+        found = self._image(views.mask, views.patches, views.shapes)
+        return PreparedImage(found, self._text(views, self._counts(views.shapes)))
+
+    def take(self, sent: SentTensors) -> list[ImageInput]:
+        """Take [views of all images, patches, values], and of each view rows and columns of patches."""
+        settings = self._settings
+        sent.expect(PIXELS, "spatial_shapes", optional=("pixel_attention_mask",))
+        ends = np.cumsum([len(sent.runs(index)) for index in range(sent.count)])
+        shapes = sent.integers("spatial_shapes", int(ends[-1]), 2).astype(np.int32)
+        patch_counts = shapes.astype(np.int64).prod(axis=1)
+        if not 0 < patch_counts.min() <= patch_counts.max() <= settings.most_patches:
+            sent.refuse("spatial_shapes", f"has a view that is not of 1 to {settings.most_patches} patches")
+        if (shapes % settings.patches_per_token).any():
+            sent.refuse("spatial_shapes", f"has sides that are no multiples of {settings.patches_per_token}")
+        parts = np.split(shapes, ends[:-1])
+        for index, part in enumerate(parts):
+            sent.check_runs(index, self._counts(part))
+            length = int(part.astype(np.int64).prod(axis=1).sum()) * settings.patch_size
+            sent.check_size(index, width=length, height=settings.patch_size)
+        mask = np.arange(settings.most_patches) < patch_counts[:, None]
+        name = "pixel_attention_mask"
+        if sent.has(name) and (sent.flags(name, *mask.shape) != mask).any():
+            sent.refuse(name, "differs from spatial_shapes, by which each view's first patches are its own")
+        patches = sent.pixels(*mask.shape, _CHANNELS * settings.patch_size**2)
+        split = zip(np.split(mask, ends[:-1]), np.split(patches, ends[:-1]), parts, strict=True)
+        return [self._image(*each) for each in split]
+
+    def _image(
+        self, mask: npt.NDArray[np.bool_], patches: Pixels, shapes: npt.NDArray[np.int32]
+    ) -> ImageInput:
         tensors = (
-            _host("pixel_attention_mask", views.mask),
-            _host("pixel_values", views.patches),
-            _host("spatial_shapes", views.shapes),
+            _host("pixel_attention_mask", mask),
+            _host(PIXELS, patches),
+            _host("spatial_shapes", shapes),
         )
-        counts = [
-            self._settings.tokens_of(rows=rows, columns=columns) for rows, columns in views.shapes.tolist()
-        ]
         digest = image_digest(self._fingerprint, tensors)
-        return PreparedImage(ImageInput(digest, tensors, sum(counts)), self._text(views, counts))
+        return ImageInput(digest, tensors, sum(self._counts(shapes)))
+
+    def _counts(self, shapes: npt.NDArray[np.int32]) -> list[int]:
+        """Return how many tokens each view is."""
+        return [self._settings.tokens_of(rows=rows, columns=columns) for rows, columns in shapes.tolist()]
 
     def _text(self, views: Views, counts: Sequence[int]) -> str:
         """As mlx-vlm and transformers write it."""
@@ -242,6 +344,11 @@ class RowSettings:
             end=str(processor.get("image_end_token", "[IMG_END]")),
         )
 
+    @property
+    def size_limit(self) -> int:
+        """Pixels of the longest side that the tower takes."""
+        return self.image_size // self.patch_size * self.patch_size
+
 
 class RowProcessor:
     """Of Pixtral and Mistral 3: an image keeps its shape and is rows of tokens, as many as it has room for,
@@ -260,18 +367,50 @@ class RowProcessor:
         made = self._inner([image], patch_size={"height": unit, "width": unit}, **scale)
         sizes = np.asarray(made["image_sizes"], dtype=np.int64)
         height, width = (int(side) for side in sizes[0])
-        limit = settings.image_size // settings.patch_size * settings.patch_size
+        limit = settings.size_limit
         if max(width, height) > limit:
             raise ValueError(
                 f"it is scaled to {width} x {height} pixels; the tower takes {limit} x {limit}: `size` in "
                 "its preprocessor_config.json is too large"
             )
-        rows, columns = height // unit, width // unit
-        tensors = (_host("image_sizes", sizes), _host("pixel_values", made["pixel_values"]))
+        row = self.mark * (width // unit)
+        text = settings.row_break.join([row] * (height // unit)) + settings.end
+        return PreparedImage(self._image(sizes, made[PIXELS]), text)
+
+    def take(self, sent: SentTensors) -> list[ImageInput]:
+        """Take [images, 3, height, width], of which `image_sizes` tells how much is each image's; all is,
+        without it."""
+        settings = self._settings
+        sent.expect(PIXELS, optional=("image_sizes",))
+        _, _, height, width = sent.shape(PIXELS, sent.count, _CHANNELS, None, None)
+        sizes: Integers = np.array([[height, width]] * sent.count, dtype=np.int64)
+        if sent.has("image_sizes"):
+            sizes = sent.integers("image_sizes", sent.count, 2)
+        unit = settings.patch_size * settings.merge_size
+        for index, (tall, wide) in enumerate(sizes.tolist()):
+            within = 0 < tall <= min(height, settings.size_limit) and 0 < wide <= min(
+                width, settings.size_limit
+            )
+            if not within or tall % unit or wide % unit:
+                sent.refuse(
+                    PIXELS,
+                    f"has {tall} x {wide} pixels for image {index}; sides are multiples of {unit} up to "
+                    f"{settings.size_limit}, within the tensor's",
+                )
+            sent.check_size(index, width=wide, height=tall)
+            sent.check_runs(index, (wide // unit,) * (tall // unit))
+        pixels = sent.pixels(sent.count, _CHANNELS, height, width)
+        return [
+            self._image(sizes[index : index + 1], pixels[index : index + 1, :, :tall, :wide])
+            for index, (tall, wide) in enumerate(sizes.tolist())
+        ]
+
+    def _image(self, sizes: Integers, pixels: Pixels) -> ImageInput:
+        tensors = (_host("image_sizes", sizes), _host(PIXELS, pixels))
         digest = image_digest(self._fingerprint, tensors)
-        row = self.mark * columns
-        text = settings.row_break.join([row] * rows) + settings.end
-        return PreparedImage(ImageInput(digest, tensors, rows * columns), text)
+        unit = self._settings.patch_size * self._settings.merge_size
+        height, width = (int(side) // unit for side in sizes[0])
+        return ImageInput(digest, tensors, height * width)
 
     def _low_size(self, image: Image.Image, unit: int) -> Mapping[str, Any]:
         """Return what of the processor's own size is replaced: the longest side, in pixels, with which the
@@ -292,8 +431,8 @@ def spans_of(
 ) -> tuple[ImageSpan, ...]:
     """Return where images stand in a prompt, each from its first token that the tower makes to its last.
 
-    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and when
-    it ends inside what must be run in one pass, since a prompt's last token is run by itself.
+    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and what
+    `check_end` does.
     """
     places = np.flatnonzero(np.asarray(token_ids) == image_token_id)
     wanted = sum(image.feature_count for image in images)
@@ -310,13 +449,18 @@ def spans_of(
         last = first + image.feature_count
         spans.append(ImageSpan(int(places[first]), int(places[last - 1]) + 1, image))
         first = last
-    if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == len(token_ids):
-        raise InvalidRequest(
-            Reason.CHAT_INVALID,
-            "the prompt ends with an image; for this model text must follow it, as its own template writes",
-            field="chat",
-        )
+    check_end(spans, token_count=len(token_ids), reason=Reason.CHAT_INVALID, field="chat")
     return tuple(spans)
+
+
+def check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, field: str) -> None:
+    """Refuse a prompt that ends in what must be run in one pass: a prompt's last token is run by itself."""
+    if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == token_count:
+        raise InvalidRequest(
+            reason,
+            "the prompt ends with an image; for this model text must follow it, as its own template writes",
+            field=field,
+        )
 
 
 def _host(name: str, array: Any) -> HostTensor:

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from icehouse_server.domain.chat import ImageSource, ImageTexts
-from icehouse_server.domain.request import ImageSpan
+from icehouse_server.domain.request import ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.vision.decoder import ImageLimits, decode_image
-from icehouse_server.vision.processor import ImageProcessor, PreparedImage, spans_of
+from icehouse_server.vision.processor import ImageProcessor, PreparedImage, check_end, spans_of
+from icehouse_server.vision.tensors import SentTensors, check_bytes, places_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +53,18 @@ class ImageReader:
             self._check_size(source, size_bytes)
         texts = ImageTexts(self._processor.mark, tuple(each.text for each in prepared))
         return ReadImages(texts, tuple(prepared), self._image_token_id)
+
+    def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
+        """Return images that somebody else has prepared, among the prompt's tokens; raises InvalidRequest,
+        which names what is at fault."""
+        check_bytes(sent, self._limits)
+        places = places_of(token_ids, sent, image_token_id=self._image_token_id)
+        images = self._processor.take(SentTensors(sent, places, self._limits))
+        spans = tuple(
+            ImageSpan(place.start, place.stop, image) for place, image in zip(places, images, strict=True)
+        )
+        check_end(spans, token_count=len(token_ids), reason=Reason.IMAGE_INVALID, field=sent.places_field)
+        return spans
 
     def _check_size(self, source: ImageSource, size_bytes: int) -> None:
         """Refuse images that take more memory than a request is ever given; the next is not even decoded."""

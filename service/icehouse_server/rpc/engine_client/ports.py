@@ -11,7 +11,7 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.chat import Conversation, ImageSource, ImageTexts, RenderedChat
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest, ImageSpan
+from icehouse_server.domain.request import GenerationRequest, ImageSpan, SentImages
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
@@ -112,6 +112,10 @@ class ImagePort(Protocol):
 
     def read(self, sources: Sequence[ImageSource]) -> ReadImages:
         """Decode images and prepare them; raises InvalidRequest, which names the one at fault."""
+        ...
+
+    def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
+        """Return images that somebody else has prepared, among the prompt's tokens; raises InvalidRequest."""
         ...
 
 

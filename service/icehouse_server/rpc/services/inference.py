@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
@@ -10,6 +11,7 @@ from icehouse.v1 import inference_service_pb2_grpc
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import CacheReport, Finished
 from icehouse_server.domain.ids import DEFAULT_TENANT
+from icehouse_server.domain.request import SentImages
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
@@ -41,6 +43,7 @@ from icehouse_server.rpc.services.prompts import (
     text_of,
     text_prompt_of,
     unchecked,
+    with_sent_images,
     work_bytes,
 )
 from icehouse_server.rpc.services.reply_sum import ReplySum
@@ -148,8 +151,17 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._calls.call("CacheStats", context) as call:
             return await self._stats.read(call.caller)
 
-    async def prepare(self, request: messages.GenerateRequest, call: Call) -> Prepared:
-        """Return what the engine is asked; what needs no tokenizer is refused first: that costs nothing."""
+    async def prepare(
+        self,
+        request: messages.GenerateRequest,
+        call: Call,
+        *,
+        read_images: Callable[[], SentImages] | None = None,
+    ) -> Prepared:
+        """Return what the engine is asked; what needs no tokenizer is refused first: that costs nothing.
+
+        `read_images` gives those that its tokens stand for, if any, off the event loop.
+        """
         model = self._router.require_model()
         if request.session_id:
             call.session_id = session_id_of(request.session_id)
@@ -173,6 +185,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 return infill_of(request.infill)
             return prompt_of(request, kind, model.info, choice, normalizes=normalizes)
 
+        prompt = unchecked(request, check)
         unread = Unread(
             model=model,
             request=dataclasses.replace(
@@ -191,7 +204,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 else None
             ),
             completion_count=completions_of(request.completions, sampling, self._config),
-            prompt=unchecked(request, check),
+            prompt=prompt if read_images is None else with_sent_images(prompt, read_images),
         )
         return await self._generation.prepare(unread, call=call)
 

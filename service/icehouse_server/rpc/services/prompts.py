@@ -19,7 +19,7 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.chat import Conversation, PromptChange
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest, ImageSpan, keys_of
+from icehouse_server.domain.request import GenerationRequest, ImageSpan, SentImages, keys_of
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
@@ -77,6 +77,8 @@ class Tokens:
 
     token_ids: tuple[int, ...]
     field: str = "tokens"
+    images: SentImages | None = None
+    """Those that some of the tokens stand for, prepared by who sends them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,6 +219,20 @@ def prompt_of(
 def unchecked(message: _Message, check: Callable[[], Prompt]) -> UncheckedPrompt:
     """Return the prompt of a message that `check` makes of it."""
     return UncheckedPrompt(check, message.ByteSize())
+
+
+def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) -> UncheckedPrompt:
+    """Return a prompt of tokens with the images that `read` gives in any thread, or raises InvalidRequest.
+
+    It is long work, however few its tokens are.
+    """
+
+    def check() -> Prompt:
+        tokens = prompt.check()
+        assert isinstance(tokens, Tokens), "images are sent for tokens alone"
+        return dataclasses.replace(tokens, images=read())
+
+    return UncheckedPrompt(check, max(prompt.size_bytes, _LONG_BYTES + 1))
 
 
 class InputMessage(Protocol):
@@ -384,7 +400,10 @@ def _tokenized_limit(info: ModelInfo) -> int:
 def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
     """Return the prompt's tokens. What cannot fit is not even tokenized."""
     if isinstance(prompt, Tokens):
-        return ReadPrompt(prompt.token_ids)
+        if prompt.images is None:
+            return ReadPrompt(prompt.token_ids)
+        assert model.images is not None, "a model that reads text alone refuses them before"
+        return ReadPrompt(prompt.token_ids, images=model.images.place(prompt.token_ids, prompt.images))
     if prompt.size_bytes > _TEXT_BYTES:
         limit = model.info.context_token_limit * model.tokenizer.longest_token_bytes
         _check_bytes(prompt, limit_bytes=max(_TEXT_BYTES, limit))

@@ -35,8 +35,7 @@ def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelIn
         is_generation=True,
         max_context_length=info.context_token_limit,
         vocab_size=info.vocabulary_size,
-        # Its images come another way (`request.REFUSED`), and so gateways refuse them by themselves.
-        supports_vision=False,
+        supports_vision=info.sees_images,
         served_model_name=info.model_id,
         tokenizer_path=folder.path,
         model_type=info.architecture,
@@ -51,7 +50,13 @@ def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelIn
 
 
 def server_info_proto(
-    info: ModelInfo, folder: ServedFolder, *, active_count: int, uptime_s: float, request_time: float
+    info: ModelInfo,
+    folder: ServedFolder,
+    *,
+    active_count: int,
+    uptime_s: float,
+    request_time: float,
+    image_limit: int,
 ) -> worker.GetServerInfoResponse:
     """Return how it is served; `request_time` is `Clock.wall` at the latest request, 0 before the first."""
     return worker.GetServerInfoResponse(
@@ -66,6 +71,7 @@ def server_info_proto(
         model_dtype=info.dtype,
         max_num_seqs=folder.running_limit,
         constrained_decoding_start=CONSTRAINT_START,
+        mm_item_limits=f"image={image_limit}" if info.sees_images else "",
     )
 
 

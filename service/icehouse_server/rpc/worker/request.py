@@ -7,7 +7,8 @@ descriptors. Pure functions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from google.protobuf.message import Message
 from icehouse.v1 import inference_service_pb2, response_format_pb2
@@ -15,12 +16,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import SentImages
 from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.response_format import check_choice_count
 from icehouse_server.rpc.messages.sampling import check_logit_bias_count
 from icehouse_server.rpc.messages.validation import check_stop_count, check_stop_token_count, refuse_value
 from icehouse_server.rpc.services.prompts import check_length
+from icehouse_server.rpc.worker.images import check_images, sent_images_of
 
 NO_EFFECT = frozenset(
     {
@@ -31,21 +34,22 @@ NO_EFFECT = frozenset(
         "sampling_params.include_stop_str_in_output",
         # A constraint begins with the first token always.
         "sampling_params.grammar_from_first_token",
+        # An image is known by its tensors, and how these lie by the model.
+        "mm_inputs.mm_hashes",
+        "mm_inputs.batched_keys",
+        "mm_inputs.flat_keys",
+        "mm_inputs.keep_on_cpu_keys",
     }
 )
 """Fields that change nothing here, whatever they say."""
 
-
-# Tensors that a gateway's own processor has made need not be those made here bit for bit: the cache would
-# know a picture twice, by the way that it came.
-_NO_IMAGES = "images come as files in chats of icehouse.v1, and are prepared here"
-
 REFUSED = {
     "kv_transfer_params": "KV comes from no other worker",
     "kv_transfer_params_json": "KV comes from no other worker",
-    "mm_inputs": _NO_IMAGES,
-    "extra_mm_inputs": _NO_IMAGES,
-    "media_refs": _NO_IMAGES,
+    # Of further modalities, such as videos.
+    "extra_mm_inputs": "images come in mm_inputs, all of them, and nothing else is served",
+    # Files that the worker would read, for a prompt that says in one token where an image goes.
+    "media_refs": "images come as tensors in mm_inputs, or as files in chats of icehouse.v1",
     "sampling_params.structural_tag": "constrain the output with json_schema, regex, grammar or choice",
     "sampling_params.truncate_prompt_tokens": "shorten the prompt at the gateway",
 }
@@ -72,6 +76,8 @@ class WorkerRequest:
     logprobs: LogprobsShown
     shows_markers: bool
     """Whether stop strings may match special tokens."""
+    read_images: Callable[[], SentImages] | None = None
+    """Gives the prompt's images, off the event loop; None where it has none."""
 
 
 def worker_request_of(
@@ -84,6 +90,9 @@ def worker_request_of(
     if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
         refuse_value("data_parallel_rank", request.data_parallel_rank, "0: this worker has one rank")
     _check_counts(params, config)
+    has_images = request.HasField("mm_inputs")
+    if has_images:
+        check_images(request, info=info, config=config)
     native = inference_service_pb2.GenerateRequest(
         request_id=request.request_id,
         max_output_tokens=_max_output_tokens(params, info, config),
@@ -102,6 +111,7 @@ def worker_request_of(
         native,
         logprobs=_fill_logprobs(native, params),
         shows_markers=not params.skip_special_tokens,
+        read_images=functools.partial(sent_images_of, request) if has_images else None,
     )
 
 

@@ -140,7 +140,7 @@ class VllmEngineService:
         model = self._router.require_model()
         read = worker_request_of(request, info=model.info, config=self._parts.config)
         read.native.cache.tenant = _named_tenant(context)
-        prepared = await self._inference.prepare(read.native, call)
+        prepared = await self._inference.prepare(read.native, call, read_images=read.read_images)
         whole = dataclasses.replace(prepared.request, shows_markers=read.shows_markers)
         return dataclasses.replace(prepared, request=whole), read
 
@@ -217,6 +217,7 @@ class VllmEngineService:
                 active_count=self._running.count(call.caller),
                 uptime_s=self._clock.monotonic() - self._start_time,
                 request_time=self._request_time(call.caller),
+                image_limit=self._parts.config.max_images,
             )
 
     def _request_time(self, caller: Caller) -> float:

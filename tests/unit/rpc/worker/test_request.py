@@ -91,7 +91,7 @@ def test_every_sampling_field_is_decided() -> None:
 
 def test_every_field_of_the_request_is_decided() -> None:
     decided = {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
-    decided |= {name for name in REFUSED if "." not in name}
+    decided |= {"mm_inputs"} | {name for name in REFUSED if "." not in name}
     assert set(messages.GenerateRequest.DESCRIPTOR.fields_by_name) == decided
     assert set(messages.TokenizedInput.DESCRIPTOR.fields_by_name) == {"original_text", "input_ids"}
 
@@ -140,7 +140,6 @@ def test_each_part_of_log_probabilities_keeps_its_own_count() -> None:
 REFUSED_VALUES: dict[str, dict[str, Any]] = {
     "kv_transfer_params": {"kv_transfer_params": {}},
     "kv_transfer_params_json": {"kv_transfer_params_json": "{}"},
-    "mm_inputs": {"mm_inputs": {}},
     "extra_mm_inputs": {"extra_mm_inputs": [{}]},
     "media_refs": {"media_refs": {}},
     "data_parallel_rank": {"data_parallel_rank": 1},
