@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -57,6 +58,30 @@ def add_images(message: Any, rng: random.Random, *, are_whole: bool = False) -> 
             image.data, image.media_type = drawn.data, drawn.media_type
         if rng.random() < 0.5:
             turn.parts.add(text=rng.choice(("what is it?", "\n", "\n" if are_whole else "<image>")))
+
+
+def add_tensors(message: Any, rng: random.Random, *, token_id: int, side: int, tile_tokens: int) -> None:
+    """Make a gateway's request one with images that it has prepared, in tiles; nearly right, mostly."""
+    ids = [rng.randrange(token_id) for _ in range(rng.choice((1, 5, 30)))]
+    counts = [rng.choice((1, 2, 5))] * rng.choice((1, 1, 2, 3))
+    inputs = message.mm_inputs
+    inputs.Clear()
+    for count in counts:
+        start = len(ids)
+        for _ in range(count):
+            ids += [*[token_id] * tile_tokens, rng.randrange(token_id)]
+        inputs.mm_placeholders.add(offset=start, length=len(ids) - start)
+    message.tokenized.input_ids[:] = ids
+    pixels = inputs.pixel_values
+    pixels.shape.extend((len(counts), counts[0], 3, side, side))
+    pixels.dtype = rng.choices(("float32", "bfloat16", "int64", "x"), (90, 4, 3, 3))[0]
+    # Numbers near 0, and every now and then the bits of one that no image has.
+    size = len(counts) * counts[0] * 3 * side**2
+    pixels.inline = rng.choice((bytes(4), struct.pack("<f", rng.uniform(-3, 3)))) * size
+    if rng.random() < 0.1:
+        pixels.inline = pixels.inline[:-4] + rng.randbytes(4)
+    if rng.random() < 0.3:
+        inputs.im_token_id = rng.choice((token_id, token_id, 0))
 
 
 def parsed(descriptor: Descriptor, data: bytes) -> Any | None:

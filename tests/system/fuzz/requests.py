@@ -13,6 +13,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from icehouse_server.rpc.reflection import pool_with_v1
 from icehouse_server.rpc.server import SERVICE_NAMES
 
+from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
 from tests.fixtures.rpc.worker import METHODS_HERE
 from tests.system.fuzz import mutations
 from tests.system.fuzz.frames import FAULTS, LONG_S
@@ -44,6 +45,8 @@ _IMAGE_SHARE = 0.1
 
 _WHOLE_SHARE = 0.4
 """Of the conversations for a model that sees: one broken image is enough for the others not to be run."""
+
+_WORKER_PATH = "/vllm.grpc.engine.VllmEngine/Generate"
 
 _STREAM_S = 2.0
 """Ends a stream that would go on for ever, if the caller does not."""
@@ -138,6 +141,21 @@ def image_request_of(seed: int, index: int) -> FuzzRequest:
         timeout_s=_timeout_s(method, rng),
         leave_after=_leave_after(method, rng),
     )
+
+
+def tensor_request_of(seed: int, index: int) -> FuzzRequest:
+    """Return request `index` of `seed` to a model that sees, of a gateway that has prepared the images."""
+    rng = random.Random(f"tensors/{seed}/{index}")
+    message = mutations.good(METHODS[_WORKER_PATH].input_type, rng)
+    mutations.add_tensors(message, rng, token_id=VOCABULARY_SIZE, side=16, tile_tokens=4)
+    for name in ("extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json"):
+        if rng.random() < 0.95:
+            message.ClearField(name)
+    message.ClearField("data_parallel_rank")
+    for _ in range(rng.choice((0, 0, 1, 1, 2))):
+        mutations.spoil(rng.choice((message, message.mm_inputs, message.mm_inputs.pixel_values)), rng)
+    timeout_s = _timeout_s(METHODS[_WORKER_PATH], rng)
+    return FuzzRequest(_WORKER_PATH, (message.SerializeToString(),), _credentials(rng), timeout_s=timeout_s)
 
 
 def _message(method: MethodDescriptor, rng: random.Random) -> bytes:

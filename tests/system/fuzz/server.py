@@ -89,8 +89,9 @@ def fuzzed_with_images(folder: Path, family: str = "smolvlm") -> Iterator[Fuzzed
     """Start one whose model sees; needs mlx-vlm."""
     from tests.fixtures.models.vision import tiny_vision_dir
 
-    options = tuple(word for name, value in _IMAGE_FLAGS.items() for word in (f"--{name}", value))
-    with _started(folder, tiny_vision_dir(folder, family), options) as running:
+    options = [word for name, value in _IMAGE_FLAGS.items() for word in (f"--{name}", value)]
+    options += ["--worker"] if HAS_PROTOCOL else []
+    with _started(folder, tiny_vision_dir(folder, family), tuple(options)) as running:
         yield running
 
 

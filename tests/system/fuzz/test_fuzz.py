@@ -15,10 +15,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.fixtures.rpc.worker import needs_protocol
 from tests.system.fuzz import mutations
 from tests.system.fuzz.caller import calling, judged
 from tests.system.fuzz.campaign import Campaign, Chunk
-from tests.system.fuzz.requests import METHODS, FuzzRequest, request_of
+from tests.system.fuzz.requests import METHODS, FuzzRequest, request_of, tensor_request_of
 from tests.system.fuzz.server import Fuzzed, fuzzed, fuzzed_with_images
 from tests.system.fuzz.shrink import shrunk
 
@@ -81,6 +82,27 @@ def test_every_image_is_answered_with_a_documented_status(tmp_path: Path) -> Non
     assert problems_of(chunk) == []
     assert {"IMAGE_INVALID", "CHAT_INVALID"} <= {reason for _, _, reason in chunk.rows}
     assert answered(chunk) > _IMAGE_COUNT / 20
+
+
+@reads_proc
+@needs_protocol
+def test_every_tensor_of_a_gateway_is_answered_with_a_documented_status(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
+
+    async def played(server: Fuzzed) -> Chunk:
+        async with calling(server.process.address, server.tokens) as caller:
+            campaign = Campaign(server, caller, seed=0)
+            before = await campaign.good_tokens()
+            sent = ((f"tensors {i}", tensor_request_of(0, i)) for i in range(_IMAGE_COUNT))
+            chunk = await campaign.send(sent)
+            assert await campaign.good_tokens() == before
+        return chunk
+
+    with fuzzed_with_images(tmp_path) as server:
+        chunk = asyncio.run(played(server))
+    assert problems_of(chunk) == []
+    codes = collections.Counter(code for _, code, _ in chunk.rows.elements())
+    assert min(codes["OK"], codes["INVALID_ARGUMENT"]) > _IMAGE_COUNT / 20
 
 
 @reads_proc
