@@ -115,14 +115,22 @@ def is_served(port: int) -> bool:
         return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
+def _llama(folder: Path) -> Path:
+    return tiny_model_dir(folder, "llama")
+
+
 @contextlib.contextmanager
 def fleet_of(
-    folder: Path, *, worker_options: tuple[str, ...] = (), gateway_options: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    worker_options: tuple[str, ...] = (),
+    gateway_options: tuple[str, ...] = (),
+    make_model: Callable[[Path], Path] = _llama,
 ) -> Iterator[Fleet]:
     """Start two workers and the gateway, and stop them."""
     if missing := missing_packages((*PACKAGES, "openai", "anthropic")):
         pytest.skip(f"not in this environment: {', '.join(missing)} (extra `dev`)")
-    model = tiny_model_dir(folder, "llama")
+    model = make_model(folder)
     with contextlib.ExitStack() as stack:
 
         def start_worker(port: int) -> ServerProcess:
