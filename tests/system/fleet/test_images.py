@@ -84,7 +84,11 @@ def test_anthropic_s_own_client_shows_pictures_too(fleet: Fleet) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": png(3)}
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
     answer = fleet.anthropic().messages.create(
-        model=MODEL, max_tokens=8, temperature=0, messages=[{"role": "user", "content": content}]
+        model=MODEL,
+        max_tokens=8,
+        # The client's own methods have no temperature any more.
+        extra_body={"temperature": 0},
+        messages=[{"role": "user", "content": content}],
     )
     assert answer.content[0].text == ask(fleet, 3).choices[0].message.content
 

@@ -146,7 +146,7 @@ def image_request_of(seed: int, index: int) -> FuzzRequest:
 def tensor_request_of(seed: int, index: int) -> FuzzRequest:
     """Return request `index` of `seed` to a model that sees, of a gateway that has prepared the images."""
     rng = random.Random(f"tensors/{seed}/{index}")
-    message = mutations.good(METHODS[_WORKER_PATH].input_type, rng)
+    message: Any = mutations.good(METHODS[_WORKER_PATH].input_type, rng)
     mutations.add_tensors(message, rng, token_id=VOCABULARY_SIZE, side=16, tile_tokens=4)
     for name in ("extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json"):
         if rng.random() < 0.95:
