@@ -37,6 +37,8 @@ _LOW_TOKENS: Final = 256
 """Of an image at the low level, where a model takes more for a larger one: about 450 x 450 pixels."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
+_EMPTY_TILE: Final = "has a tile of zeros, which the model's code takes for none at all"
+"""It drops such tiles, and fails where none is left or the tokens outnumber the rest."""
 _CHANNELS: Final = 3
 _DEFAULT_PATCH_SIZE: Final = 14
 _DEFAULT_IMAGE_SIZE: Final = 336
@@ -125,6 +127,8 @@ class TileProcessor:
         rows, columns = made["rows"][0][0], made["cols"][0][0]
         # The mask comes as integers of eight bytes, and is more than the pixels then.
         mask = np.asarray(made["pixel_attention_mask"], dtype=bool)
+        if _has_empty_tile(made[PIXELS]):
+            raise ValueError(_EMPTY_TILE)
         return PreparedImage(self._image(mask, made[PIXELS]), self._text(rows, columns))
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
@@ -143,6 +147,8 @@ class TileProcessor:
             if not all(told[index, :count].all() for index, count in enumerate(counts)):
                 sent.refuse("pixel_attention_mask", "hides a part of a tile; this model's tiles are whole")
         pixels = sent.pixels(*shape)
+        if any(_has_empty_tile(pixels[index, :count]) for index, count in enumerate(counts)):
+            sent.refuse(PIXELS, _EMPTY_TILE)
         mask = np.ones((1, max(counts), side, side), dtype=bool)
         return [
             self._image(mask[:, :count], pixels[index : index + 1, :count])
@@ -461,6 +467,12 @@ def check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, f
             "the prompt ends with an image; for this model text must follow it, as its own template writes",
             field=field,
         )
+
+
+def _has_empty_tile(tiles: Pixels) -> bool:
+    """Whether a tile of [..., 3, side, side] is all zeros, or numbers that a device may take for such."""
+    axes, least = (-3, -2, -1), np.finfo(np.float32).tiny
+    return not ((tiles.max(axes) >= least) | (tiles.min(axes) <= -least)).all()
 
 
 def _host(name: str, array: Any) -> HostTensor:

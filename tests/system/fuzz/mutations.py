@@ -77,7 +77,9 @@ def add_tensors(message: Any, rng: random.Random, *, token_id: int, side: int, t
     pixels.dtype = rng.choices(("float32", "bfloat16", "int64", "x"), (90, 4, 3, 3))[0]
     # Numbers near 0, and every now and then the bits of one that no image has.
     size = len(counts) * counts[0] * 3 * side**2
-    pixels.inline = rng.choice((bytes(4), struct.pack("<f", rng.uniform(-3, 3)))) * size
+    pixels.inline = (
+        struct.pack("<f", rng.choice((0.0, 1e-40, *(rng.uniform(-3, 3) for _ in range(8))))) * size
+    )
     if rng.random() < 0.1:
         pixels.inline = pixels.inline[:-4] + rng.randbytes(4)
     if rng.random() < 0.3:

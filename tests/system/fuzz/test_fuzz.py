@@ -101,8 +101,8 @@ def test_every_tensor_of_a_gateway_is_answered_with_a_documented_status(tmp_path
     with fuzzed_with_images(tmp_path) as server:
         chunk = asyncio.run(played(server))
     assert problems_of(chunk) == []
-    codes = collections.Counter(code for _, code, _ in chunk.rows.elements())
-    assert min(codes["OK"], codes["INVALID_ARGUMENT"]) > _IMAGE_COUNT / 20
+    assert "IMAGE_INVALID" in {reason for _, _, reason in chunk.rows}
+    assert answered(chunk) > 0
 
 
 @reads_proc

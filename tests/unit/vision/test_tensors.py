@@ -282,6 +282,14 @@ def test_a_mask_is_what_it_has_to_be_or_left_out(prompt: Prompt) -> None:
     assert "whole numbers" in prompt.refusal().message
 
 
+@pytest.mark.parametrize("prompt", ["smolvlm", "idefics3"], indirect=True)
+def test_a_tile_of_zeros_is_refused_for_the_model_s_code_drops_it(prompt: Prompt) -> None:
+    for nothing in (0.0, -0.0, 1e-40):
+        prompt.arrays[PIXELS][1, 2] = nothing
+        told = prompt.refusal()
+        assert told.field == f"mm.{PIXELS}" and "a tile of zeros" in told.message
+
+
 @pytest.mark.parametrize("prompt", ["pixtral", "mistral3"], indirect=True)
 def test_sizes_lie_within_the_tensor_and_the_tower(prompt: Prompt) -> None:
     sizes = prompt.arrays["image_sizes"]
