@@ -1,4 +1,4 @@
-"""Pages of docs/, the README and the Python client's: their Python and their marked commands run."""
+"""Pages of docs/ and the README: their Python and their marked commands run, one page after the other."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ SHOWN_ADDRESS = "localhost:50051"
 SHOWN_MANY = "ipv4:127.0.0.1:50051,127.0.0.1:50051"
 BOUND_S = 600.0
 
-CLIENT_PAGE = ROOT / "clients" / "python" / "README.md"
-PAGES = [ROOT / "README.md", CLIENT_PAGE, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = {page: [block for block in blocks_of(page) if block.is_run] for page in PAGES}
 RUN = {page: blocks for page, blocks in RUN.items() if blocks}
 SEEN = {page: [block for block in blocks_of(page) if block.mark == "run: vision"] for page in PAGES}
@@ -79,13 +78,6 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
     "agents.md": (),
 }
 """What a page's output must have."""
-
-EXPECTED_OF_CLIENT = (
-    r"-- \d+ of \d+ prompt tokens were cached",
-    r"\n[1-9]\d* prompt tokens came from the cache",
-    r"NOT_FOUND MODEL_NOT_FOUND",
-)
-"""The same of the page of the Python client."""
 
 EXPECTED_OF_IMAGES: Mapping[str, tuple[str, ...]] = {
     "README.md": (r"-- [1-9]\d* tokens of image",),
@@ -167,14 +159,13 @@ def test_every_page_with_code_has_what_its_output_must_have() -> None:
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_shows_runs(page: Path, places: Mapping[str, Place], desk: Path) -> None:
     place = places[SERVERS.get(page.name, "plain")]
-    expected = EXPECTED_OF_CLIENT if page == CLIENT_PAGE else EXPECTED.get(page.name, ())
     python = [block for block in RUN[page] if block.language == "python"]
     output = "".join(output_of(block, place, desk) for block in RUN[page] if block.language == "sh")
     for name, content in place.files.items():
         (desk / name).write_bytes(content)
     if python:
         output += run([sys.executable, "-W", "error", "-c", program_of(python, place.address)], place, desk)
-    for pattern in expected:
+    for pattern in EXPECTED.get(page.name, ()):
         assert re.search(pattern, output), f"{pattern!r} is not in what {page.name} prints:\n{output[-3000:]}"
 
 
