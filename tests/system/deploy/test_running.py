@@ -32,8 +32,8 @@ GATEWAY_OPTIONS = {"--balance-abs-threshold"}
 """Of SMG, as the page on more machines names them."""
 TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""
-BENCH_OPTIONS = {"--quick", "--cases"}
-"""Of `make bench`, as the page of figures names them."""
+BENCH_OPTIONS = {"--quick", "--cases", "--parts"}
+"""Of `make bench` and others, as the page of figures names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""
 TEXTS = [
