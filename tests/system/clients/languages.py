@@ -60,7 +60,7 @@ class Language:
     steps: tuple[tuple[str, ...], ...]
     """Commands that build the client and run its tests."""
     example: Example | None
-    """None where another test runs the README."""
+    """None where the README has several, which are not run here."""
     has_page: bool = False
     """Whether it is tried in a browser too."""
     variant: str = ""

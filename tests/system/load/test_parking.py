@@ -95,7 +95,7 @@ def test_parked_sequences_go_on_with_the_same_tokens(
             )
         parked = {name: served.answer(name).tokens for name in _REQUESTS}
         engine, _ = served.stats()
-    # A press may come when one sequence is left, which is never parked: on a busy machine others end first.
+    # Two of four on a busy machine: who runs at a pressed step depends on when the requests arrive.
     assert engine.parked_total >= len(_PRESSED_STEPS) // 2
     assert parked == undisturbed
     for name, (tokens, _) in _REQUESTS.items():
