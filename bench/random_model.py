@@ -85,25 +85,27 @@ def main() -> None:
     which = RandomModel(arguments.which)
     architecture, shape = _MADE_OF[which]
     folder = tiny_model_dir(arguments.parent, architecture, name=_name(which), **shape)
-    _never_emit_partial_characters(folder, shape)
+    never_emit_partial_characters(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["num_hidden_layers"] == shape["num_hidden_layers"], "the shape did not reach the folder"
 
 
-def _never_emit_partial_characters(folder: Path, shape: dict[str, Any]) -> None:
-    """Give the tokens that are parts of characters logit 0, and the others their random ones.
+def never_emit_partial_characters(folder: Path, *, head_name: str = "lm_head.weight") -> None:
+    """Give the tokens that are parts of characters, or no text at all, logit 0, and the others their random
+    ones.
 
-    A server holds such tokens back until the character is whole, and they could not be timed.
+    A server holds such tokens back until there is text, and they could not be timed.
     """
     words = tokenizer()
     file = str(folder / "model.safetensors")
     weights = mx.load(file)
     assert isinstance(weights, dict)
-    head = weights["lm_head.weight"]
-    whole = [[float("\ufffd" not in words.decode([i]))] for i in range(head.shape[0])]
-    weights["lm_head.weight"] = head * mx.array(whole)
+    head = weights[head_name]
+    texts = [words.decode([i]) for i in range(head.shape[0])]
+    whole = [[float(bool(text) and "\ufffd" not in text)] for text in texts]
+    weights[head_name] = head * mx.array(whole)
     mx.eval(weights)
     mx.save_safetensors(file, weights, metadata={"format": "mlx"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert config["num_hidden_layers"] == shape["num_hidden_layers"], "the shape did not reach the folder"
 
 
 if __name__ == "__main__":

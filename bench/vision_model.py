@@ -41,6 +41,7 @@ def picture(seed: int) -> bytes:
 
 
 def _write(parent: Path) -> None:
+    from bench.random_model import never_emit_partial_characters
     from tests.fixtures.models.vision import FAMILIES, tiny_vision_dir
 
     family = FAMILIES[_KIND]
@@ -52,21 +53,22 @@ def _write(parent: Path) -> None:
             "depth": 8,
             "hidden_size": 256,
             "intermediate_size": 768,
-            "out_hidden_size": 512,
+            "out_hidden_size": 1024,
             "num_heads": 4,
             "patch_size": _PATCH,
             "spatial_patch_size": _PATCH,
             "window_size": 8 * _PATCH,
             "fullatt_block_indexes": [3, 7],
         }
-        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
         rope = {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
         return {**small, **sizes, **heads, **rope, "vision_config": tower}
 
     pixels = {"patch_size": _PATCH, "min_pixels": _SIDE**2, "max_pixels": _SIDE**2}
     larger = dataclasses.replace(family, config=config, processor={**family.processor, **pixels})
-    tiny_vision_dir(parent, _KIND, family=larger)
+    folder = tiny_vision_dir(parent, _KIND, family=larger)
+    never_emit_partial_characters(folder, head_name="language_model.lm_head.weight")
 
 
 if __name__ == "__main__":

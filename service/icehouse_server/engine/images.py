@@ -45,10 +45,16 @@ class ImageEncoding:
         return fits
 
     def go_on(self, *, budget_s: float) -> None:
-        """Go on for about so long with the image for which there is room."""
+        """Go on for about so long with the image for which there is room; the sequence of one on which the
+        tower fails is ended."""
         sequence = self._scheduler.awaiting_image
         if sequence is None or (span := sequence.next_image) is None:
             return
         part = sequence.request.whole_image(span)
-        if self._runner.encode(sequence.sequence_id, part, budget_s=budget_s):
+        try:
+            is_there = self._runner.encode(sequence.sequence_id, part, budget_s=budget_s)
+        except IcehouseError as error:
+            self._fail(sequence, error)
+            return
+        if is_there:
             sequence.encoded_token_count = span.end_token_index

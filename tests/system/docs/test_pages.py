@@ -1,4 +1,4 @@
-"""Pages of docs/ and the README: their Python and their marked commands run, one page after the other."""
+"""Pages of docs/, the README and the Python client's: their Python and their marked commands run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ SHOWN_ADDRESS = "localhost:50051"
 SHOWN_MANY = "ipv4:127.0.0.1:50051,127.0.0.1:50051"
 BOUND_S = 600.0
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CLIENT_PAGE = ROOT / "clients" / "python" / "README.md"
+PAGES = [ROOT / "README.md", CLIENT_PAGE, *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = {page: [block for block in blocks_of(page) if block.is_run] for page in PAGES}
 RUN = {page: blocks for page, blocks in RUN.items() if blocks}
 SEEN = {page: [block for block in blocks_of(page) if block.mark == "run: vision"] for page in PAGES}
@@ -46,17 +47,34 @@ HAS_VISION = importlib.util.find_spec("mlx_vlm") is not None
 SERVERS = {"tools.md": "calling", "tenants.md": "secured"}
 """Which server a page's calls are answered by, where it is not the plain one."""
 
+LOOP = "for _ in range(4):"
+"""What a block of the Python client's page has that needs a model which asks for tools."""
+
+ADA = (
+    '{"type": "object", "properties": {"name": {"enum": ["Ada"]}, "age": {"enum": [36]}}, '
+    '"required": ["name", "age"], "additionalProperties": False}'
+)
 SUBSTITUTES = {
+    "formats.json_schema(person)": f"formats.json_schema({ADA}, compact=True)",
+    "Ada, 36, as JSON: \", Person, max_output_tokens=200)": (
+        f"Ada, 36, as JSON: \", Person, response_format=formats.json_schema({ADA}, compact=True))"
+    ),
     "top_count=2)": 'top_count=2, positive_answer="y", negative_answer="n")',
     "Person, max_output_tokens=200)": (
         "Person, max_output_tokens=200, response_format=formats.json_schema(schema_of(Person), compact=True))"
     ),
 }
 """What the tiny model cannot do as it stands: its vocabulary has no "yes", and it may write white space
-without end where a form allows it."""
+without end where a form allows it, or a name or number."""
 
 EXPECTED: Mapping[str, tuple[str, ...]] = {
     "README.md": (r"(\d+) of \d+ prompt tokens",),
+    "clients/python/README.md": (
+        r"dry|tool|-- [1-9]\d* of \d+ prompt tokens were cached",
+        r"\n[1-9]\d* prompt tokens came from the cache",
+        r"\n36\n(yes|no)\nAda 37\n",
+        "NOT_FOUND MODEL_NOT_FOUND",
+    ),
     "start.md": (r"\d+ of \d+ prompt tokens were cached",),
     "chat.md": (r"-- [1-9]\d+ of \d+ prompt tokens cached", r"\bmessages\n", r"\nTrue\n"),
     "tools.md": (r"get_weather \{'city': 'Oslo'\}", r"call 0 get_weather", r"\b0\n"),
@@ -153,7 +171,7 @@ def checkout(desk: Path) -> Path:
 
 
 def test_every_page_with_code_has_what_its_output_must_have() -> None:
-    assert {page.name for page in RUN} >= set(EXPECTED) - {"README.md", "agents.md"}
+    assert {name_of(page) for page in RUN} >= set(EXPECTED) - {"README.md", "agents.md"}
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -164,8 +182,9 @@ def test_what_a_page_shows_runs(page: Path, places: Mapping[str, Place], desk: P
     for name, content in place.files.items():
         (desk / name).write_bytes(content)
     if python:
-        output += run([sys.executable, "-W", "error", "-c", program_of(python, place.address)], place, desk)
-    for pattern in EXPECTED.get(page.name, ()):
+        program = program_of(python, place.address, calling=places["calling"].address)
+        output += run([sys.executable, "-W", "error", "-c", program], place, desk)
+    for pattern in EXPECTED.get(name_of(page), ()):
         assert re.search(pattern, output), f"{pattern!r} is not in what {page.name} prints:\n{output[-3000:]}"
 
 
@@ -202,11 +221,19 @@ def output_of(block: Block, place: Place, desk: Path) -> str:
     return run(["bash", "-euo", "pipefail", "-c", block.text], place, desk)
 
 
-def program_of(blocks: list[Block], address: str) -> str:
-    """Return a page's blocks as one program, each at the line where it stands."""
+def name_of(page: Path) -> str:
+    """Return what a page is known by here."""
+    return page.relative_to(ROOT).as_posix() if page == CLIENT_PAGE else page.name
+
+
+def program_of(blocks: list[Block], address: str, *, calling: str = SHOWN_ADDRESS) -> str:
+    """Return a page's blocks as one program, each at the line where it stands. `calling` is the address of a
+    model that asks for tools."""
     lines: list[str] = []
     for block in blocks:
-        lines += [""] * (block.line + (1 if block.mark else 0) - len(lines)) + block.text.splitlines()
+        asks = block.page == CLIENT_PAGE and LOOP in block.text
+        text = block.text.replace(SHOWN_ADDRESS, calling) if asks else block.text
+        lines += [""] * (block.line + (1 if block.mark else 0) - len(lines)) + text.splitlines()
     text = "\n".join(lines) + "\n"
     for words, others in SUBSTITUTES.items():
         text = text.replace(words, others)

@@ -10,7 +10,7 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest, ImageInput, ImageSpan, image_digest
 from icehouse_server.engine.core.mailbox import Cancel, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
-from icehouse_server.errors import Overloaded, Reason
+from icehouse_server.errors import InvalidRequest, Overloaded, Reason
 
 from tests.fixtures.engine import LAYER_COUNT, request
 from tests.unit.engine.test_loop import SteppedLoop
@@ -67,6 +67,18 @@ def test_a_cancelled_image_leaves_nothing_behind() -> None:
     submit(served, "next")
     served.run()
     assert isinstance(served.recorder.end_of("next"), Finished)
+    assert served.runner.history == {}
+
+
+def test_an_image_on_which_the_tower_fails_ends_its_request_alone() -> None:
+    served = SteppedLoop()
+    served.runner.image_error = InvalidRequest(Reason.IMAGE_INVALID, "the tower failed")
+    served.submit("row", (1, 2), max_output_tokens=20)
+    submit(served, "seeing")
+    served.run()
+    end = served.recorder.end_of("seeing")
+    assert isinstance(end, Failed) and end.error is served.runner.image_error
+    assert isinstance(served.recorder.end_of("row"), Finished)
     assert served.runner.history == {}
 
 

@@ -128,7 +128,9 @@ class Runner(Protocol):
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         """Go on making the vectors of a whole image for an open sequence, for about so long, a layer at
-        least; True once they are there. They stay with the sequence until it decodes."""
+        least; True once they are there. They stay with the sequence until it decodes.
+
+        Raises InvalidRequest where the tower fails on the image; the others go on."""
         ...
 
     def encode_bytes(self, image: ImagePart) -> int:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -16,6 +19,10 @@ from icehouse_server.domain.request import ImageKey, ImagePart
 from icehouse_server.engine.core.ports import ImageUse
 from icehouse_server.engine.kv_cache.regions import array_of
 from icehouse_server.engine.runner.vision.mlx_vlm import TowerRun, VisionTower
+from icehouse_server.engine.runner.vision.slices import TowerPace
+from icehouse_server.errors import InvalidRequest, Reason
+
+_log = logging.getLogger("icehouse.engine")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +42,7 @@ class ImageFeatures:
         self._clock = clock
         self._kept: collections.OrderedDict[ImageKey, mx.array] = collections.OrderedDict()
         self._encoding: _Encoding | None = None
+        self._pace = TowerPace()
         self._size_bytes = self._encoded_total = self._reused_total = 0
         self._encode_s = 0.0
 
@@ -49,22 +57,43 @@ class ImageFeatures:
         return image.key in self._kept or (self._encoding is not None and self._encoding.key == image.key)
 
     def encode(self, image: ImagePart, *, budget_s: float) -> mx.array | None:
-        """Go on with a whole image for about so long, by a layer of the tower at least; return the vectors of
-        its span, [tokens, width], once they are there. Another image that was begun is given up."""
+        """Go on with a whole image for about so long, by a slice of the tower at least; return the vectors of
+        its span, [tokens, width], once they are there. Another image that was begun is given up.
+
+        Raises InvalidRequest where the tower fails on the image, which is forgotten then.
+        """
         vectors = self._kept.pop(image.key, None)
         if vectors is not None:
             self._reused_total += 1
         else:
-            vectors = self._timed(image, budget_s)
+            with self._refusing(image):
+                vectors = self._timed(image, budget_s)
             if vectors is None:
                 return None
             self._encoded_total += 1
             self._size_bytes += vectors.nbytes
-        assert vectors.shape[0] == image.count, (vectors.shape, image.count)
         self._kept[image.key] = vectors
         while self._size_bytes > self._limit_bytes and len(self._kept) > 1:
             self._size_bytes -= self._kept.popitem(last=False)[1].nbytes
         return vectors
+
+    @contextmanager
+    def _refusing(self, image: ImagePart) -> Iterator[None]:
+        """Make what the model's code raises for an image one request's refusal. What a device raises
+        (RuntimeError, MemoryError) is nobody's request's fault and goes on up."""
+        try:
+            yield
+        except (RuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            self._encoding = None
+            _log.exception("image_failed", extra={"tokens": image.count})
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the model's vision tower failed on an image of {image.count} tokens "
+                f"({type(error).__name__}); send another one",
+                metadata={"image_tokens": image.count},
+            ) from error
 
     def _timed(self, image: ImagePart, budget_s: float) -> mx.array | None:
         began = self._clock.monotonic()
@@ -74,15 +103,22 @@ class ImageFeatures:
             self._encode_s += self._clock.monotonic() - began
 
     def _encoded(self, image: ImagePart, end_time: float) -> mx.array | None:
+        has_gone_on = self._encoding is None or self._encoding.key != image.key
         if self._encoding is None or self._encoding.key != image.key:
             self._encoding = None  # its arrays go before those of another one come
             tensors = {tensor.name: array_of(tensor) for tensor in image.image.tensors}
             self._encoding = _Encoding(image.key, self._tower.begin(image.span_token_ids, tensors))
         run = self._encoding.run
-        while run.layers:
-            mx.eval(run.layers.popleft())
-            if run.layers and self._clock.monotonic() >= end_time:
+        while run.slices:
+            began = self._clock.monotonic()
+            taken = self._pace.take(run.slices, left_s=end_time - began, may_wait=has_gone_on)
+            if not taken:
                 return None
+            mx.eval([piece.array for piece in taken])
+            self._pace.note(taken, self._clock.monotonic() - began)
+            has_gone_on = True
         self._encoding = None
         mx.eval(run.vectors)
+        if run.vectors.shape[0] != image.count:
+            raise ValueError(f"vectors are {run.vectors.shape}, of {image.count} tokens")
         return run.vectors

@@ -22,6 +22,7 @@ from mlx.nn.layers.base import Module
 
 from icehouse_server.engine.core.memory_model import TowerShape, keeps_scores
 from icehouse_server.engine.runner.forward.model_seam import become
+from icehouse_server.engine.runner.vision.slices import TowerSlice, TowerSlicer
 
 FAMILIES: Final = frozenset(
     {
@@ -54,8 +55,6 @@ _BLIND_TEXTS: Final = frozenset({"mistral4"})
 """`model_type` of the text halves of these that are not served with images."""
 _TOWER_WEIGHT: Final = re.compile(r"(.*\.)?vis(ion|ual)")
 """What weights of a vision tower are called, in folders of every maker."""
-_TOWER_LAYER: Final = re.compile(r"(?!language_model\.).*\b(layers|blocks)\.\d+$")
-"""What mlx-vlm's vision towers call the layers that images go through one after another."""
 
 
 def sees(config: Mapping[str, Any]) -> bool:
@@ -271,10 +270,10 @@ def _positions(inputs: mx.array, cache: Any) -> mx.array:
 class TowerRun:
     """An image in the tower, nothing of which is computed yet."""
 
-    layers: collections.deque[mx.array]
-    """What its layers give, the first one's first: each is computed from the one before it."""
+    slices: collections.deque[TowerSlice]
+    """What it is computed from, piece by piece, the first one's first."""
     vectors: mx.array
-    """[tokens, width], computed from the last layer."""
+    """[tokens, width], computed from the last one."""
 
 
 class VisionTower:
@@ -284,12 +283,7 @@ class VisionTower:
 
     def __init__(self, whole: Any) -> None:
         self._whole = whole
-        self._layers: collections.deque[mx.array] | None = None
-        """What layers give while a run is built."""
-        for name, module in whole.named_modules():
-            if _TOWER_LAYER.match(name):
-                become(module, "tower", _recording)
-                object.__setattr__(module, "_forward_tower", self)
+        self._slicer = TowerSlicer(whole)
 
     def shape(self, *, device: str) -> TowerShape:
         """Return what its temporary arrays are made of. `device` is "cpu", "metal" or "cuda"."""
@@ -323,23 +317,14 @@ class VisionTower:
 
         `tensors` are the processor's, by the names of the model's own arguments.
         """
-        layers: collections.deque[mx.array] = collections.deque()
-        self._layers = layers
-        try:
+        with self._slicer.slicing() as slices:
             vectors = self._vectors(token_ids, tensors)
-        finally:
-            self._layers = None
-        return TowerRun(layers, vectors)
+        return TowerRun(slices, vectors)
 
     def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
         found = self._whole.get_input_embeddings(mx.array([list(token_ids)]), **tensors)
         vectors: mx.array = found.inputs_embeds[0]
         return vectors
-
-    def note_layer(self, output: mx.array) -> None:
-        """Take what a layer gives, where a run is built."""
-        if self._layers is not None:
-            self._layers.append(output)
 
 
 class ScaledTower(VisionTower):
@@ -433,15 +418,6 @@ class DeepstackTower(VisionTower):
         pixels = tensors["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
         own, of_layers = tower(pixels, tensors["image_grid_thw"])
         return mx.concatenate([own, *of_layers], axis=-1)
-
-
-def _recording(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = call(self, *args, **kwargs)
-        self._forward_tower.note_layer(output)
-        return output
-
-    return run
 
 
 def _first(found: Mapping[str, Any], *names: str) -> int:

@@ -1,0 +1,192 @@
+"""Slices of a vision tower: an image's way through it in pieces, so that rows decode between any two of them
+(inference thread).
+
+A piece is what attention, a feed-forward block or another linear layer gives for as many patches as a device
+computes in a few milliseconds. How long pieces take is learned as they run, so that a step begins none that its time has no
+room for, and several are computed together where it has.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx import nn
+
+from icehouse_server.engine.runner.forward.model_seam import become
+
+_CPU_WORK: Final = 1 << 25
+_GPU_WORK: Final = 1 << 34
+"""Most multiplications of a piece. On 2 x86 cores, which have no fused kernel, attention took 5 ms for so
+many, feed-forward blocks 2 ms."""
+_LEAST_COUNT: Final = 16
+"""Patches of a piece, however long that takes."""
+_FEED_FORWARD: Final = "MLP"
+"""How mlx-vlm ends the names of their classes."""
+_OVERHEAD_SHARE: Final = 1.0 / 64.0
+"""What a piece takes besides its arithmetic, in the time of a longest piece."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TowerSlice:
+    """One piece: computed from those before it."""
+
+    array: mx.array
+    kind: str
+    work: float
+    """Multiplications, and as many as its overhead would be."""
+
+
+class TowerSlicer:
+    """Notes the pieces while a graph is built. mlx-vlm's tower is called as it is; only inside `slicing` its
+    linear layers, its feed-forward blocks and MLX's attention function give what they give piece by piece."""
+
+    def __init__(self, whole: Any, *, piece_work: int | None = None) -> None:
+        """Change the layers of a model that take each patch by itself, but for the half that reads tokens."""
+        is_cpu = mx.default_device() == mx.Device(mx.cpu)
+        self._piece_work = piece_work or (_CPU_WORK if is_cpu else _GPU_WORK)
+        self._slices: collections.deque[TowerSlice] | None = None
+        for module in _token_wise(whole, ""):
+            become(module, "tower", _sliced_call)
+            object.__setattr__(module, "_tower_slicer", self)
+
+    @contextmanager
+    def slicing(self) -> Iterator[collections.deque[TowerSlice]]:
+        """Give the pieces of what is built in the block, the first one's first."""
+        upstream = mx.fast.scaled_dot_product_attention
+        slices: collections.deque[TowerSlice] = collections.deque()
+
+        def attention(queries: Any, keys: Any, values: Any, **options: Any) -> mx.array:
+            return self._attention(upstream, queries, keys, values, options)
+
+        self._slices = slices
+        # Nobody else uses MLX meanwhile: there is one inference thread.
+        mx.fast.scaled_dot_product_attention = attention
+        try:
+            yield slices
+        finally:
+            mx.fast.scaled_dot_product_attention = upstream
+            self._slices = None
+
+    def token_wise(
+        self, kind: str, call: Callable[[mx.array], mx.array], inputs: mx.array, weight_count: int
+    ) -> mx.array:
+        """Return what a layer with so many weights gives for [..., patches, width], patch by patch."""
+        if self._slices is None or inputs.ndim < 2:
+            return call(inputs)
+        work = math.prod(inputs.shape[:-1]) * weight_count
+        return self._joined(kind, inputs.shape[-2], work, lambda start, stop: call(inputs[..., start:stop, :]))
+
+    def _attention(
+        self,
+        upstream: Callable[..., mx.array],
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        options: dict[str, Any],
+    ) -> mx.array:
+        mask = options.pop("mask", None)
+        if isinstance(mask, str):
+            return upstream(queries, keys, values, mask=mask, **options)
+        has_rows = mask is not None and mask.ndim > 1 and mask.shape[-2] > 1
+        work = 2 * math.prod(queries.shape) * keys.shape[-2]
+
+        def part(start: int, stop: int) -> mx.array:
+            rows = mask[..., start:stop, :] if has_rows else mask
+            return upstream(queries[..., start:stop, :], keys, values, mask=rows, **options)
+
+        return self._joined("attention", queries.shape[-2], work, part)
+
+    def _joined(
+        self, kind: str, count: int, work: int, part: Callable[[int, int], mx.array]
+    ) -> mx.array:
+        """Return `part` of so many patches, in pieces of like length."""
+        assert self._slices is not None
+        piece_count = max(1, min(math.ceil(work / self._piece_work), count // _LEAST_COUNT))
+        stops = [count * (i + 1) // piece_count for i in range(piece_count)]
+        pieces = [part(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        overhead = _OVERHEAD_SHARE * self._piece_work
+        self._slices += [TowerSlice(piece, kind, work / piece_count + overhead) for piece in pieces]
+        return pieces[0] if piece_count == 1 else mx.concatenate(pieces, axis=-2)
+
+
+class TowerPace:
+    """Learns how long pieces of each kind take."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+        """Seconds for each unit of work."""
+
+    def take(
+        self, slices: collections.deque[TowerSlice], *, left_s: float, may_wait: bool
+    ) -> list[TowerSlice]:
+        """Take the next pieces that so long has room for; without `may_wait` one at least.
+
+        One of a kind that never ran is taken by itself.
+        """
+        taken: list[TowerSlice] = []
+        while slices:
+            rate = self._rates.get(slices[0].kind)
+            left_s -= 0.0 if rate is None else rate * slices[0].work
+            is_wanted = not may_wait and not taken
+            if not is_wanted and (left_s < 0.0 or (rate is None and taken)):
+                break
+            taken.append(slices.popleft())
+            if rate is None:
+                break
+        return taken
+
+    def note(self, taken: list[TowerSlice], elapsed_s: float) -> None:
+        """Learn from pieces that were computed together."""
+        first = taken[0]
+        if first.kind not in self._rates:
+            self._rates[first.kind] = elapsed_s / first.work
+            return
+        expected_s = sum(self._rates[piece.kind] * piece.work for piece in taken)
+        if expected_s > 0.0:
+            for kind in {piece.kind for piece in taken}:
+                self._rates[kind] *= elapsed_s / expected_s
+
+
+def _token_wise(module: Any, name: str) -> Iterator[Any]:
+    """Yield the outermost layers of a tower that take each patch by itself."""
+    if name == "language_model":
+        return
+    if _is_linear(module) or type(module).__name__.endswith(_FEED_FORWARD):
+        yield module
+        return
+    for child_name, child in module.children().items():
+        for each in _modules_in(child):
+            yield from _token_wise(each, child_name)
+
+
+def _modules_in(child: Any) -> Iterator[Any]:
+    if isinstance(child, nn.Module):
+        yield child
+    elif isinstance(child, list | tuple | dict):
+        for each in child.values() if isinstance(child, dict) else child:
+            yield from _modules_in(each)
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear | nn.QuantizedLinear)
+
+
+def _weight_count(module: Any) -> int:
+    """Return how many weights a patch is multiplied with."""
+    linear = [found for _, found in module.named_modules() if _is_linear(found)]
+    return sum(found.weight.size * (32 // found.bits if hasattr(found, "bits") else 1) for found in linear)
+
+
+def _sliced_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(self: Any, inputs: mx.array) -> mx.array:
+        kind = "linear" if _is_linear(self) else "feed_forward"
+        slicer: TowerSlicer = self._tower_slicer
+        return slicer.token_wise(kind, lambda part: call(self, part), inputs, _weight_count(self))
+
+    return run
