@@ -21,7 +21,7 @@ class ConnectionConfig:
         flag="--connection-limit",
     )
     stream_limit: int = setting(
-        512,
+        256,
         Kind.COUNT,
         "Calls at once on one connection; a client keeps more back until some have ended.",
         minimum=1,

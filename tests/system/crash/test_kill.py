@@ -173,12 +173,12 @@ class Rounds:
         life.check(allowed=frozenset())
 
 
-def test_killed_ten_times(model: Path, references: list[Reference], tmp_path: Path) -> None:
+def test_killed_five_times(model: Path, references: list[Reference], tmp_path: Path) -> None:
     rounds = Rounds(model, references, tmp_path, seed=1)
-    for _ in range(10):
+    for _ in range(5):
         rounds.kill_server()
     rounds.play(0)
-    assert rounds.total.finished_count > 10 and rounds.total.ssd_token_count > 0
+    assert rounds.total.finished_count > 5 and rounds.total.ssd_token_count > 0
 
 
 @pytest.mark.slow

@@ -56,8 +56,8 @@ ADA = (
 )
 SUBSTITUTES = {
     "formats.json_schema(person)": f"formats.json_schema({ADA}, compact=True)",
-    "Ada, 36, as JSON: \", Person, max_output_tokens=200)": (
-        f"Ada, 36, as JSON: \", Person, response_format=formats.json_schema({ADA}, compact=True))"
+    'Ada, 36, as JSON: ", Person, max_output_tokens=200)': (
+        f'Ada, 36, as JSON: ", Person, response_format=formats.json_schema({ADA}, compact=True))'
     ),
     "top_count=2)": 'top_count=2, positive_answer="y", negative_answer="n")',
     "Person, max_output_tokens=200)": (

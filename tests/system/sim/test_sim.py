@@ -12,13 +12,13 @@ import pytest
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED
 from tests.system.sim.stories import play
 
-_CHUNK_COUNT = 20
+_CHUNK_COUNT = 10
 _CHUNK_SEED_COUNT = 30
 _SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "100"))
 _SLOW_CHUNK_SEED_COUNT = 100
-_PIECES_SEED_COUNT = 30
-_IMAGES_SEED_COUNT = 60
-_NAMES_SEED_COUNT = 30
+_PIECES_SEED_COUNT = 20
+_IMAGES_SEED_COUNT = 25
+_NAMES_SEED_COUNT = 20
 _ONE = os.environ.get("ICEHOUSE_SIM_SEED")
 
 _REACHED = (

@@ -162,7 +162,11 @@ async def test_a_stream_flood_leaves_the_server_serving(served: RunningServer) -
 
 async def test_calls_that_come_faster_than_they_are_taken_up_are_answered_each() -> None:
     """Left alone, grpc ends calls as cancelled, anybody's: some from 1,000 waiting on, from 3,000 all."""
-    async with running(max_concurrent_calls=4) as served, contextlib.AsyncExitStack() as stack:
+    connection = ConnectionConfig(stream_limit=512)
+    async with (
+        running(max_concurrent_calls=4, connection=connection) as served,
+        contextlib.AsyncExitStack() as stack,
+    ):
         peers = [await stack.enter_async_context(peer_of(served.server.address)) for _ in range(8)]
         last = {peer: [await peer.open_call() for _ in range(512)][-1] for peer in peers}
         for peer, stream in last.items():

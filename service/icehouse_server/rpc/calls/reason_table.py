@@ -43,7 +43,10 @@ TABLE: Mapping[Reason, Row] = {
         _INVALID, "The model has no chat template.", "Send `text` or `tokens`, or use a chat model."
     ),
     Reason.IMAGE_INVALID: Row(
-        _INVALID, "An image cannot be read, or is larger than images may be here.", _MEND
+        _INVALID,
+        "An image cannot be read, is larger than images may be here, or is one on which the model's vision "
+        "tower fails.",
+        _MEND,
     ),
     Reason.IMAGE_UNREACHABLE: Row(
         _PRECONDITION,

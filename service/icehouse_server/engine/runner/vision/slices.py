@@ -2,8 +2,8 @@
 (inference thread).
 
 A piece is what attention, a feed-forward block or another linear layer gives for as many patches as a device
-computes in a few milliseconds. How long pieces take is learned as they run, so that a step begins none that its time has no
-room for, and several are computed together where it has.
+computes in a few milliseconds. How long pieces take is learned as they run, so that a step begins none that
+its time has no room for, and several are computed together where it has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
 
 from icehouse_server.engine.runner.forward.model_seam import become
 
@@ -58,7 +60,8 @@ class TowerSlicer:
     @contextmanager
     def slicing(self) -> Iterator[collections.deque[TowerSlice]]:
         """Give the pieces of what is built in the block, the first one's first."""
-        upstream = mx.fast.scaled_dot_product_attention
+        fast: Any = mx.fast
+        upstream = fast.scaled_dot_product_attention
         slices: collections.deque[TowerSlice] = collections.deque()
 
         def attention(queries: Any, keys: Any, values: Any, **options: Any) -> mx.array:
@@ -66,11 +69,11 @@ class TowerSlicer:
 
         self._slices = slices
         # Nobody else uses MLX meanwhile: there is one inference thread.
-        mx.fast.scaled_dot_product_attention = attention
+        fast.scaled_dot_product_attention = attention
         try:
             yield slices
         finally:
-            mx.fast.scaled_dot_product_attention = upstream
+            fast.scaled_dot_product_attention = upstream
             self._slices = None
 
     def token_wise(
@@ -80,7 +83,9 @@ class TowerSlicer:
         if self._slices is None or inputs.ndim < 2:
             return call(inputs)
         work = math.prod(inputs.shape[:-1]) * weight_count
-        return self._joined(kind, inputs.shape[-2], work, lambda start, stop: call(inputs[..., start:stop, :]))
+        return self._joined(
+            kind, inputs.shape[-2], work, lambda start, stop: call(inputs[..., start:stop, :])
+        )
 
     def _attention(
         self,
@@ -102,9 +107,7 @@ class TowerSlicer:
 
         return self._joined("attention", queries.shape[-2], work, part)
 
-    def _joined(
-        self, kind: str, count: int, work: int, part: Callable[[int, int], mx.array]
-    ) -> mx.array:
+    def _joined(self, kind: str, count: int, work: int, part: Callable[[int, int], mx.array]) -> mx.array:
         """Return `part` of so many patches, in pieces of like length."""
         assert self._slices is not None
         piece_count = max(1, min(math.ceil(work / self._piece_work), count // _LEAST_COUNT))
@@ -166,7 +169,7 @@ def _token_wise(module: Any, name: str) -> Iterator[Any]:
 
 
 def _modules_in(child: Any) -> Iterator[Any]:
-    if isinstance(child, nn.Module):
+    if isinstance(child, Module):
         yield child
     elif isinstance(child, list | tuple | dict):
         for each in child.values() if isinstance(child, dict) else child:
@@ -174,7 +177,7 @@ def _modules_in(child: Any) -> Iterator[Any]:
 
 
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear | nn.QuantizedLinear)
+    return isinstance(module, Linear | QuantizedLinear)
 
 
 def _weight_count(module: Any) -> int:

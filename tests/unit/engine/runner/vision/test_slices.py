@@ -7,19 +7,20 @@ import collections
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner.vision.slices import TowerPace, TowerSlice, TowerSlicer
-from mlx import nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 
 WIDTH, HEAD_COUNT, COUNT = 64, 4, 48
 
 
-class Tower(nn.Module):
+class Tower(Module):
     """A layer of attention and a half that reads tokens, which is not the tower's."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH).to_quantized()
-        self.language_model = nn.Linear(WIDTH, WIDTH)
+        self.qkv = Linear(WIDTH, 3 * WIDTH)
+        self.out = Linear(WIDTH, WIDTH).to_quantized()
+        self.language_model = Linear(WIDTH, WIDTH)
 
     def __call__(self, hidden: mx.array, mask: mx.array | str | None = None) -> mx.array:
         batch, count, _ = hidden.shape
