@@ -24,10 +24,13 @@ from icehouse.v1 import (
     response_format_pb2,
 )
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.config.connection import ConnectionConfig
 
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 
-CONNECTION_COUNT, CALL_COUNT = 3, 400
+CONNECTION_COUNT = 5
+CALL_COUNT = ConnectionConfig().stream_limit
+"""Calls of each connection: one that opens more is cut off."""
 STREAM_COUNT = 1024
 _ROUND_S = 20.0
 """Whoever holds places only lets them go now and then, and takes them again."""

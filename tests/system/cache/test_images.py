@@ -18,6 +18,7 @@ import pytest
 from icehouse_server.domain.events import CacheReport
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import ImageSpan
+from icehouse_server.engine.kv_cache.regions import array_of
 from icehouse_server.engine.runner import model_loader
 from PIL import Image
 
@@ -194,6 +195,23 @@ def test_cuts_through_a_picture_and_company_change_nothing(model: Model, tmp_pat
             served.submit(place, asked.token_ids, images=asked.images, max_output_tokens=OUTPUT_COUNT)
         told = {place: served.answer(place).tokens for place in asks}
     assert told == {place: model.expected(PLACES[place], ids=asks[place].token_ids) for place in asks}
+
+
+def test_a_tower_in_small_pieces_gives_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from icehouse_server.engine.runner.vision import mlx_vlm, slices
+
+    asked = model.asked([picture(1)])
+    [span] = asked.images
+    ids = asked.token_ids[span.start_token_index : span.end_token_index]
+    tensors = {tensor.name: array_of(tensor) for tensor in span.image.tensors}
+    whole = mlx_vlm.read_model(model.folder, lazy=False)[1].begin(ids, tensors)
+    for name in ("_CPU_WORK", "_GPU_WORK", "_LEAST_COUNT"):
+        monkeypatch.setattr(slices, name, 1)
+    cut = mlx_vlm.read_model(model.folder, lazy=False)[1].begin(ids, tensors)
+    for kind in ("attention", "feed_forward", "linear"):
+        counts = [sum(piece.kind == kind for piece in run.slices) for run in (whole, cut)]
+        assert counts[1] > 2 * counts[0] > 0, f"{kind}: {counts}"
+    assert mx.allclose(whole.vectors, cut.vectors, atol=1e-5).item()
 
 
 def test_a_picture_that_is_seen_whole_is_another_one_than_mlx_vlm_reads(tmp_path: Path) -> None:

@@ -103,12 +103,23 @@ class ImageFeatures:
             self._encode_s += self._clock.monotonic() - began
 
     def _encoded(self, image: ImagePart, end_time: float) -> mx.array | None:
-        has_gone_on = self._encoding is None or self._encoding.key != image.key
-        if self._encoding is None or self._encoding.key != image.key:
+        encoding = self._encoding
+        is_new = encoding is None or encoding.key != image.key
+        if encoding is None or is_new:
             self._encoding = None  # its arrays go before those of another one come
             tensors = {tensor.name: array_of(tensor) for tensor in image.image.tensors}
-            self._encoding = _Encoding(image.key, self._tower.begin(image.span_token_ids, tensors))
-        run = self._encoding.run
+            run = self._tower.begin(image.span_token_ids, tensors)
+            encoding = self._encoding = _Encoding(image.key, run)
+        vectors = self._computed(encoding.run, end_time, has_gone_on=is_new)
+        if vectors is None:
+            return None
+        self._encoding = None
+        if vectors.shape[0] != image.count:
+            raise ValueError(f"vectors are {vectors.shape}, of {image.count} tokens")
+        return vectors
+
+    def _computed(self, run: TowerRun, end_time: float, *, has_gone_on: bool) -> mx.array | None:
+        """Go on with a run; building it was a step of the way too."""
         while run.slices:
             began = self._clock.monotonic()
             taken = self._pace.take(run.slices, left_s=end_time - began, may_wait=has_gone_on)
@@ -117,8 +128,5 @@ class ImageFeatures:
             mx.eval([piece.array for piece in taken])
             self._pace.note(taken, self._clock.monotonic() - began)
             has_gone_on = True
-        self._encoding = None
         mx.eval(run.vectors)
-        if run.vectors.shape[0] != image.count:
-            raise ValueError(f"vectors are {run.vectors.shape}, of {image.count} tokens")
         return run.vectors

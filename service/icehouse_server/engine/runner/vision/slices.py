@@ -32,6 +32,8 @@ _FEED_FORWARD: Final = "MLP"
 """How mlx-vlm ends the names of their classes."""
 _OVERHEAD_SHARE: Final = 1.0 / 64.0
 """What a piece takes besides its arithmetic, in the time of a longest piece."""
+_LEAST_S: Final = 1e-6
+"""Nothing takes less; a clock that says so was read at the wrong moment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,14 +148,14 @@ class TowerPace:
 
     def note(self, taken: list[TowerSlice], elapsed_s: float) -> None:
         """Learn from pieces that were computed together."""
+        elapsed_s = max(elapsed_s, _LEAST_S)
         first = taken[0]
         if first.kind not in self._rates:
             self._rates[first.kind] = elapsed_s / first.work
             return
         expected_s = sum(self._rates[piece.kind] * piece.work for piece in taken)
-        if expected_s > 0.0:
-            for kind in {piece.kind for piece in taken}:
-                self._rates[kind] *= elapsed_s / expected_s
+        for kind in {piece.kind for piece in taken}:
+            self._rates[kind] *= elapsed_s / expected_s
 
 
 def _token_wise(module: Any, name: str) -> Iterator[Any]:
