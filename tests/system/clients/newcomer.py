@@ -1,4 +1,4 @@
-"""A release's packages as somebody new meets them: an empty project each, and nothing but the client's README.
+"""A release's packages as somebody new meets them: an empty project each, and nothing but their READMEs.
 
 Usage: python -m tests.system.clients.newcomer RELEASE [LANGUAGE ...], where RELEASE is a folder that `make
 release` has made. Installs as the README says, runs its example against real servers, and wants to see a turn
@@ -44,7 +44,7 @@ POM = """\
 
 
 def run(command: list[str] | str, folder: Path, **variables: str) -> str:
-    """Run a command, or lines of a shell, in a project and return what it prints; raises CalledProcessError."""
+    """Run a command, or lines of a shell, and return what it prints; raises CalledProcessError."""
     if isinstance(command, str):
         command = ["sh", "-euc", command]
     done = subprocess.run(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -30,6 +31,8 @@ _LEAST_COUNT: Final = 16
 """Patches of a piece, however long that takes."""
 _FEED_FORWARD: Final = "MLP"
 """How mlx-vlm ends the names of their classes."""
+_PADDED_ATTENTION: Final = "ensure_fused_sdpa"
+"""Of mlx_vlm.models.base: pads heads to a size that MLX has a kernel for."""
 _OVERHEAD_SHARE: Final = 1.0 / 64.0
 """What a piece takes besides its arithmetic, in the time of a longest piece."""
 _LEAST_S: Final = 1e-6
@@ -55,6 +58,8 @@ class TowerSlicer:
         is_cpu = mx.default_device() == mx.Device(mx.cpu)
         self._piece_work = piece_work or (_CPU_WORK if is_cpu else _GPU_WORK)
         self._slices: collections.deque[TowerSlice] | None = None
+        """None where nothing is to be cut: outside of `slicing`, and inside a piece."""
+        self._attention_places = [(mx.fast, "scaled_dot_product_attention"), *_padded_attention(whole)]
         for module in _token_wise(whole, ""):
             become(module, "tower", _sliced_call)
             object.__setattr__(module, "_tower_slicer", self)
@@ -62,21 +67,18 @@ class TowerSlicer:
     @contextmanager
     def slicing(self) -> Iterator[collections.deque[TowerSlice]]:
         """Give the pieces of what is built in the block, the first one's first."""
-        fast: Any = mx.fast
-        upstream = fast.scaled_dot_product_attention
         slices: collections.deque[TowerSlice] = collections.deque()
-
-        def attention(queries: Any, keys: Any, values: Any, **options: Any) -> mx.array:
-            return self._attention(upstream, queries, keys, values, options)
-
+        upstream = [(place, name, getattr(place, name)) for place, name in self._attention_places]
         self._slices = slices
         # Nobody else uses MLX meanwhile: there is one inference thread.
-        fast.scaled_dot_product_attention = attention
+        for place, name, call in upstream:
+            setattr(place, name, self._attention_over(call))
         try:
             yield slices
         finally:
-            fast.scaled_dot_product_attention = upstream
             self._slices = None
+            for place, name, call in upstream:
+                setattr(place, name, call)
 
     def token_wise(
         self, kind: str, call: Callable[[mx.array], mx.array], inputs: mx.array, weight_count: int
@@ -89,34 +91,36 @@ class TowerSlicer:
             kind, inputs.shape[-2], work, lambda start, stop: call(inputs[..., start:stop, :])
         )
 
-    def _attention(
-        self,
-        upstream: Callable[..., mx.array],
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        options: dict[str, Any],
-    ) -> mx.array:
-        mask = options.pop("mask", None)
-        if isinstance(mask, str):
-            return upstream(queries, keys, values, mask=mask, **options)
-        has_rows = mask is not None and mask.ndim > 1 and mask.shape[-2] > 1
-        work = 2 * math.prod(queries.shape) * keys.shape[-2]
+    def _attention_over(self, upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def attention(queries: Any, keys: Any, values: Any, scale: float, **options: Any) -> mx.array:
+            mask = options.get("mask")
+            if self._slices is None or isinstance(mask, str):
+                return upstream(queries, keys, values, scale=scale, **options)
+            by_query = mask if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1 else None
 
-        def part(start: int, stop: int) -> mx.array:
-            rows = mask[..., start:stop, :] if has_rows else mask
-            return upstream(queries[..., start:stop, :], keys, values, mask=rows, **options)
+            def part(start: int, stop: int) -> mx.array:
+                own = {} if by_query is None else {"mask": by_query[..., start:stop, :]}
+                return upstream(queries[..., start:stop, :], keys, values, scale=scale, **options | own)
 
-        return self._joined("attention", queries.shape[-2], work, part)
+            work = 2 * math.prod(queries.shape) * keys.shape[-2]
+            return self._joined("attention", queries.shape[-2], work, part)
+
+        return attention
 
     def _joined(self, kind: str, count: int, work: int, part: Callable[[int, int], mx.array]) -> mx.array:
         """Return `part` of so many patches, in pieces of like length."""
-        assert self._slices is not None
+        slices = self._slices
+        assert slices is not None
         piece_count = max(1, min(math.ceil(work / self._piece_work), count // _LEAST_COUNT))
         stops = [count * (i + 1) // piece_count for i in range(piece_count)]
-        pieces = [part(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        # What is called inside may be compiled: arrays that a compiler traces with cannot be computed.
+        self._slices = None
+        try:
+            pieces = [part(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        finally:
+            self._slices = slices
         overhead = _OVERHEAD_SHARE * self._piece_work
-        self._slices += [TowerSlice(piece, kind, work / piece_count + overhead) for piece in pieces]
+        slices += [TowerSlice(piece, kind, work / piece_count + overhead) for piece in pieces]
         return pieces[0] if piece_count == 1 else mx.concatenate(pieces, axis=-2)
 
 
@@ -156,6 +160,13 @@ class TowerPace:
         expected_s = sum(self._rates[piece.kind] * piece.work for piece in taken)
         for kind in {piece.kind for piece in taken}:
             self._rates[kind] *= elapsed_s / expected_s
+
+
+def _padded_attention(whole: Any) -> Iterator[tuple[Any, str]]:
+    """Yield where a tower's modules have mlx-vlm's own attention function from, which is compiled."""
+    for name in sorted({base.__module__ for _, each in whole.named_modules() for base in type(each).__mro__}):
+        if hasattr(found := sys.modules[name], _PADDED_ATTENTION):
+            yield found, _PADDED_ATTENTION
 
 
 def _token_wise(module: Any, name: str) -> Iterator[Any]:
