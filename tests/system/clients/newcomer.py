@@ -35,7 +35,8 @@ POM = """\
   <artifactId>example</artifactId>
   <version>1</version>
   <properties>
-    <maven.compiler.release>17</maven.compiler.release>
+    <maven.compiler.source>17</maven.compiler.source>
+    <maven.compiler.target>17</maven.compiler.target>
     <project.build.sourceEncoding>UTF-8</project.build.sourceEncoding>
   </properties>
 {shown}</project>
@@ -140,11 +141,13 @@ def main() -> int:
     """Try what can be tried here; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("release", type=Path)
-    parser.add_argument("languages", nargs="*", default=list(LANGUAGES), choices=[[], *LANGUAGES])
+    parser.add_argument("languages", nargs="*", help=f"of {', '.join(LANGUAGES)}; all without any")
     arguments = parser.parse_args()
+    if unknown := set(arguments.languages) - set(LANGUAGES):
+        parser.error(f"there is no such client: {', '.join(sorted(unknown))}")
     faults = 0
     with live_servers() as servers:
-        for name in arguments.languages:
+        for name in arguments.languages or LANGUAGES:
             if absent := [tool for tool in LANGUAGES[name][0] if shutil.which(tool) is None]:
                 print(f"{name} was not tried: there is no {' and no '.join(absent)} here", flush=True)
                 continue
