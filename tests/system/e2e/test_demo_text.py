@@ -23,7 +23,9 @@ def tokenizer_of(name: str) -> Tokenizer:
     return Tokenizer.from_file(str(demo_model_dir(DEMO_MODELS[name]) / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module", params=DEMO_MODELS)
+@pytest.fixture(
+    scope="module", params=["demo", pytest.param("demo-gemma", marks=pytest.mark.slow, id="demo-gemma")]
+)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return tokenizer_of(request.param)
 

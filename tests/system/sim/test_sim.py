@@ -14,7 +14,7 @@ from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 10
 _CHUNK_SEED_COUNT = 30
-_SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "100"))
+_SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "50"))
 _SLOW_CHUNK_SEED_COUNT = 100
 _PIECES_SEED_COUNT = 20
 _IMAGES_SEED_COUNT = 25

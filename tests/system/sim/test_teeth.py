@@ -374,12 +374,15 @@ BREAKS: list[Break] = [
 
 
 FIRST_SEEDS: dict[Break, int] = {
-    adopt_without_a_sync: NAMES_SEED,
+    believe_every_token_equal: 10,
+    trust_every_region: 15,
+    adopt_without_a_sync: NAMES_SEED + 15,
+    leak_a_pin: 30,
     evict_what_is_pinned: 270,
     unlink_before_the_row: 70,
     ignore_the_size_limit: 50,
-    forget_which_image: IMAGES_SEED,
-    keep_no_image_in_files: IMAGES_SEED,
+    forget_which_image: IMAGES_SEED + 15,
+    keep_no_image_in_files: IMAGES_SEED + 10,
     begin_every_image_at_its_start: IMAGES_SEED,
     name_no_image_in_events: IMAGES_SEED,
     cut_images_anywhere: IMAGES_SEED,
