@@ -367,9 +367,7 @@ class EngineLoop:
             self.counters.note_prefill_rate(timed.prefilled_token_count, prefill_s)
             self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
         if elapsed_s > 0.0:
-            size = timed.size.with_guesses(result.drafted_count)
-            is_mixed = bool(timed.prefilled_token_count and timed.rows.token_count)
-            self._scheduler.note_pass(size, elapsed_s, is_mixed=is_mixed)
+            self._scheduler.note_pass(timed.size.with_guesses(result.drafted_count), elapsed_s)
         self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
 
     def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:

@@ -124,9 +124,13 @@ PLACES = {
     "two": ["one: ", picture(1), picture(2), TEXT],
     "none": [TEXT],
 }
+OTHERS_SHOW = ("first", "none")
+"""What the places beside them would nearly always show too."""
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(name, marks=[pytest.mark.slow] if name in OTHERS_SHOW else []) for name in PLACES]
+)
 def test_the_same_tokens_from_nothing_from_ram_from_ssd_and_of_mlx_vlm(
     model: Model, tmp_path: Path, place: str
 ) -> None:

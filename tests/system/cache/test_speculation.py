@@ -72,7 +72,7 @@ def outcome(served: CacheServer, name: str) -> tuple[list[int], DraftCounts]:
     return served.recorder.tokens_of(name), end.usage.drafts
 
 
-@pytest.fixture(params=["stays", "as it is", "moves"])
+@pytest.fixture(params=["stays", pytest.param("as it is", marks=pytest.mark.slow), "moves"])
 def movement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How often a row stops guessing and guesses again: never, when it pays, all the time."""
     if request.param == "stays":

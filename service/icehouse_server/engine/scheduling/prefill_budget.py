@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import statistics
 
 from icehouse_server.engine.scheduling.pass_cost import PassCostLearner, PassSize
 
@@ -47,10 +46,6 @@ _GROWTH_BESIDE = 1.5
 """Beside decoding rows a pass holds at most so many times the prompt tokens that one of the last few held:
 where the machine was busy while one size was measured and not while another was, what is expected of a much
 longer pass may be wrong, and each row would wait for it."""
-_OVERRUN_COUNT = 8
-_MOST_OVERRUN = 2.0
-"""What the last few passes with prompts beside rows took, of what was expected of them: where devices are
-slower with a dozen tokens than a line through longer passes says, the next ones hold fewer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,12 +67,9 @@ class PrefillBudget:
         self._costs = PassCostLearner()
         self._restore_debt_s = 0.0
         self._counts_beside = collections.deque([_FIRST_COUNT_BESIDE], maxlen=_COUNTS_BESIDE)
-        self._overruns: collections.deque[float] = collections.deque(maxlen=_OVERRUN_COUNT)
 
-    def note_pass(self, size: PassSize, elapsed_s: float, *, is_mixed: bool) -> None:
-        """Learn from a pass that ran; `is_mixed` where prompts were beside rows in it."""
-        if is_mixed and (expected_s := self.seconds(size)):
-            self._overruns.append(elapsed_s / expected_s)
+    def note_pass(self, size: PassSize, elapsed_s: float) -> None:
+        """Learn from a pass that ran."""
         self._costs.note(size, elapsed_s)
 
     def note_cut_beside(self, token_count: int) -> None:
@@ -110,16 +102,9 @@ class PrefillBudget:
             soon_s = _SOON_FOR_CROWD_S if crowd else _SOON_S
             return PassRoom(self._costs, self._limits, rows, limit_s=None, soon_s=soon_s)
         limit_s = self.seconds(rows) + self._extra_s(rows, crowd) - spent_s
-        if crowd <= _CROWD:
-            limit_s /= self._overrun
         tried = int(_GROWTH_BESIDE * max(self._counts_beside)) + self._limits.grid_token_count
         limits = dataclasses.replace(self._limits, token_count=min(tried, self._limits.token_count))
         return PassRoom(self._costs, limits, rows, limit_s=limit_s)
-
-    @property
-    def _overrun(self) -> float:
-        """What passes beside rows take, of what is expected; nobody gains from those that take less."""
-        return min(_MOST_OVERRUN, max(1.0, statistics.median(self._overruns or (1.0,))))
 
     def _extra_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone."""

@@ -271,10 +271,10 @@ class Scheduler:
                 if chunk.sequence.sequence_id > sequence.sequence_id
             )
 
-    def note_pass(self, size: PassSize, elapsed_s: float, *, is_mixed: bool = False) -> None:
-        """Learn from a pass that ran; `is_mixed` where prompts were beside rows in it."""
+    def note_pass(self, size: PassSize, elapsed_s: float) -> None:
+        """Learn from a pass that ran."""
         if size.token_count:
-            self._budget.note_pass(size, elapsed_s, is_mixed=is_mixed)
+            self._budget.note_pass(size, elapsed_s)
 
     def restore_s(self, *, least_s: float) -> float:
         """Return how long this step may take loaded blocks into use and encode images; 0 while earlier ones
