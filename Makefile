@@ -1,7 +1,8 @@
 # The door. `make help` lists what can be done; everything else lives in Python.
 # VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed,
-# WORKERS how many processes run the tests. A file's tests stay in one process, with its fixtures; of the
-# long ones each goes where there is time, or the simulation's would be half of all in one process.
+# WORKERS how many processes run the tests. A file's tests stay in one process, with its fixtures, and the
+# folders come in order: the long files of tests/system first, so that no process is left alone with one. Of
+# the long tests each goes where there is time, or the simulation's would be half of all in one process.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -49,7 +50,7 @@ serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" 
 	@$(BIN)/icehouse serve $(ARGS)
 
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on two cores.
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)

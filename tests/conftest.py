@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -13,6 +14,14 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 _LOGGERS = ("", "icehouse", "icehouse_server")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def light_collections() -> None:
+    """The tests themselves and what they import stay to the end: no collection of a later test, of which the
+    simulation asks for many, need walk them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -72,15 +72,31 @@ def outcome(served: CacheServer, name: str) -> tuple[list[int], DraftCounts]:
     return served.recorder.tokens_of(name), end.usage.drafts
 
 
-@pytest.fixture(params=["stays", pytest.param("as it is", marks=pytest.mark.slow), "moves"])
-def movement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How often a row stops guessing and guesses again: never, when it pays, all the time."""
-    if request.param == "stays":
+@pytest.fixture(
+    params=[
+        ("stays", True),
+        ("moves", False),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in [("stays", False), ("moves", True), ("as it is", False), ("as it is", True)]
+        ),
+    ],
+    ids=lambda way: f"{way[0]}, {'pipelined' if way[1] else 'plain'}",
+)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool]:
+    """How often a row stops guessing and guesses again (never, when it pays, all the time), and whether
+    passes are pipelined: each of these in `make test`, and each with each at length."""
+    movement, is_pipelined = request.param
+    move(movement, monkeypatch)
+    return movement, is_pipelined
+
+
+def move(movement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if movement == "stays":
         monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
-    if request.param == "moves":
+    if movement == "moves":
         monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
         monkeypatch.setattr(prompt_lookup, "_FIRST_RUN", 0)
-    return str(request.param)
 
 
 SAMPLINGS = [
@@ -93,10 +109,10 @@ SAMPLINGS = [
 @pytest.mark.parametrize(
     "architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "llama4"]
 )
-@pytest.mark.parametrize("is_pipelined", [False, True])
 def test_the_tokens_are_those_of_plain_decoding(
-    tmp_path: Path, architecture: str, is_pipelined: bool, movement: str
+    tmp_path: Path, architecture: str, way: tuple[str, bool]
 ) -> None:
+    _, is_pipelined = way
     folder = tiny_model_dir(tmp_path, architecture)
     prompts = [repetitive(), prompt(2 * BLOCK + 3)]
     with CacheServer(folder, None, is_enabled=False, is_pipelined=is_pipelined) as served:
@@ -125,10 +141,10 @@ def test_the_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize(
     ("architecture", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0), ("lfm2", 0)]
 )
-@pytest.mark.parametrize("is_pipelined", [False, True])
 def test_the_next_turn_reuses_what_a_speculating_one_left(
-    tmp_path: Path, architecture: str, kv_bits: int, is_pipelined: bool, output_count: int, movement: str
+    tmp_path: Path, architecture: str, kv_bits: int, output_count: int, way: tuple[str, bool]
 ) -> None:
+    movement, is_pipelined = way
     folder = tiny_model_dir(tmp_path, architecture)
     first = repetitive()
     with CacheServer(folder, tmp_path / "blocks", kv_bits=kv_bits, is_pipelined=is_pipelined) as served:
@@ -148,8 +164,8 @@ def test_the_next_turn_reuses_what_a_speculating_one_left(
         assert outcome(served, "second")[0] == warm.tokens
 
 
-@pytest.mark.parametrize("movement", ["stays"], indirect=True)
-def test_guesses_save_steps_and_are_counted(tmp_path: Path, movement: str) -> None:
+def test_guesses_save_steps_and_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move("stays", monkeypatch)
     with CacheServer(tiny_model_dir(tmp_path, "qwen3"), None, is_enabled=False) as served:
         submit(served, "plain", repetitive(), speculation=None)
         plain, none = outcome(served, "plain")
@@ -163,11 +179,11 @@ def test_guesses_save_steps_and_are_counted(tmp_path: Path, movement: str) -> No
     assert steps <= OUTPUT_TOKENS - drafts.accepted_count + 3 and drafts.limit is SpeculationLimit.NONE
 
 
-@pytest.mark.parametrize("movement", ["stays"], indirect=True)
 def test_eight_that_speculate_take_no_more_passes_than_eight_that_do_not(
-    tmp_path: Path, movement: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each used to be a pass of its own: 64 passes for what took 24 plainly."""
+    move("stays", monkeypatch)
     prompts = [[*repetitive(), number] for number in range(20, 28)]
     passes: list[int] = []
     told: list[list[list[int]]] = []

@@ -12,7 +12,7 @@ import pytest
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED
 from tests.system.sim.stories import play
 
-_CHUNK_COUNT = 8
+_CHUNK_COUNT = 18
 _CHUNK_SEED_COUNT = 30
 _SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "50"))
 _SLOW_CHUNK_SEED_COUNT = 100

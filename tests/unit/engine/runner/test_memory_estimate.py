@@ -108,7 +108,13 @@ def test_a_whole_prompt_stays_within_what_it_was_let_in_for(tmp_path: Path, arch
     runner.close()
 
 
-@pytest.mark.parametrize("architecture", sorted(_MODELS))
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name != "gemma3_text" else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(_MODELS)
+    ],
+)
 def test_a_row_that_begins_to_decode_takes_no_copy_of_the_others(tmp_path: Path, architecture: str) -> None:
     runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
     model = runner.memory_model()
