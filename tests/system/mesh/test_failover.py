@@ -121,6 +121,7 @@ def test_no_generate_is_lost_when_a_replica_dies_in_the_middle(fleet: Fleet, ask
     fleet.wait_until_healthy(ports)
 
 
+@pytest.mark.slow
 def test_a_drained_replica_finishes_and_comes_back_with_its_blocks(fleet: Fleet, asks: list[Ask]) -> None:
     ports = set(fleet.replicas)
     victims = []

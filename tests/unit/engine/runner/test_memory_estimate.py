@@ -73,7 +73,7 @@ def loaded_runner(folder: Path) -> ModelRunner:
     return runner
 
 
-@pytest.mark.parametrize("chunk", [32, 128])
+@pytest.mark.parametrize("chunk", [pytest.param(32, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("architecture", sorted(_MODELS))
 def test_no_chunk_takes_more_than_estimated_nor_far_less(
     tmp_path: Path, architecture: str, chunk: int
