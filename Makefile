@@ -1,15 +1,13 @@
 # The door. `make help` lists what can be done; everything else lives in Python.
 # VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed.
-# WORKERS is how many processes run the tests: one more than two cores, since some wait for servers and
-# timeouts. A file's tests stay in one process, with its fixtures, and the folders come in order: the long
-# files of tests/system first, so that no process is left alone with one. SLOW_WORKERS run the long tests, of
-# which each goes where there is time, or the simulation's would be half of all in one process.
+# WORKERS is how many processes run the tests. A file's tests stay in one process, with its fixtures, and the
+# folders come in order: the long files of tests/system first, so that no process is left alone with one. Of
+# the long tests each goes where there is time, or the simulation's would be half of all in one process.
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
-WORKERS ?= 3
-SLOW_WORKERS ?= 2
+WORKERS ?= 2
 SHELL := /bin/sh
 
 BIN := $(VENV)/bin
@@ -55,7 +53,7 @@ test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" na
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on two cores.
-	@$(BIN)/python -m pytest -q -n $(SLOW_WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)
 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)

@@ -191,7 +191,7 @@ def test_a_text_that_goes_on_starts_behind_the_picture(model: Model, tmp_path: P
     assert second.tokens == expected and first.tokens != expected
 
 
-@pytest.mark.parametrize("chunk", [5, 1000])
+@pytest.mark.parametrize("chunk", [5, pytest.param(1000, marks=pytest.mark.slow)])
 def test_cuts_through_a_picture_and_company_change_nothing(model: Model, tmp_path: Path, chunk: int) -> None:
     asks = {place: model.asked(parts) for place, parts in PLACES.items()}
     with CacheServer(model.folder, None, chunk=chunk, is_enabled=False) as served:

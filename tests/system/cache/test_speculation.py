@@ -137,7 +137,7 @@ def test_the_tokens_are_those_of_plain_decoding(
             assert found == plain, turn
 
 
-@pytest.mark.parametrize("output_count", [OUTPUT_TOKENS, 24, 13])
+@pytest.mark.parametrize("output_count", [OUTPUT_TOKENS, pytest.param(24, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize(
     ("architecture", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0), ("lfm2", 0)]
 )

@@ -18,10 +18,9 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.fixtures.pages import blocks_of
+from tests.fixtures.pages import CLIENT_PAGE, blocks_of, program_of
 from tests.system.clients.languages import README_ADDRESS, ROOT, readme_example
 from tests.system.clients.live_servers import Servers, live_servers
-from tests.system.docs.test_pages import CLIENT_PAGE, program_of
 
 SHOWN_RELEASE = "/path/to/release"
 WANTED = (r"\b[1-9]\d* (of \d+ )?prompt tokens (were cached|came from the cache)", "MODEL_NOT_FOUND")

@@ -24,7 +24,7 @@ from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.adapters import tiny_adapter_dir
 from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.models.vision import tiny_vision_dir
-from tests.fixtures.pages import Block, blocks_of
+from tests.fixtures.pages import CLIENT_PAGE, SHOWN_ADDRESS, Block, blocks_of, program_of
 from tests.fixtures.rpc.authority import Authority
 from tests.system.crash.server_process import ServerProcess
 from tests.system.mesh.envoy import free_ports
@@ -32,11 +32,8 @@ from tests.tidy.tree import ROOT
 
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 
-SHOWN_ADDRESS = "localhost:50051"
-SHOWN_MANY = "ipv4:127.0.0.1:50051,127.0.0.1:50051"
 BOUND_S = 600.0
 
-CLIENT_PAGE = ROOT / "clients" / "python" / "README.md"
 PAGES = [ROOT / "README.md", CLIENT_PAGE, *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = {page: [block for block in blocks_of(page) if block.is_run] for page in PAGES}
 RUN = {page: blocks for page, blocks in RUN.items() if blocks}
@@ -46,26 +43,6 @@ HAS_VISION = importlib.util.find_spec("mlx_vlm") is not None
 
 SERVERS = {"tools.md": "calling", "tenants.md": "secured"}
 """Which server a page's calls are answered by, where it is not the plain one."""
-
-LOOP = "for _ in range(4):"
-"""What a block of the Python client's page has that needs a model which asks for tools."""
-
-ADA = (
-    '{"type": "object", "properties": {"name": {"enum": ["Ada"]}, "age": {"enum": [36]}}, '
-    '"required": ["name", "age"], "additionalProperties": False}'
-)
-SUBSTITUTES = {
-    "formats.json_schema(person)": f"formats.json_schema({ADA}, compact=True)",
-    'Ada, 36, as JSON: ", Person, max_output_tokens=200)': (
-        f'Ada, 36, as JSON: ", Person, response_format=formats.json_schema({ADA}, compact=True))'
-    ),
-    "top_count=2)": 'top_count=2, positive_answer="y", negative_answer="n")',
-    "Person, max_output_tokens=200)": (
-        "Person, max_output_tokens=200, response_format=formats.json_schema(schema_of(Person), compact=True))"
-    ),
-}
-"""What the tiny model cannot do as it stands: its vocabulary has no "yes", and it may write white space
-without end where a form allows it, or a name or number."""
 
 EXPECTED: Mapping[str, tuple[str, ...]] = {
     "README.md": (r"(\d+) of \d+ prompt tokens",),
@@ -224,21 +201,6 @@ def output_of(block: Block, place: Place, desk: Path) -> str:
 def name_of(page: Path) -> str:
     """Return what a page is known by here."""
     return page.relative_to(ROOT).as_posix() if page == CLIENT_PAGE else page.name
-
-
-def program_of(blocks: list[Block], address: str, *, calling: str = SHOWN_ADDRESS) -> str:
-    """Return a page's blocks as one program, each at the line where it stands. `calling` is the address of a
-    model that asks for tools."""
-    lines: list[str] = []
-    for block in blocks:
-        asks = block.page == CLIENT_PAGE and LOOP in block.text
-        text = block.text.replace(SHOWN_ADDRESS, calling) if asks else block.text
-        lines += [""] * (block.line + (1 if block.mark else 0) - len(lines)) + text.splitlines()
-    text = "\n".join(lines) + "\n"
-    for words, others in SUBSTITUTES.items():
-        text = text.replace(words, others)
-    port = address.rpartition(":")[2]
-    return text.replace(SHOWN_MANY, f"ipv4:127.0.0.1:{port},127.0.0.1:{port}").replace(SHOWN_ADDRESS, address)
 
 
 def run(command: list[str], place: Place, desk: Path) -> str:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.fixtures.demo_models import demo_model_dir
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 texts = st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=60)
 
@@ -23,9 +23,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     return Tokenizer.from_file(str(demo_model_dir(DEMO_MODELS[name]) / "tokenizer.json"))
 
 
-@pytest.fixture(
-    scope="module", params=["demo", pytest.param("demo-gemma", marks=pytest.mark.slow, id="demo-gemma")]
-)
+@pytest.fixture(scope="module", params=["demo", "demo-gemma"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return tokenizer_of(request.param)
 

@@ -34,8 +34,8 @@ class Ending:
 
 
 async def read_on(stream: Any) -> Ending:
-    """Read to the end."""
-    last_event = ""
+    """Read from the first text to the end."""
+    last_event = "delta"
     try:
         while (response := await stream.read()) is not grpc.aio.EOF:
             last_event = response.WhichOneof("event")
@@ -53,7 +53,7 @@ class Loaded:
         self._health: Any = health_pb2_grpc.HealthStub(channel)
 
     async def begin(self, *, max_output_tokens: int) -> list[asyncio.Task[Ending]]:
-        """Open the streams and return what reads them, once all of them run."""
+        """Open the streams and return what reads them, once each has begun to answer."""
         streams = [
             self._stub.Stream(
                 request(f"load-{i}", token_count=40 + i, max_output_tokens=max_output_tokens),
@@ -63,6 +63,8 @@ class Loaded:
         ]
         for stream in streams:
             assert (await stream.read()).WhichOneof("event") == "started"
+            while (await stream.read()).WhichOneof("event") != "delta":
+                pass
         return [asyncio.create_task(read_on(stream)) for stream in streams]
 
     async def terminate(self) -> None:
