@@ -2,8 +2,9 @@
 
 Inference thread only. Beside rows that decode, a pass and the restores of its step last at most twice as
 long as the rows would alone, so that running sequences keep their latency between tokens; four times where a
-crowd waits for its first token. While nothing decodes nobody's tokens wait, and a pass is as long as the
-device needs to run at nearly its best rate.
+crowd waits for its first token. Behind a pass that others' work made longer the next one holds less: that
+work seldom ends with it. While nothing decodes nobody's tokens wait, and a pass is as long as the device
+needs to run at nearly its best rate.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ _FACTOR_FOR_CROWD = 4.0
 """Longest pass, in passes of the decoding rows alone."""
 _CROWD = 0.2
 """More sequences than this that wait for their first token, for each one that draws its next, are a crowd."""
-_USED_SHARE = 0.8
+_USED_SHARE = 0.7
 """Of the time that a pass may take beyond that of its rows: what is expected is not always what it takes, the
 rows grow meanwhile, and publishing and capturing take some too."""
+_USED_SHARE_FOR_CROWD = 0.8
+"""The same for a crowd, where first tokens come before an even pace."""
+_USUAL_OVERRUN = 1.1
+"""What passes beside rows usually take, of what the faster half of such passes says."""
+_LEAST_EXTRA = 0.4
+"""Of the time beyond that of the rows, where the machine is slow at this moment."""
 _RESTORE_SHARE = 0.5
 """Of the same time, while prompts wait for their share of it."""
 _RATE_SHARE_ALONE = 0.95
@@ -66,10 +73,14 @@ class PrefillBudget:
         self._limits = limits
         self._costs = PassCostLearner()
         self._restore_debt_s = 0.0
+        self._slowness = 1.0
+        """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
         self._counts_beside = collections.deque([_FIRST_COUNT_BESIDE], maxlen=_COUNTS_BESIDE)
 
     def note_pass(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from a pass that ran."""
+        if 0 < size.draw_count < size.token_count and (expected_s := self.seconds(size)):
+            self._slowness = max(1.0, elapsed_s / (_USUAL_OVERRUN * expected_s))
         self._costs.note(size, elapsed_s)
 
     def note_cut_beside(self, token_count: int) -> None:
@@ -101,15 +112,21 @@ class PrefillBudget:
         if not rows.token_count:
             soon_s = _SOON_FOR_CROWD_S if crowd else _SOON_S
             return PassRoom(self._costs, self._limits, rows, limit_s=None, soon_s=soon_s)
-        limit_s = self.seconds(rows) + self._extra_s(rows, crowd) - spent_s
+        rows_s, extra_s = self.seconds(rows), self._extra_s(rows, crowd)
+        if not crowd > _CROWD:
+            # Others' work lasts longer than a pass: the next one is likely to be as slow as the last.
+            extra_s = max((rows_s + extra_s) / self._slowness - rows_s, _LEAST_EXTRA * extra_s)
+        limit_s = rows_s + extra_s - spent_s
         tried = int(_GROWTH_BESIDE * max(self._counts_beside)) + self._limits.grid_token_count
         limits = dataclasses.replace(self._limits, token_count=min(tried, self._limits.token_count))
         return PassRoom(self._costs, limits, rows, limit_s=limit_s)
 
     def _extra_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone."""
-        factor = _FACTOR_FOR_CROWD if crowd > _CROWD else _FACTOR_BESIDE_DECODE
-        return _USED_SHARE * (factor - 1.0) * (self._limits.slice_s or self.seconds(rows))
+        is_crowd = crowd > _CROWD
+        factor = _FACTOR_FOR_CROWD if is_crowd else _FACTOR_BESIDE_DECODE
+        share = _USED_SHARE_FOR_CROWD if is_crowd else _USED_SHARE
+        return share * (factor - 1.0) * (self._limits.slice_s or self.seconds(rows))
 
 
 class PassRoom:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import statistics
 
 import pytest
 from icehouse_server.domain.ids import ImageDigest, SequenceId, Tenant
@@ -336,7 +337,7 @@ def test_a_slice_that_is_set_is_kept() -> None:
     limits = dataclasses.replace(WIDE, prefill_slice_s=0.030)
     scheduler, _ = beside_decoding_ones(limits, 100_000)
     settled = Device(fixed_s=0.010, token_s=0.0005).run(scheduler, 200)[-100:]
-    assert 0.03 <= max(settled) <= 0.0105 + 0.031
+    assert 0.025 <= max(settled) <= 0.0105 + 0.031
 
 
 def test_a_crowd_gets_passes_of_four_times_the_rows() -> None:
@@ -356,7 +357,21 @@ def test_beside_a_decode_no_size_is_kept_that_only_confirms_itself(slice_s: floa
     for _ in range(3):
         scheduler.note_pass(PassSize(4, 16, 1), 0.0204)
     device = Device(fixed_s=0.020, token_s=0.0001)
-    assert max(device.run(scheduler, 60)) > 0.0355, "it found room for 150 tokens"
+    assert max(device.run(scheduler, 60)) > 0.0335, "it found room for 130 tokens"
+
+
+def test_behind_a_slow_pass_the_next_ones_hold_less_until_the_machine_is_itself_again() -> None:
+    fine = dataclasses.replace(WIDE, prefill_grid_token_count=1)
+    scheduler, (prompt,) = beside_decoding_ones(fine, 100_000)
+    device, slow = Device(fixed_s=0.020, token_s=0.0005), Device(fixed_s=0.030, token_s=0.00075)
+    usual = device.run(scheduler, 100)[-1]
+    first, *others = slow.run(scheduler, 5)
+    assert first > 1.4 * usual, "nobody could know"
+    assert statistics.mean(others) < 0.9 * first
+    before = prompt.processed_token_count
+    slow.run(scheduler, 5)
+    assert prompt.processed_token_count >= before + 5 * 6, "the prompt goes on"
+    assert device.run(scheduler, 100)[-1] > 0.95 * usual
 
 
 def prefilled(scheduler: WatchedScheduler, device: Device, *, number: int, token_count: int) -> list[float]:
