@@ -191,6 +191,21 @@ def test_a_text_that_goes_on_starts_behind_the_picture(model: Model, tmp_path: P
     assert second.tokens == expected and first.tokens != expected
 
 
+def test_a_prompt_that_ends_with_a_picture_is_answered_from_the_cache_too(
+    model: Model, tmp_path: Path
+) -> None:
+    """Its last token, which every hit runs again, is inside the picture."""
+    asked = model.asked([f"{TEXT}: ", picture(1)])
+    ids = asked.token_ids[: asked.images[0].end_token_index]
+    ask: dict[str, Any] = {"max_output_tokens": OUTPUT_COUNT, "images": asked.images}
+    with CacheServer(model.folder, tmp_path) as served:
+        cold = served.ask("cold", ids, **ask)
+        ram = served.ask("ram", ids, **ask)
+    with CacheServer(model.folder, tmp_path) as served:
+        ssd = served.ask("ssd", ids, **ask)
+    assert ram.tokens == ssd.tokens == cold.tokens
+
+
 @pytest.mark.parametrize("chunk", [5, pytest.param(1000, marks=pytest.mark.slow)])
 def test_cuts_through_a_picture_and_company_change_nothing(model: Model, tmp_path: Path, chunk: int) -> None:
     asks = {place: model.asked(parts) for place, parts in PLACES.items()}

@@ -304,7 +304,10 @@ class Scheduler:
         begin = sequence.processed_token_count
         start = stops.get(sequence.sequence_id, begin)
         end = self._chunk_end(sequence, begin)
-        stop = room.take(start, end, share=share) if start < end else start
+        if start >= end:
+            stops[sequence.sequence_id] = start
+            return
+        stop = room.take(start, end, share=share)
         if stop == sequence.prefill_target < end and start < stop:
             # One token more, instead of a chunk of its own for it.
             stop = end
