@@ -116,5 +116,7 @@ async def test_reflection_can_be_switched_off() -> None:
     async with running(reflection_enabled=False) as served:
         # Nothing is sent: where the refusal is there first, gRPC's Python tells of the message that it could
         # not send any more instead.
-        call = served.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = served.channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+        )()
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
