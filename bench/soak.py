@@ -31,9 +31,11 @@ SERVER_FLAGS = (
     ("--min-prefix-token-count", "0"),
     ("--ram-bytes", str(16 << 20)),
     ("--ssd-bytes", str(64 << 20)),
+    ("--write-queue-bytes", str(4 << 20)),
     ("--free-space-floor-bytes", "0"),
 )
-"""Every stream in the batch; both tiers so small that they are full, and evict, from the start on."""
+"""Every stream in the batch; both tiers so small that they are full, and evict, from the start on. So is the
+queue between them, whose 256 MiB fill and empty as the disk is slower or faster for a while."""
 
 _SAMPLE_COUNT = 120
 _LEAVES_EARLY = 0.1
