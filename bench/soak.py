@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -60,8 +59,9 @@ class Sample:
 class Trend:
     """The last quarter of a run over the third one; the first half warms up.
 
-    The process keeps the pages of its highest peaks, so a run begins with one that is higher than what chance
-    brings later: on a busy machine new ones came for ten minutes otherwise. A leak goes on.
+    Of memory it is the least that a quarter saw: requests come in waves, with which the heap grows by a quarter
+    for a while, and chance says which part has more of them. A leak raises the floor. A run begins with its
+    highest peak, since on a busy machine new ones came for ten minutes otherwise.
     """
 
     rss_ratio: float
@@ -76,11 +76,11 @@ class Trend:
 
 
 def trend_of(samples: Sequence[Sample]) -> Trend:
-    """Compare medians of memory and maxima of open files; needs at least eight samples."""
+    """Compare minima of memory and maxima of open files; needs at least eight samples."""
     assert len(samples) >= 8, f"{len(samples)} samples are too few"
     quarter = len(samples) // 4
     early, late = samples[-2 * quarter : -quarter], samples[-quarter:]
-    rss = [statistics.median(s.rss_bytes for s in part) for part in (early, late)]
+    rss = [min(s.rss_bytes for s in part) for part in (early, late)]
     descriptors = [max(s.descriptor_count for s in part) for part in (early, late)]
     return Trend(rss[1] / rss[0], descriptors[1] - descriptors[0], samples[-1].finished_count)
 

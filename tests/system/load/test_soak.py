@@ -28,8 +28,10 @@ def samples(*, rss_bytes: list[int], descriptor_counts: list[int]) -> list[Sampl
 def test_growth_is_told_from_warming_up() -> None:
     steady = samples(rss_bytes=[10, 50, 70, 90, 101, 99, 100, 102], descriptor_counts=[9] * 8)
     leaking = samples(rss_bytes=[10, 50, 100, 110, 120, 130, 140, 150], descriptor_counts=[9] * 8)
+    crowded = samples(rss_bytes=[10, 50, 70, 90, 101, 99, 100, 150], descriptor_counts=[9] * 8)
     holding = samples(rss_bytes=[100] * 8, descriptor_counts=[9, 9, 9, 9, 20, 30, 40, 50])
     assert trend_of(steady).is_flat
+    assert trend_of(crowded).is_flat, "what requests hold for a while is no leak"
     assert not trend_of(leaking).is_flat
     assert not trend_of(holding).is_flat
 
