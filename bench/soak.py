@@ -59,7 +59,7 @@ class Sample:
 class Trend:
     """The last quarter of a run over the third one; the first half warms up.
 
-    Of memory it is the least that a quarter saw: requests come in waves, with which the heap grows by a quarter
+    Of memory it is the least that a part saw: requests come in waves, with which the heap grows by a quarter
     for a while, and chance says which part has more of them. A leak raises the floor. A run begins with its
     highest peak, since on a busy machine new ones came for ten minutes otherwise.
     """
