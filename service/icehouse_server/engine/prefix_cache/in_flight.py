@@ -177,6 +177,8 @@ class InFlightPrefixes:
             if not is_ahead or len(leader.capture_points) >= _CAPTURE_POINT_LIMIT:
                 return SharedPrefix(leader, led.name, point) if self._can_cut_inside else None
             leader.capture_points.append(point)
+        if tail not in self._led:
+            # New, or another one has left it before: whoever waits is told when this leader ends too.
             self._note_led(_Block(leader, led.parent, tail, led.start, point))
         return SharedPrefix(leader, tail, point)
 

@@ -145,6 +145,29 @@ def test_prompts_that_part_inside_a_block_get_a_tail_there() -> None:
     assert in_flight.take_ready() == followers
 
 
+def test_who_waits_for_a_tail_that_another_one_has_left_before_is_freed_with_its_leader() -> None:
+    tokens = [*SHARED, 1, 2, 3, 4, 5, 6]
+    in_flight, leader, followers = led_and_followed(tokens, [*SHARED, 9, 9, 9])
+    in_flight.complete([name_up_to(tokens, 7)])  # of one that follows nobody, and was ahead
+    assert in_flight.take_ready() == followers
+    late = sequence(9, [*SHARED, 8, 8])
+    assert follows(in_flight, late)
+    in_flight.forget(leader)
+    assert in_flight.take_ready() == [late]
+
+
+def test_a_tail_that_one_leads_already_frees_who_waits_when_that_one_goes_away() -> None:
+    tokens = [*SHARED, 1, 2, 3, 4, 5, 6]
+    in_flight, leader, _ = led_and_followed(tokens)
+    other, follower = sequence(8, [*SHARED, 7]), sequence(9, [*SHARED, 8, 8])
+    in_flight.lead(other, ROOT)
+    assert follows(in_flight, follower) and leader.capture_points == [7]
+    in_flight.forget(other)
+    assert in_flight.take_ready() == [follower]
+    in_flight.complete(names(tokens))
+    assert not follows(in_flight, sequence(10, [*SHARED[:6], 8, 8])), "nobody is left to wait for"
+
+
 def test_prompts_part_in_the_first_block_too_and_in_several_places() -> None:
     tokens = list(range(10, 30))
     _, leader, _ = led_and_followed(
