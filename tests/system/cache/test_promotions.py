@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from icehouse_server.engine.core.sequence import Sequence
 
-from tests.system.cache.stepped_server import BLOCK, SteppedServer, prompt
+from tests.system.cache.stepped_server import BLOCK, SteppedServer, expected_tokens, prompt
 
 
 def _store(directory: Path, *salts: int) -> None:
@@ -77,3 +79,31 @@ def test_who_ends_in_the_middle_of_a_block_keeps_nobody_from_promoting(tmp_path:
         assert served.answer("brief").cache.ssd_token_count > 0
         assert served.ask("long", prompt(4 * BLOCK, salt=1)).cache.ssd_token_count == 0
         served.check()
+
+
+def test_who_is_parked_in_the_middle_of_a_block_copies_the_right_one_when_it_goes_on(tmp_path: Path) -> None:
+    _store(tmp_path, 0)
+    with SteppedServer(tmp_path) as served:
+        served.submit("parked", prompt(4 * BLOCK), max_output_tokens=30)
+        (sequence,) = _step_until_running(served, lambda found: len(found.unkept) == 2)
+        served.loop.step()  # a slice of the second one
+        copied = [entry for entry in served.cache.blocks() if entry.ram]
+        assert copied[0].start_token_index == 0 and copied[0].ssd
+        # Its first block leaves RAM again, and what it has computed goes to SSD behind that.
+        served.cache.yield_ram(1 << 30)
+        served.loop._park(sequence)
+        served.step_until_idle()
+        assert served.answer("parked").tokens == expected_tokens(prompt(4 * BLOCK), 30)
+        assert served.ask("again", prompt(4 * BLOCK)).cache.ssd_token_count == 0
+        served.check()
+
+
+def _step_until_running(served: SteppedServer, is_there: Callable[[Sequence], bool]) -> list[Sequence]:
+    """Step engine and storage until those that run are all so; return them."""
+    for _ in range(1000):
+        served.settle_storage()
+        served.loop.step()
+        running = served.scheduler.running
+        if running and all(map(is_there, running)):
+            return running
+    raise AssertionError("they never came so far")

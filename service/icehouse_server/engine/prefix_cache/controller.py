@@ -238,6 +238,7 @@ class CacheController:
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
         self._in_flight.forget(sequence)
+        self._promotions.forget(sequence)
 
     def yield_ram(
         self, size_bytes: int, *, spared: Collection[BlockHash] = (), is_urgent: bool = True

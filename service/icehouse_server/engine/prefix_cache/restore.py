@@ -142,8 +142,6 @@ class Promotions:
 
     def step(self, sequence: Sequence) -> None:
         """After a token of this sequence: bring its next block nearer to RAM, if it is its turn."""
-        if self._current is not None and self._current.phase is not Phase.DECODING:
-            self._current = None
         if not self._is_due(sequence):
             # Whose turn it was gives it away only now, so that the next one begins in the next step.
             self._current = None if self._current is sequence else self._current
@@ -152,6 +150,12 @@ class Promotions:
             self._current, self._copy = sequence, BlockCopy()
         if self._current is sequence:
             self.copy(sequence, self._copy, budget_s=self._slice_s)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended or was parked: what is copied of its block is let go of, for it may come back
+        with others to copy."""
+        if self._current is sequence:
+            self._current, self._copy = None, BlockCopy()
 
     def _is_due(self, sequence: Sequence) -> bool:
         has_first_token = len(sequence.output_token_ids) > 1
