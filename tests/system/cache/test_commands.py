@@ -125,6 +125,23 @@ def test_an_explanation_is_given_when_the_disk_is_lost_meanwhile(tmp_path: Path)
         assert [type(answer) for answer in answers] == [Explanation]
 
 
+def test_a_pin_that_is_carried_out_after_a_reader_has_died_is_answered_once(tmp_path: Path) -> None:
+    tokens = prompt(4 * BLOCK)
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", tokens)
+    with SteppedServer(tmp_path) as served:
+        served.holds_storage = True
+        answers = served.give(Pin(tuple(tokens)))
+        served.loop.step()
+        served.mailbox.post(StorageFailed("of the readers one died, the storage thread did not"))
+        served.loop.step()
+        served.settle_storage()
+        served.ask("b", tokens)
+        (answer,) = answers
+        assert isinstance(answer, IcehouseError) and answer.reason is Reason.STORE_UNUSABLE
+        served.check()
+
+
 def test_a_pin_that_finds_nothing_says_so() -> None:
     with SteppedServer() as served:
         refused = served.order(Pin((1, 2, 3, 4, 5)))

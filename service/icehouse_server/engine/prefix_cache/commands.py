@@ -333,7 +333,10 @@ class CacheCommands:
             )
 
     def _pins_changed(self, outcome: PinsChanged) -> None:
-        change, answer = self._pin_changes.pop(outcome.task_id)
+        waiting = self._pin_changes.pop(outcome.task_id, None)
+        if waiting is None:
+            return  # the tier was lost meanwhile, by a reader, and the caller was told
+        change, answer = waiting
         if not change.pinned:
             answer(change.report())
             return
