@@ -105,6 +105,8 @@ class ReasoningConstraint:
         if self._meter.is_open:
             mask = ~self._no_tokens()
             for token_id in self._budget.end_token_ids:
+                if token_id >= self._budget.vocabulary_size:
+                    continue  # folders name such; the model never draws it
                 mask[token_id // _BITS] &= ~np.uint32(1 << token_id % _BITS)
             return mask
         return _with(self._form.allowed_tokens().copy(), self._budget.reasoning.start_token_ids[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.domain.response_format import Choice, Grammar, JsonTag, TaggedJson
@@ -129,3 +131,11 @@ def test_a_form_of_the_whole_output_has_the_last_word() -> None:
     spelled = [token_id for text in ("<", "think>", "why") for token_id in TOKENIZER.spell(text)]
     bound = draw(budget(1, form=other).start(), *spelled)
     assert UNTHINK not in allowed(bound) and allowed(bound)
+
+
+def test_an_end_token_behind_the_models_table_holds_nothing_up() -> None:
+    """Folders name such, of a vocabulary that was cut."""
+    form = COMPILER.compile(Choice(("yes",)))
+    asked = budget(None, form=form, scope=FormScope.ANSWER, is_open=True)
+    constraint = dataclasses.replace(asked, end_token_ids=(EOS, SIZE + 1000)).start()
+    assert {*range(SIZE)} - allowed(constraint) == {EOS}
