@@ -177,7 +177,10 @@ class Tokenizer:
         if self._fast is not None:
             return self._fast.id_to_token(token_id) or ""
         with self._wrapper_lock:
-            return str(self._wrapper.convert_ids_to_tokens(token_id) or "")
+            try:
+                return str(self._wrapper.convert_ids_to_tokens(token_id) or "")
+            except Exception:  # of an id that is unknown to it, each kind raises something else
+                return ""
 
     def _marker(self, text: str) -> tuple[int, ...]:
         """Return the tokens that spell a marker and nothing else; none where there are none."""
@@ -188,7 +191,14 @@ class Tokenizer:
         if self._fast is not None:
             return str(self._fast.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
         with self._wrapper_lock:
-            return str(self._wrapper.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
+            try:
+                return str(self._wrapper.decode(list(token_ids), skip_special_tokens=hides_special_tokens))
+            except Exception:
+                # The model's table may be larger than the vocabulary: passed over, as a fast tokenizer does.
+                known = [token_id for token_id in token_ids if self.piece(token_id)]
+                if len(known) == len(token_ids):
+                    raise
+                return str(self._wrapper.decode(known, skip_special_tokens=hides_special_tokens))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._fast is not None:
