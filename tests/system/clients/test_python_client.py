@@ -304,7 +304,12 @@ def test_a_prompt_of_no_known_kind_is_refused_here(prompt: Any, wanted: str) -> 
     ],
 )
 async def test_an_option_that_no_request_has_is_refused(call: str, option: str, wanted: str) -> None:
-    arguments: tuple[Any, ...] = ("q", ["a"]) if call == "rerank" else (["q"],) if call == "embed" else ("q",)
+    given: dict[str, tuple[Any, ...]] = {
+        "rerank": ("q", ["a"]),
+        "embed": (["q"],),
+        "chat": ([Message("user", "q")],),
+    }
+    arguments = given.get(call, ("q",))
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=re.escape(wanted)):
         getattr(client, call)(*arguments, **{option: 1})
     async with AsyncClient("127.0.0.1:1") as client:

@@ -25,7 +25,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_client.cache_client import AsyncCacheClient, CacheTimeouts
 from icehouse_client.calls import AsyncCalls, AsyncResponseCall
 from icehouse_client.channel import SERVICE, channel_options
-from icehouse_client.chat import Infill, Message, Tool
+from icehouse_client.chat import Infill, Message, Tool, conversation_of
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.output_types import typed_options
@@ -109,7 +109,7 @@ class AsyncClient:
 
     async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
-        return await self.generate(messages, **options)
+        return await self.generate(conversation_of(messages), **options)
 
     @overload
     async def generate_json(

@@ -6,6 +6,8 @@ from typing import Literal, TypedDict
 
 from icehouse.v1 import cache_policy_pb2
 
+from icehouse_client.options import chosen
+
 CacheUse = Literal["read_write", "read_only", "write_only", "off"]
 
 _CACHE_USES = {
@@ -30,5 +32,5 @@ def cache_policy(options: CacheOptions) -> cache_policy_pb2.CachePolicy | None:
         tenant=options.get("tenant", ""), shared_prefix_name=options.get("shared_prefix_name", "")
     )
     if "cache_use" in options:
-        policy.use = _CACHE_USES[options["cache_use"]]
+        policy.use = chosen("cache_use", options["cache_use"], _CACHE_USES)
     return policy if policy.ByteSize() else None

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
+from icehouse_client.options import chosen
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -109,6 +111,9 @@ def chat_proto(
     for message in messages:
         if not isinstance(message, Message):
             raise TypeError(f"a conversation holds Message, not {type(message).__name__}")
+        for image in message.images:
+            if not isinstance(image, Image):
+                raise TypeError(f"a message's images hold Image, not {type(image).__name__}")
         chat.messages.add(
             role=message.role,
             content="" if message.images else message.content,
@@ -154,8 +159,20 @@ def content_of(parts: Sequence[prompt_pb2.ContentPart]) -> tuple[str, tuple[Imag
     return content, tuple(images)
 
 
+def conversation_of(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages; raises TypeError for a text or token ids, ValueError for no message at all."""
+    if not all(isinstance(message, Message) for message in messages):
+        raise TypeError("a chat is a list of Message; generate takes a text or token ids too")
+    if not messages:
+        raise ValueError("the conversation has no messages; it needs at least one")
+    return messages
+
+
 def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:
-    """Return the tools as messages."""
+    """Return the tools as messages; raises TypeError for what is no Tool."""
+    for tool in tools:
+        if not isinstance(tool, Tool):
+            raise TypeError(f"tools hold Tool, not {type(tool).__name__}")
     return [
         tool_pb2.Tool(
             name=tool.name,
@@ -171,7 +188,7 @@ def choice_proto(choice: ToolChoice) -> tool_pb2.ToolChoice:
     """Return the choice as a message."""
     if isinstance(choice, Tool):
         return tool_pb2.ToolChoice(mode=tool_pb2.TOOL_CHOICE_MODE_NAMED, name=choice.name)
-    return tool_pb2.ToolChoice(mode=_MODES[choice])
+    return tool_pb2.ToolChoice(mode=chosen("tool_choice", choice, _MODES))
 
 
 class CallSum:

@@ -25,7 +25,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_client.cache_client import CacheClient, CacheTimeouts
 from icehouse_client.calls import Calls, ResponseCall
 from icehouse_client.channel import SERVICE, channel_options
-from icehouse_client.chat import Infill, Message, Tool
+from icehouse_client.chat import Infill, Message, Tool, conversation_of
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.output_types import typed_options
@@ -122,7 +122,7 @@ class Client:
 
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
-        return self.generate(messages, **options)
+        return self.generate(conversation_of(messages), **options)
 
     @overload
     def generate_json(

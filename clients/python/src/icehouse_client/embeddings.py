@@ -7,7 +7,7 @@ from typing import Literal, Self, TypedDict
 
 from icehouse.v1 import embedding_service_pb2 as messages
 
-from icehouse_client.options import refuse_unknown
+from icehouse_client.options import chosen, refuse_unknown
 
 Pooling = Literal["last_token", "mean"]
 
@@ -58,7 +58,7 @@ def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) 
         normalize=options.get("normalize"),
     )
     if "pooling" in options:
-        request.pooling = _POOLINGS[options["pooling"]]
+        request.pooling = chosen("pooling", options["pooling"], _POOLINGS)
     for item in inputs:
         if isinstance(item, str):
             request.inputs.add(text=item)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Choice = TypeVar("Choice")
 
 MEANT = {
     "max_tokens": "max_output_tokens",
@@ -33,6 +35,20 @@ def refuse_unknown(options: Mapping[str, Any], known: type[Any]) -> None:
             near = _near(name, names)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(names))}"
             raise TypeError(f"there is no option {name!r}; {hint}")
+
+
+def refuse_one_text(options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise TypeError for one text where there must be several: each of its letters would count as one."""
+    for name in names:
+        if isinstance(options.get(name), str):
+            raise TypeError(f"{name} is a list of texts, not one text")
+
+
+def chosen(name: str, value: object, known: Mapping[str, Choice]) -> Choice:
+    """Return what an option's word stands for; raises ValueError for one that it does not know."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}")
+    return known[value]
 
 
 def _near(name: str, names: Iterable[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from icehouse.v1 import inference_service_pb2 as inference
@@ -12,7 +12,7 @@ from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.chat import Infill, Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
-from icehouse_client.options import refuse_unknown
+from icehouse_client.options import refuse_one_text, refuse_unknown
 from icehouse_client.sampling import SamplingOptions, sampling_proto
 from icehouse_client.speculation import Speculation
 
@@ -70,6 +70,7 @@ class Options(SamplingOptions, PromptOptions, total=False):
 def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
     """Return the message of Generate and Stream; raises TypeError for an unknown option or kind of prompt."""
     refuse_unknown(options, Options)
+    refuse_one_text(options, ("stop", "bad_words"))
     request = inference.GenerateRequest(
         request_id=options.get("request_id", ""),
         session_id=options.get("session_id", ""),
@@ -88,7 +89,11 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
         # Without a field set the message would be absent.
         request.logprobs.SetInParent()
     if "response_format" in options:
-        request.response_format.CopyFrom(options["response_format"])
+        form: object = options["response_format"]
+        if not isinstance(form, ResponseFormat):
+            kind = type(form).__name__
+            raise TypeError(f"response_format is what `icehouse_client.formats` makes, not {kind}")
+        request.response_format.CopyFrom(form)
     if "max_reasoning_tokens" in options:
         request.max_reasoning_tokens = options["max_reasoning_tokens"]
     if "speculation" in options:
@@ -144,10 +149,12 @@ def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | No
 
 
 def _is_chat(prompt: Sequence[Message] | Sequence[int]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], Message)
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Message)
 
 
 def _token_ids(prompt: Sequence[Message] | Sequence[int]) -> list[int]:
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise TypeError(f"a prompt is a str, Messages or token ids, not {type(prompt).__name__}")
     token_ids = []
     for token_id in prompt:
         if not isinstance(token_id, int):

@@ -20,6 +20,7 @@ class Security:
     `is_tls` alone trusts the system's authorities, `ca_pem` one of your own. `certificate_pem` and
     `key_pem` are the client's, for mTLS. `token` goes with every call as a bearer token.
     `server_name` is expected in the server's certificate when it differs from the address.
+    Raises ValueError for a certificate without its key and the other way round.
     A `token` that can be called is a source: its token is kept until the server refuses it, and then it is
     called again, and the call with the refused token made again.
     """
@@ -30,6 +31,13 @@ class Security:
     certificate_pem: bytes | None = None
     key_pem: bytes | None = dataclasses.field(default=None, repr=False)
     server_name: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.certificate_pem is None) != (self.key_pem is None):
+            # gRPC itself would end the process.
+            raise ValueError(
+                "certificate_pem and key_pem go together: mTLS needs your certificate and its key"
+            )
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:

@@ -1,0 +1,52 @@
+"""Wrong arguments of the Python client: refused before any call, by the name of what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from icehouse_client import AsyncClient, Client, Message, Security, Tool
+
+TURN = [Message("user", "Hi")]
+
+
+@pytest.mark.parametrize(
+    ("call", "prompt", "options", "error", "wanted"),
+    [
+        ("generate", b"Hi", {}, TypeError, "not bytes"),
+        ("generate", None, {}, TypeError, "not NoneType"),
+        ("chat", "Hi", {}, TypeError, "a chat is a list of Message"),
+        ("chat", [{"role": "user", "content": "Hi"}], {}, TypeError, "a chat is a list of Message"),
+        ("chat", [], {}, ValueError, "has no messages"),
+        ("generate", "Hi", {"stop": "ab"}, TypeError, "stop is a list of texts, not one text"),
+        ("generate", "Hi", {"bad_words": "ab"}, TypeError, "bad_words is a list of texts"),
+        ("generate", "Hi", {"cache_use": "never"}, ValueError, "cache_use is 'never'; it must be one of"),
+        (
+            "generate",
+            "Hi",
+            {"response_format": {"type": "json_object"}},
+            TypeError,
+            "formats` makes, not dict",
+        ),
+        ("chat", TURN, {"tools": [{"name": "f"}]}, TypeError, "tools hold Tool, not dict"),
+        ("chat", TURN, {"tools": [Tool("f")], "tool_choice": "f"}, ValueError, "'auto', 'none', 'required'"),
+        ("chat", [Message("user", "Hi", images=("a.png",))], {}, TypeError, "hold Image, not str"),  # type: ignore[arg-type]
+        ("embed", ["Hi"], {"pooling": "max"}, ValueError, "pooling is 'max'"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    call: str, prompt: Any, options: Mapping[str, Any], error: type[Exception], wanted: str
+) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(error, match=re.escape(wanted)):
+        getattr(client, call)(prompt, **options)
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(error, match=re.escape(wanted)):
+            await getattr(client, call)(prompt, **options)
+
+
+@pytest.mark.parametrize("given", ["certificate_pem", "key_pem"])
+def test_half_of_a_certificate_is_refused_where_grpc_would_end_the_process(given: str) -> None:
+    with pytest.raises(ValueError, match="go together"):
+        Security(**{given: b"half"})  # type: ignore[arg-type]
