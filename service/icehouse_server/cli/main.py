@@ -142,6 +142,9 @@ def main() -> None:
         # A terminal of another encoding shows a question mark for what it lacks; nothing may end by that.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Whatever the locale: what is no UTF-8 is told where the text is sent.
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         app()
     except IcehouseError as error:

@@ -32,6 +32,9 @@ def failing_call_ends(address: str) -> Iterator[None]:
     except IcehouseClientError as error:
         complain(failure_text(error, address))
         raise typer.Exit(EXIT_FAILURE) from error
+    except UnicodeEncodeError as error:
+        complain("the text has bytes that are no UTF-8; convert it first, as with `iconv -t utf-8`")
+        raise typer.Exit(EXIT_USAGE) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(EXIT_INTERRUPTED) from error
 
@@ -55,6 +58,8 @@ def failure_text(error: IcehouseClientError, address: str) -> str:
     # Where the network failed, and not the server, the reason is the code's name.
     if error.code.name == error.reason == "UNAVAILABLE":
         return not_reached_text(error.message, address)
+    if error.code.name == error.reason == "DEADLINE_EXCEEDED":
+        return f"the server at {address} did not answer in the time given; allow more with --timeout-s"
     if error.code.name == error.reason == "UNIMPLEMENTED":
         return f"the server at {address} does not know this call; it is older than this command"
     return f"{error.code.name}: {error.message}"
@@ -68,8 +73,10 @@ def not_reached_text(details: str, address: str) -> str:
             f"the server at {address} and this command do not agree on TLS {why}; name its authority with "
             "--ca, or say neither --ca nor --tls to a server without TLS"
         )
+    if "security handshaker" in details:
+        return "what --ca, --certificate or --key names is no PEM file of such a kind; name another one"
     if "resolving" in details or "resolution" in details:
-        return f"the name in {address} cannot be resolved; say another --address"
+        return f"the name in {address} cannot be resolved; an --address is host:port or unix:/path"
     if "Socket closed" in details or "reset" in details:
         return (
             f"the server at {address} closed the connection; one with TLS wants --ca (or --tls), one that "

@@ -9,7 +9,7 @@ import typer
 from icehouse_server.cli.client.answer_options import answer_options_of
 from icehouse_server.cli.client.prompt_options import GivenPrompt, Suffix, prompt_of
 from icehouse_server.cli.terminal.client_options import Target, target_of
-from icehouse_server.cli.terminal.console import AsJson, err, print_json
+from icehouse_server.cli.terminal.console import AsJson, err, print_json, print_text
 from icehouse_server.cli.terminal.option_groups import with_groups
 
 if TYPE_CHECKING:
@@ -43,8 +43,3 @@ def generate(
     print(flush=True)
     if not quiet:
         err.print(cost_text(reply.usage, reply.finish_reason), style="dim", markup=False)
-
-
-def print_text(text: str) -> None:
-    """Print a piece of generated text at once."""
-    print(text, end="", flush=True)

@@ -14,7 +14,7 @@ from icehouse_server.cli.terminal.option_groups import with_groups
 @with_groups(target=target_of)
 def health(
     target: Target,
-    timeout_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after so many seconds.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Ask whether a server takes requests; exit code 0 when it does."""

@@ -136,6 +136,6 @@ def _blocks(block_count: int, token_count: int, size_bytes: int) -> str:
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error while something long runs; yields what is told of done and of all."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

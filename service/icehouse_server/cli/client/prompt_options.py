@@ -82,6 +82,8 @@ class GivenPrompt:
             return read_token_ids(self.token_ids)
         if self.messages is not None:
             talk = read_conversation(self.messages)
+            if not talk:
+                raise _no_conversation(self.messages, "there is no message in it")
             talk.system = self.system or talk.system
             return talk
         text = sys.stdin.read() if self.text == STANDARD_INPUT else self.text or ""
@@ -149,12 +151,16 @@ def read_conversation(path: Path) -> Conversation:
         ) from error
     except ValueError as error:
         problem = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
-        raise ConfigError(
-            Reason.CONFIG_INVALID,
-            f"{path} holds no conversation: {problem}; there must be what `icehouse chat` has saved, "
-            'or a list such as [{"role": "user", "content": "Hello"}]',
-            field="messages",
-        ) from error
+        raise _no_conversation(path, problem) from error
+
+
+def _no_conversation(path: Path, problem: object) -> ConfigError:
+    return ConfigError(
+        Reason.CONFIG_INVALID,
+        f"{path} holds no conversation: {problem}; there must be what `icehouse chat` has saved, "
+        'or a list such as [{"role": "user", "content": "Hello"}]',
+        field="messages",
+    )
 
 
 def read_bytes(path: Path) -> bytes:
@@ -172,6 +178,10 @@ def read_bytes(path: Path) -> bytes:
 def read_token_ids(text: str) -> list[int]:
     """Return the numbers in a text; raises BadParameter for what is none."""
     try:
-        return [int(word) for word in text.replace(",", " ").split()]
+        token_ids = [int(word) for word in text.replace(",", " ").split()]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} are no token ids; say them as 1,2,3") from error
+    for token_id in token_ids:
+        if not -(2**31) <= token_id < 2**31:
+            raise typer.BadParameter(f"{token_id} is no token id: no vocabulary has so many tokens")
+    return token_ids

