@@ -286,4 +286,4 @@ class Damage(enum.StrEnum):
     LAYOUT = "layout"
     """Its tensors are not those of the blocks before it."""
     MEMORY = "memory"
-    """No memory to read it into; the file is not at fault."""
+    """No memory to read it into, or no descriptor to read it with; the file is not at fault."""

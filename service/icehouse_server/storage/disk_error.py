@@ -13,6 +13,7 @@ import sqlite3
 from icehouse_server.errors import Reason, StartError
 
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+_SHORTAGE_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _FOREIGN_CODES = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_MISMATCH})
 _DAMAGED_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
 
@@ -46,6 +47,11 @@ def classify(error: Exception) -> DiskErrorKind:
         return DiskErrorKind.DAMAGED if code in _DAMAGED_CODES else DiskErrorKind.REFUSED
     is_full = isinstance(error, OSError) and error.errno in _FULL_ERRNOS
     return DiskErrorKind.FULL if is_full else DiskErrorKind.REFUSED
+
+
+def is_shortage(error: OSError) -> bool:
+    """Say whether the process lacks descriptors or memory: nothing is known of the file, or of the disk."""
+    return error.errno in _SHORTAGE_ERRNOS
 
 
 def outline(error: OSError | sqlite3.Error | StartError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.messages import StorageFailed
 
+from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import (
     BLOCK,
     BLOCK_BYTES,
@@ -55,6 +57,19 @@ def test_refused_blocks_in_ram_are_dropped_and_computed_anew() -> None:
         assert served.ask("b", TOKENS).cache.limit is ReuseLimit.LOAD_FAILED
         served.runner.refuse_restore = lambda restore: False
         assert served.ask("c", TOKENS).cache.ram_token_count == 4 * BLOCK
+        served.check()
+
+
+def test_blocks_that_nobody_could_read_for_want_of_descriptors_are_found_again(tmp_path: Path) -> None:
+    fill(tmp_path)
+    files = FaultyFiles("open", 1, errno.EMFILE, times=1000)
+    with SteppedServer(tmp_path, files=files) as served:
+        served.step_until_idle()
+        files.is_armed = True
+        short = served.ask("a", TOKENS, cache_use=CacheUse.READ_ONLY).cache
+        assert (short.cached_token_count, short.limit) == (0, ReuseLimit.LOAD_FAILED)
+        files.is_armed = False
+        assert served.ask("b", TOKENS, cache_use=CacheUse.READ_ONLY).cache.ssd_token_count == 4 * BLOCK
         served.check()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from itertools import count
 
 from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence, UnkeptBlock
@@ -21,7 +22,7 @@ from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.restore import BlockCopy, Promotions, Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
 from icehouse_server.errors import StorageError
-from icehouse_server.storage.loads import HeadsRead, Loaded, LoadFailed, LoadId
+from icehouse_server.storage.loads import BlockFailure, HeadsRead, Loaded, LoadFailed, LoadId
 from icehouse_server.storage.messages import (
     Evicted,
     Inventory,
@@ -106,9 +107,7 @@ class CacheController:
             self.commands.met(outcome)
             return ready
         if isinstance(outcome, LoadFailed):
-            restore = self._loads.pop(outcome.load_id, None)
-            cache.forget_stored(outcome.failure.hash)
-            return self._give_up(restore)
+            return self._load_failed(outcome.load_id, outcome.failure)
         if isinstance(outcome, Inventory):
             cache.take_inventory(outcome.records, is_first=outcome.is_first, is_last=outcome.is_last)
             if not outcome.is_last:
@@ -328,15 +327,23 @@ class CacheController:
         self._in_flight.withdraw(restore.sequence)
 
     def _loaded(self, outcome: Loaded) -> list[Sequence]:
-        restore = self._loads.pop(outcome.load_id, None)
         self.cache.note_read_rate(outcome.read_bytes_per_s)
         if outcome.failure is not None:
-            self.cache.forget_stored(outcome.failure.hash)
-            return self._give_up(restore)
+            return self._load_failed(outcome.load_id, outcome.failure)
+        restore = self._loads.pop(outcome.load_id, None)
         if restore is None or restore.sequence.sequence_id not in self._restores:
             return []
         restore.loaded = outcome
         return [restore.sequence]
+
+    def _load_failed(self, load_id: LoadId, failure: BlockFailure) -> list[Sequence]:
+        restore = self._loads.pop(load_id, None)
+        if failure.cause is not Damage.MEMORY:
+            self.cache.forget_stored(failure.hash)
+        elif restore is not None:
+            # The block is still there; what there is no memory for now is not tried again at once.
+            restore.with_ssd = False
+        return self._give_up(restore)
 
     def _give_up(self, restore: Restore | None) -> list[Sequence]:
         self.cache.note_load_failed()

@@ -41,7 +41,7 @@ class Restore:
     is_to_plan: bool = False
     """Its load has failed: the plan holds no more."""
     with_ssd: bool = True
-    """False once the read queue was full: what RAM has is taken."""
+    """False once the read queue was full, or memory short: what RAM has is taken."""
     loaded: Loaded | None = None
     target: KvTarget | None = None
     """Where the kv on SSD is to be read to, if it is a matter of kv."""

@@ -27,6 +27,7 @@ from icehouse_server.storage.block_facts import BlockFile, FileRegion, FileTenso
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.file import GROUP_BYTES, groups, read_head, slices
 from icehouse_server.storage.block_format.header import DTYPE_BYTES
+from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.loads import LoadedBlock, LoadRequest, PlannedBlock
 
@@ -132,7 +133,7 @@ def open_block(
     except FileNotFoundError as error:
         raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
     except OSError as error:
-        raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
+        raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
     try:
         file = _read_own_head(files, descriptor, path, cipher)
         if file.header != planned.header:
@@ -203,7 +204,7 @@ def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> Bl
     except FileNotFoundError as error:
         raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
     except OSError as error:
-        raise BlockFileError(Damage.IO, f"{path} cannot be opened: {error}") from error
+        raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
     try:
         file = _read_head(files, descriptor, path, cipher)
         for region in file.regions:
@@ -227,7 +228,11 @@ def _read_head(files: Files, descriptor: int, path: str, cipher: Cipher | None) 
     try:
         return read_head(files, descriptor, cipher=cipher)
     except OSError as error:
-        raise BlockFileError(Damage.IO, f"{path} cannot be read: {error}") from error
+        raise BlockFileError(_damage_of(error), f"{path} cannot be read: {error}") from error
+
+
+def _damage_of(error: OSError) -> Damage:
+    return Damage.MEMORY if is_shortage(error) else Damage.IO
 
 
 def _read_verified(
@@ -248,7 +253,9 @@ def _read_verified(
         try:
             got = files.read_into(descriptor, group, offset=offset)
         except OSError as error:
-            raise BlockFileError(Damage.IO, f"region {region.kind} cannot be read: {error}") from error
+            raise BlockFileError(
+                _damage_of(error), f"region {region.kind} cannot be read: {error}"
+            ) from error
         if got != size_bytes:
             raise BlockFileError(Damage.TRUNCATED, f"region {region.kind} ends after {offset + got} bytes")
         for part in group:

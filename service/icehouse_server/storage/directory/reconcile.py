@@ -23,6 +23,7 @@ from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.file import read_head
 from icehouse_server.storage.directory.commit import move_to_quarantine
 from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import FileInfo, Files
 from icehouse_server.storage.paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
@@ -80,7 +81,8 @@ class Walk:
     """One pass over all rows and files. Iterating yields the discrepancies and changes nothing.
 
     A file whose size, time and inode are its row's is not opened. Raises `OSError`
-    when a folder cannot be listed. Afterwards `sound` holds the rows that need nothing.
+    when a folder cannot be listed, or the process has no descriptor left to look with.
+    Afterwards `sound` holds the rows that need nothing.
     """
 
     def __init__(
@@ -261,4 +263,6 @@ def _read(path: str, files: Files, cipher: Cipher | None) -> tuple[BlockFile | N
     except BlockFileError as error:
         return None, error
     except OSError as error:
+        if is_shortage(error):
+            raise  # it may be whole
         return None, BlockFileError(Damage.IO, f"it cannot be read: {error}")

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import assert_never
 
 from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import StartError
@@ -338,7 +339,7 @@ class StorageLoop:
         for failure in report.failures:
             note_damage(self._store.integrity, failure.cause)
             _log.warning(
-                "block_retired",
+                "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
                 extra={"block": failure.hash.hex(), "cause": failure.cause.value, "detail": failure.detail},
             )
             if self._state.is_usable:

@@ -151,7 +151,7 @@ class ReaderPool:
         """Answer with the headers that are sound; the others are found out when they are loaded."""
         headers = []
         for name in request.hashes:
-            with contextlib.suppress(BlockFileError, OSError):
+            with contextlib.suppress(BlockFileError, OSError, MemoryError):
                 path = self._paths.block(self._fingerprint, name)
                 headers.append(read_header(self._files, path, name, cipher=self._cipher))
         self._post(HeadsRead(request.load_id, tuple(headers)))

@@ -89,9 +89,6 @@ class VerifyTask:
         return Verified(self.task_id, self._checked_count, self._checked_bytes, tuple(self._damaged))
 
     def _verify(self, record: BlockRecord, store: BlockStore) -> None:
-        self._checked_count += 1
-        self._checked_bytes += record.file_bytes
-        store.integrity.verified_block_total += 1
         try:
             file = verify_block(
                 store.files, store.paths.block(record.fingerprint, record.hash), cipher=store.cipher
@@ -102,10 +99,15 @@ class VerifyTask:
                 record = store.index.get(record.hash) or record
             check_row(record, file, store)
         except BlockFileError as error:
+            if error.damage is Damage.MEMORY:
+                return  # nothing was learned of it
             note_damage(store.integrity, error.damage)
             failure = BlockFailure(record.hash, error.damage, str(error))
             self._damaged.append(failure)
             retire(store, failure)
+        self._checked_count += 1
+        self._checked_bytes += record.file_bytes
+        store.integrity.verified_block_total += 1
 
 
 class ListTask:

@@ -20,6 +20,7 @@ from icehouse_server.storage.messages import (
     Purged,
     SpillDropped,
     TaskGivenUp,
+    Verified,
 )
 
 from tests.fixtures.storage.blocks import make_block, make_chain
@@ -220,6 +221,49 @@ def test_a_read_error_is_a_miss(tmp_path):
         outcomes = served.take()
         assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.IO
         assert Evicted((block.header.hash,)) in outcomes
+
+
+SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
+
+
+@pytest.mark.parametrize("error_number", SHORTAGES)
+def test_a_process_short_of_descriptors_or_memory_loses_no_block(tmp_path, error_number):
+    """Others' connections may have all of them: the file is whole, and is read once they are gone."""
+    block = make_block()
+    files = FaultyFiles("open", 1, error_number, times=2)
+    with StorageThread(tmp_path, files=files) as served:
+        served.spill(block)
+        served.take()
+        files.is_armed = True
+        served.storage.load(plan([block]))
+        served.storage.verify()
+        outcomes = served.take()
+        assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.MEMORY
+        verified = next(o for o in outcomes if isinstance(o, Verified))
+        assert (verified.checked_count, verified.damaged) == (0, ())
+        assert not any(isinstance(o, Evicted) for o in outcomes) and files.failed_count == 2
+        served.storage.load(plan([block]))
+        assert_holds(next(o for o in served.take() if isinstance(o, Loaded)), [block])
+    check_is_clean(tmp_path)
+
+
+@pytest.mark.parametrize("error_number", SHORTAGES)
+def test_a_start_that_cannot_look_into_files_puts_none_of_them_aside(tmp_path, error_number):
+    block = make_block()
+    with StorageThread(tmp_path) as served:
+        served.spill(block)
+        path = served.path(block)
+    os.utime(path, ns=(1, 1))
+    os.unlink(tmp_path / "clean.json")
+    # Before it the mark of a clean end is looked for.
+    files = FaultyFiles("open", 2, error_number)
+    files.is_armed = True
+    with StorageThread(tmp_path, files=files) as served:
+        assert [type(o) for o in served.take()] == [Inventory, Health]
+        assert os.path.exists(path), "put aside unseen"
+        served.clock.advance(100)
+        served.settle()
+        assert [record.hash for record in served.take_inventory()] == [block.header.hash]
 
 
 def test_a_directory_that_could_not_be_locked_is_not_touched_until_it_is(tmp_path):
