@@ -47,7 +47,7 @@ class Observation:
             load_trailer=LoadReport(lambda: self.poller.latest).trailer
             if telemetry.has_load_report
             else None,
-            access_log=AccessLog() if telemetry.has_access_log else None,
+            access_log=AccessLog(clock) if telemetry.has_access_log else None,
         )
         self.interceptor = WireInterceptor(telemetry.wire, clock)
 
