@@ -119,7 +119,15 @@ class DigestBook:
             self._claims = {str(key): str(value) for key, value in document["claims"].items()}
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             # It only saves reading; without it everything is read once more.
             _log.warning("digests_not_read", extra={"detail": str(error)})
 

@@ -195,8 +195,9 @@ class SystemFiles:
         return _info(os.path.basename(path), info)
 
     def open(self, path: str) -> int:
-        # O_NOFOLLOW: a link planted in the directory must not make us read another file.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # O_NOFOLLOW: a link planted in the directory must not make us read another file. O_NONBLOCK: nor a
+        # pipe have us wait for its writer; to files it is nothing.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
         pending = [part for part in parts if part.nbytes]

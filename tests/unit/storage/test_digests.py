@@ -83,7 +83,19 @@ def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', '{"format": "icehouse.digests.v1"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": "other"}',
+        '{"format": "icehouse.digests.v1"}',
+        '{"format": "icehouse.digests.v1", "files": [[1e999, 1, 1, 1, ""]], "claims": {}}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:24],
+)
 def test_a_book_that_cannot_be_read_costs_a_reading(tmp_path: Path, text: str) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "digests.json").write_text(text)

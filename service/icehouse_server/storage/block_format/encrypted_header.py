@@ -25,6 +25,7 @@ from icehouse_server.storage.block_format.header import (
     REGION_ORDER,
     assemble_head,
     check_head,
+    check_place,
     encode_head,
     head_length,
     parse_head,
@@ -156,8 +157,7 @@ def _parse_outline(metadata: dict[str, str]) -> BlockOutline:
         token_count=int(metadata["token_count"]),
         block_token_limit=int(metadata["block_token_limit"]),
     )
-    if not (0 < outline.token_count <= outline.block_token_limit and outline.start_token_index >= 0):
-        raise ValueError(f"{outline.token_count} tokens at {outline.start_token_index} cannot be a block")
+    check_place(outline)
     return outline
 
 

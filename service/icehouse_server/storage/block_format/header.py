@@ -30,6 +30,8 @@ from icehouse_server.storage.block_format.damage import BlockFileError
 FORMAT = "icehouse.block"
 HEADER_LIMIT_BYTES = 8 << 20
 """A longer header is a lie: 512 layers of five tensors need a tenth of it."""
+_TOKEN_LIMIT = 1 << 40
+"""More than any prompt has."""
 _ALIGNMENT_BYTES = 8
 _METADATA_KEY = b'{"__metadata__":'
 _HEAD = _METADATA_KEY + b'{"header_xxh3":"'
@@ -203,9 +205,15 @@ def _parse_header(metadata: dict[str, str]) -> BlockHeader:
         block_token_limit=int(metadata["block_token_limit"]),
         extra=bytes.fromhex(metadata["extra"]),
     )
-    if not (0 < header.token_count <= header.block_token_limit and header.start_token_index >= 0):
-        raise ValueError(f"{header.token_count} tokens at {header.start_token_index} cannot be a block")
+    check_place(BlockOutline.of(header))
     return header
+
+
+def check_place(outline: BlockOutline) -> None:
+    """Raise ValueError for a block that no prompt could have: a row would have no room for its numbers."""
+    count, limit = outline.token_count, outline.block_token_limit
+    if not (0 < count <= limit <= _TOKEN_LIMIT and 0 <= outline.start_token_index <= _TOKEN_LIMIT):
+        raise ValueError(f"{count} of {limit} tokens at {outline.start_token_index} cannot be a block")
 
 
 def _parse_regions(

@@ -105,7 +105,7 @@ def take_mark(files: Files, paths: StorePaths) -> Mapping[str, int] | None:
     files.unlink(paths.clean_mark)
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -123,7 +123,9 @@ class Manifest:
                     record = BlockRecord._make(
                         (*row[:2], names[row[2]], *row[3:13], int(row[13], 16), *row[14:17], row[17] == 1)
                     )
-                    sound = not check_facts or row[18] == f"{record.facts_checksum():016x}"
+                    is_as_written = not check_facts or row[18] == f"{record.facts_checksum():016x}"
+                    # A column may be empty, and no checksum is over what happens to a block.
+                    sound = is_as_written and None not in record
                 except (LookupError, ValueError, TypeError, ArithmeticError, struct.error):
                     sound = False
                 if sound:
@@ -270,7 +272,7 @@ class Manifest:
 def _details(text: str) -> dict[str, str]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -86,3 +86,13 @@ def test_a_lock_that_was_removed_is_taken_again_before_anything_is_written(tmp_p
         served.clock.advance(100)
         served.settle()
         assert not served.stats().disk.writes_off_detail
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=lambda text: text[:8])
+def test_a_mark_that_cannot_be_read_costs_a_walk(tmp_path: Path, text: str) -> None:
+    block = make_block()
+    with StorageThread(tmp_path) as served:
+        served.spill(block)
+    (tmp_path / "clean.json").write_text(text)
+    with StorageThread(tmp_path) as served:
+        assert len(served.take_inventory()) == 1 and not served.stats().last_reconcile.clean

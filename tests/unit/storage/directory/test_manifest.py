@@ -99,7 +99,9 @@ def test_fingerprints_keep_their_details(manifest):
     assert manifest.fingerprints() == {FINGERPRINT: {"model": "a"}, OTHER_FINGERPRINT: {"model": "b"}}
 
 
-@pytest.mark.parametrize("details", ["'{'", "'[]'", "CAST(x'80' AS TEXT)"])
+@pytest.mark.parametrize(
+    "details", ["'{'", "'[]'", "CAST(x'80' AS TEXT)", f"'{'[' * 100_000}'"], ids=range(4)
+)
 def test_damaged_details_are_none(manifest, tmp_path, details):
     other = sqlite3.connect(tmp_path / "manifest.sqlite3")
     other.execute(f"UPDATE fingerprints SET details = {details}")

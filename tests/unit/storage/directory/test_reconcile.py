@@ -9,12 +9,14 @@ import sqlite3
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from icehouse_server.storage.block_format.file import prepare_block, write_block
 from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.directory.reconcile import Finding
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block, make_chain
+from tests.fixtures.storage.ciphers import BOTH_WAYS
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 from tests.unit.storage.worker.test_crash import check_is_clean
 
@@ -235,3 +237,24 @@ def test_a_crash_means_a_full_walk(place):
     served.storage._store.unlock()
     report, known = place.reopen()
     assert not report.clean and report.repair_count == 0 and known == [True] * 3
+
+
+def test_a_pipe_in_a_blocks_place_keeps_nobody_waiting(place):
+    """To open one for reading is to wait for somebody who writes into it."""
+    os.unlink(place.path(1))
+    os.mkfifo(place.path(1))
+    report, usable = place.reopen()
+    assert report.quarantined_count == 1 and usable == [True, False, True]
+
+
+@pytest.mark.parametrize("cipher", **BOTH_WAYS)
+@pytest.mark.parametrize("number", [{"start": 1 << 63}, {"start": 1 << 70}, {"block_token_limit": 1 << 70}])
+def test_a_file_with_a_number_that_no_row_can_hold_is_quarantined(place, cipher, number):
+    lie = make_block(seed=9, token_ids=(1, 2, 3), cipher=cipher, **number)
+    path, files = place.paths.block(FINGERPRINT, lie.header.hash), SystemFiles()
+    descriptor = files.create(path)
+    write_block(files, descriptor, prepare_block(lie, cipher=cipher))
+    files.close(descriptor)
+    report, usable = place.reopen()
+    assert (report.quarantined_count, usable) == (1, [True] * 3)
+    assert os.path.exists(place.paths.quarantined(lie.header.hash))
