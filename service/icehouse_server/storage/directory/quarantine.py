@@ -20,8 +20,11 @@ _QUARANTINE_LIMIT_COUNT = 64
 class Quarantine:
     """Damaged block files, kept where a person can look at them while there is room."""
 
-    def __init__(self, files: Files, paths: StorePaths, *, found: dict[BlockHash, int]) -> None:
-        """`found` are the bytes of those already there, oldest first."""
+    def __init__(
+        self, files: Files, paths: StorePaths, *, found: dict[BlockHash, int], leftovers: Leftovers
+    ) -> None:
+        """`found` are the bytes of those already there, oldest first; `leftovers` get what does not go."""
+        self._leftovers = leftovers
         self._files = files
         self._paths = paths
         self._sizes = dict(found)
@@ -37,21 +40,21 @@ class Quarantine:
     def take_in(self, block_hash: BlockHash, *, path: str) -> None:
         """Move a file in; an older one of the same block is replaced. Raises `OSError`."""
         move_to_quarantine(block_hash, path=path, files=self._files, paths=self._paths)
+        self._leftovers.forget(self._paths.quarantined(block_hash))
         self._sizes.pop(block_hash, None)
         self._sizes[block_hash] = self._files.stat(self._paths.quarantined(block_hash)).size_bytes
         self.trim()
 
     def trim(self) -> None:
-        """Remove the oldest files beyond the limit. Raises `OSError`."""
+        """Remove the oldest files beyond the limit."""
         while len(self._sizes) > _QUARANTINE_LIMIT_COUNT:
             self.drop_oldest()
 
     def drop_oldest(self) -> None:
-        """Remove one file. Raises `OSError`, and will not try that one again before the next start."""
+        """Remove one file; one that does not go is a leftover."""
         block_hash = next(iter(self._sizes))
         del self._sizes[block_hash]
-        with contextlib.suppress(FileNotFoundError):
-            self._files.unlink(self._paths.quarantined(block_hash))
+        self._leftovers.remove(self._paths.quarantined(block_hash))
 
 
 BALLAST_BYTES = 512 << 10
@@ -126,6 +129,15 @@ class Leftovers:
     def size_bytes(self) -> int:
         """All bytes left over."""
         return sum(self._sizes.values())
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or remember it."""
+        try:
+            self._files.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            self.note(path)
 
     def note(self, path: str) -> None:
         """Remember a file if it is there."""

@@ -72,8 +72,8 @@ class BlockStore:
             floor_bytes=settings.free_floor_bytes,
             daily_limit_bytes=settings.daily_write_limit_bytes,
         )
-        self.quarantined = Quarantine(files, self.paths, found={})
         self._leftovers = Leftovers(files)
+        self.quarantined = Quarantine(files, self.paths, found={}, leftovers=self._leftovers)
         self._ballast = Ballast(files, self.paths)
         self._unknown_bytes = 0
         self._aside_bytes = 0
@@ -121,8 +121,10 @@ class BlockStore:
         self.report = opened.report
         now_time = self.clock.wall()
         self.index = DiskIndex.of(record.used_by_now(now_time) for record in opened.records)
-        self.quarantined = Quarantine(self.files, self.paths, found=opened.quarantined)
         self._leftovers = Leftovers(self.files)
+        self.quarantined = Quarantine(
+            self.files, self.paths, found=opened.quarantined, leftovers=self._leftovers
+        )
         self._unrecorded.clear()
         self._unknown_bytes = opened.unknown_bytes
         self._aside_bytes = self._size_bytes(self.paths.manifest_aside)
@@ -226,8 +228,7 @@ class BlockStore:
         """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
         if self._aside_bytes:
             self._aside_bytes = 0
-            with contextlib.suppress(FileNotFoundError):
-                self.files.unlink(self.paths.manifest_aside)
+            self._leftovers.remove(self.paths.manifest_aside)
             self._weigh()
             return Reclaim.PROGRESS
         if self.quarantined:

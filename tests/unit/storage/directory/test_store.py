@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -19,6 +20,7 @@ from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.worker.tasks import retire
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
+from tests.fixtures.storage.faults import FaultyFiles
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread, open_store, settings_for
 
 
@@ -163,3 +165,20 @@ def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
     assert record.hash not in store.index and len(store.quarantined) == 1
     store.close()
     store.unlock()
+
+
+@pytest.mark.parametrize("error_number", [errno.EPERM, errno.EBUSY])
+def test_what_was_put_aside_and_cannot_be_removed_keeps_no_block_from_being_written(tmp_path, error_number):
+    """Else the directory would be given up and walked again, for every block there is no room for."""
+    files = FaultyFiles("unlink", 1, error_number, times=2)
+    (tmp_path / "manifest.damaged.sqlite3").write_bytes(b"old")
+    store = open_store(tmp_path, files=files)
+    records = [put(store, prepare_block(make_block(seed=seed))) for seed in range(3)]
+    store.quarantine(records[0].hash)
+    files.is_armed = True
+    assert [store.reclaim(1) for _ in range(3)] == [Reclaim.PROGRESS] * 3
+    assert files.failed_count == 2 and len(store.index) == 1
+    assert store.space.leftover_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
+    store.keep_up()
+    assert store.space.leftover_bytes == 0
+    assert not os.listdir(tmp_path / "quarantine") and not (tmp_path / "manifest.damaged.sqlite3").exists()
