@@ -109,7 +109,7 @@ def test_a_plain_list_is_read_too() -> None:
         ([{"content": "Hi"}], r"messages\[0\] has no role"),
         ([{"role": "assistant", "token_ids": [1, "2"]}], r"messages\[0\].token_ids"),
         ([{"role": "assistant", "token_ids": 7}], r"messages\[0\].token_ids"),
-        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], r"messages\[0\].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], r"messages\[0\].tool_calls\[0\] is no call"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_its_place(facts: Any, problem: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from icehouse_client import AsyncClient, Client, Message, Security, Tool
+from icehouse_client import AsyncClient, Client, Image, Message, Security, Tool
 
 TURN = [Message("user", "Hi")]
 
@@ -17,8 +17,14 @@ TURN = [Message("user", "Hi")]
     [
         ("generate", b"Hi", {}, TypeError, "not bytes"),
         ("generate", None, {}, TypeError, "not NoneType"),
-        ("chat", "Hi", {}, TypeError, "a chat is a list of Message"),
-        ("chat", [{"role": "user", "content": "Hi"}], {}, TypeError, "a chat is a list of Message"),
+        ("chat", "Hi", {}, TypeError, "a chat is a list of Message or dicts"),
+        (
+            "chat",
+            [{"role": "user", "text": "Hi"}],
+            {},
+            ValueError,
+            "messages[0] has 'text', which is not known",
+        ),
         ("chat", [], {}, ValueError, "has no messages"),
         ("generate", "Hi", {"stop": "ab"}, TypeError, "stop is a list of texts, not one text"),
         ("generate", "Hi", {"bad_words": "ab"}, TypeError, "bad_words is a list of texts"),
@@ -33,6 +39,13 @@ TURN = [Message("user", "Hi")]
         ("chat", TURN, {"tools": [{"name": "f"}]}, TypeError, "tools hold Tool, not dict"),
         ("chat", TURN, {"tools": [Tool("f")], "tool_choice": "f"}, ValueError, "'auto', 'none', 'required'"),
         ("chat", [Message("user", "Hi", images=("a.png",))], {}, TypeError, "hold Image, not str"),  # type: ignore[arg-type]
+        (
+            "chat",
+            [Message("user", "Hi", images=(Image(b"GIF8", detail="most"),))],  # type: ignore[arg-type]
+            {},
+            ValueError,
+            "detail is 'most'; it must be one of 'auto', 'low', 'high'",
+        ),
         ("embed", ["Hi"], {"pooling": "max"}, ValueError, "pooling is 'max'"),
     ],
 )

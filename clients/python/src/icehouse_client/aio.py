@@ -25,9 +25,10 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_client.cache_client import AsyncCacheClient, CacheTimeouts
 from icehouse_client.calls import AsyncCalls, AsyncResponseCall
 from icehouse_client.channel import SERVICE, channel_options
-from icehouse_client.chat import Infill, Message, Tool, conversation_of
+from icehouse_client.chat import Infill, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
+from icehouse_client.message_dicts import Turn, conversation_of
 from icehouse_client.output_types import typed_options
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
@@ -107,7 +108,7 @@ class AsyncClient:
 
         return await self._retries.run_async(attempt, self._deadline(options))
 
-    async def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
+    async def chat(self, messages: Sequence[Turn], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
         return await self.generate(conversation_of(messages), **options)
 
@@ -152,7 +153,7 @@ class AsyncClient:
 
     async def tokenize(
         self,
-        prompt: str | Sequence[Message] | Infill,
+        prompt: str | Sequence[Turn] | Infill,
         *,
         model: str = "",
         tools: Sequence[Tool] = (),

@@ -28,6 +28,19 @@ class ToolCall:
         return parsed
 
 
+ImageDetail = Literal["auto", "low", "high"]
+
+_DETAILS = {
+    "auto": prompt_pb2.IMAGE_DETAIL_UNSPECIFIED,
+    "low": prompt_pb2.IMAGE_DETAIL_LOW,
+    "high": prompt_pb2.IMAGE_DETAIL_HIGH,
+}
+_DETAIL_NAMES: dict[int, ImageDetail] = {
+    prompt_pb2.IMAGE_DETAIL_LOW: "low",
+    prompt_pb2.IMAGE_DETAIL_HIGH: "high",
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Image:
     """A picture in a user's turn, as it is in its file: PNG, JPEG, WebP or GIF."""
@@ -37,6 +50,8 @@ class Image:
     """What it must be, such as "image/png"; empty: whatever its bytes say."""
     position: int = 0
     """Characters of the turn's `content` before it."""
+    detail: ImageDetail = "auto"
+    """How much of it the model is shown: "low" takes fewer tokens, with the models that can."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,7 +153,8 @@ def content_parts(message: Message) -> list[prompt_pb2.ContentPart]:
         if text := message.content[end : image.position]:
             parts.append(prompt_pb2.ContentPart(text=text))
         end = max(end, image.position)
-        shown = prompt_pb2.ImagePart(data=image.data, media_type=image.media_type)
+        detail = chosen("detail", image.detail, _DETAILS)
+        shown = prompt_pb2.ImagePart(data=image.data, media_type=image.media_type, detail=detail)
         parts.append(prompt_pb2.ContentPart(image=shown))
     if text := message.content[end:]:
         parts.append(prompt_pb2.ContentPart(text=text))
@@ -153,19 +169,11 @@ def content_of(parts: Sequence[prompt_pb2.ContentPart]) -> tuple[str, tuple[Imag
         if part.HasField("image"):
             if part.image.WhichOneof("source") != "data":
                 raise ValueError("an image is kept as its data")
-            images.append(Image(part.image.data, part.image.media_type, len(content)))
+            detail = _DETAIL_NAMES.get(part.image.detail, "auto")
+            images.append(Image(part.image.data, part.image.media_type, len(content), detail))
         else:
             content += part.text
     return content, tuple(images)
-
-
-def conversation_of(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages; raises TypeError for a text or token ids, ValueError for no message at all."""
-    if not all(isinstance(message, Message) for message in messages):
-        raise TypeError("a chat is a list of Message; generate takes a text or token ids too")
-    if not messages:
-        raise ValueError("the conversation has no messages; it needs at least one")
-    return messages
 
 
 def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:

@@ -25,9 +25,10 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_client.cache_client import CacheClient, CacheTimeouts
 from icehouse_client.calls import Calls, ResponseCall
 from icehouse_client.channel import SERVICE, channel_options
-from icehouse_client.chat import Infill, Message, Tool, conversation_of
+from icehouse_client.chat import Infill, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
+from icehouse_client.message_dicts import Turn, conversation_of
 from icehouse_client.output_types import typed_options
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
@@ -120,7 +121,7 @@ class Client:
 
         return self._retries.run(attempt, self._deadline(options))
 
-    def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Reply:
+    def chat(self, messages: Sequence[Turn], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
         return self.generate(conversation_of(messages), **options)
 
@@ -168,7 +169,7 @@ class Client:
 
     def tokenize(
         self,
-        prompt: str | Sequence[Message] | Infill,
+        prompt: str | Sequence[Turn] | Infill,
         *,
         model: str = "",
         tools: Sequence[Tool] = (),

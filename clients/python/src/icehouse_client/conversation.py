@@ -13,28 +13,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from google.protobuf import json_format
-from icehouse.v1 import prompt_pb2
 
-from icehouse_client.chat import Image, Message, ToolCall, content_of, content_parts, tool_result
+from icehouse_client.chat import Image, Message, ToolCall, content_parts, tool_result
+from icehouse_client.message_dicts import Turn, message_of, messages_of
 from icehouse_client.results import Completion
 
 _KIND = "icehouse-conversation"
 _VERSION = 1
-_CALL_FIELDS = {field.name for field in dataclasses.fields(ToolCall)}
-_MESSAGE_KEYS = {field.name for field in dataclasses.fields(Message)} - {"images"} | {"parts"}
 
 
 class Conversation(list[Message]):
     """Messages, oldest first. `session_id` names it to gateways, logs and traces; one is made for it."""
 
     def __init__(
-        self, messages: Sequence[Message] = (), *, system: str = "", session_id: str | None = None
+        self, messages: Sequence[Turn] = (), *, system: str = "", session_id: str | None = None
     ) -> None:
-        super().__init__(messages)
+        super().__init__(messages_of(messages))
         self.session_id = uuid.uuid4().hex if session_id is None else session_id
         if system:
             self.system = system
@@ -77,7 +75,7 @@ class Conversation(list[Message]):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what `to_json` wrote, or a plain list of {"role", "content"}; raises ValueError."""
+        """Return what `to_json` wrote, or a list of messages as OpenAI's API has them; raises ValueError."""
         try:
             facts = json.loads(text)
         except RecursionError:
@@ -91,7 +89,8 @@ class Conversation(list[Message]):
             facts = facts.get("messages")
         if not isinstance(facts, list):
             raise ValueError("there is no list of messages")
-        return cls([_message_of(item, index) for index, item in enumerate(facts)], session_id=session_id)
+        messages = [message_of(item, f"messages[{index}]") for index, item in enumerate(facts)]
+        return cls(messages, session_id=session_id)
 
 
 def _message_facts(message: Message) -> dict[str, Any]:
@@ -103,43 +102,3 @@ def _message_facts(message: Message) -> dict[str, Any]:
         told = [json_format.MessageToDict(part, preserving_proto_field_name=True) for part in parts]
         facts |= {"content": "", "parts": told}
     return facts
-
-
-def _message_of(facts: object, index: int) -> Message:
-    if not isinstance(facts, dict):
-        raise ValueError(f"messages[{index}] is no object")
-    if unknown := facts.keys() - _MESSAGE_KEYS:
-        raise ValueError(f"messages[{index}] has {', '.join(map(repr, sorted(unknown)))}, which is not known")
-    given: dict[str, Any] = {"content": "", **facts}
-    for name in ("role", "content", "name", "reasoning", "tool_call_id"):
-        if name in given and not isinstance(given[name], str):
-            raise ValueError(f"messages[{index}].{name} is no text")
-    if not given.get("role"):
-        raise ValueError(f"messages[{index}] has no role")
-    token_ids = given.get("token_ids", ())
-    if not isinstance(token_ids, Sequence) or not all(type(i) is int for i in token_ids):
-        raise ValueError(f"messages[{index}].token_ids is no list of numbers")
-    calls = given.get("tool_calls", ())
-    if not isinstance(calls, Sequence) or not all(_is_call(call) for call in calls):
-        raise ValueError(f"messages[{index}].tool_calls is no list of id, name and arguments_json")
-    if parts := given.pop("parts", ()):
-        given["content"], given["images"] = _content_of(parts, f"messages[{index}].parts")
-    given |= {"token_ids": tuple(token_ids), "tool_calls": tuple(ToolCall(**call) for call in calls)}
-    return Message(**given)
-
-
-def _content_of(facts: object, place: str) -> tuple[str, tuple[Image, ...]]:
-    if not isinstance(facts, Sequence):
-        raise ValueError(f"{place} is no list of texts and images")
-    try:
-        return content_of([json_format.ParseDict(part, prompt_pb2.ContentPart()) for part in facts])
-    except (json_format.ParseError, ValueError) as error:
-        raise ValueError(f"{place} is no list of texts and images: {error}") from error
-
-
-def _is_call(facts: object) -> bool:
-    return (
-        isinstance(facts, Mapping)
-        and facts.keys() == _CALL_FIELDS
-        and all(isinstance(value, str) for value in facts.values())
-    )

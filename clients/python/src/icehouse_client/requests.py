@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import prompt_pb2
@@ -12,6 +12,7 @@ from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.chat import Infill, Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
 from icehouse_client.formats import ResponseFormat
+from icehouse_client.message_dicts import Turn, messages_of
 from icehouse_client.options import refuse_one_text, refuse_unknown
 from icehouse_client.sampling import SamplingOptions, sampling_proto
 from icehouse_client.speculation import Speculation
@@ -22,7 +23,7 @@ DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_ORDER_TIMEOUT_S = 3600.0
 """The deadline of Warm, Evict and Verify that name none: a large disk or a long prompt takes its time."""
 
-Prompt = str | Sequence[Message] | Sequence[int] | Infill
+Prompt = str | Sequence[Turn] | Sequence[int] | Infill
 """Text, a conversation, token ids, or two texts with a gap between them."""
 
 
@@ -122,7 +123,7 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
     elif _is_chat(prompt):
         request.chat.CopyFrom(
             chat_proto(
-                prompt,
+                messages_of(prompt),
                 template_arguments=options.get("template_arguments"),
                 continue_final_message=options.get("continue_final_message", False),
             )
@@ -132,7 +133,7 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
 
 
 def tokenize_request(
-    prompt: str | Sequence[Message] | Infill, *, model: str, tools: Sequence[Tool] = ()
+    prompt: str | Sequence[Turn] | Infill, *, model: str, tools: Sequence[Tool] = ()
 ) -> inference.TokenizeRequest:
     """Return the message of Tokenize."""
     if isinstance(prompt, Infill):
@@ -140,7 +141,9 @@ def tokenize_request(
         return inference.TokenizeRequest(model=model, infill=infill, tools=tool_protos(tools))
     if isinstance(prompt, str):
         return inference.TokenizeRequest(model=model, text=prompt)
-    return inference.TokenizeRequest(model=model, chat=chat_proto(prompt), tools=tool_protos(tools))
+    return inference.TokenizeRequest(
+        model=model, chat=chat_proto(messages_of(prompt)), tools=tool_protos(tools)
+    )
 
 
 def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | None:
@@ -148,11 +151,11 @@ def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | No
     return options.get("timeout_s", default_s)
 
 
-def _is_chat(prompt: Sequence[Message] | Sequence[int]) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Message)
+def _is_chat(prompt: Sequence[Turn] | Sequence[int]) -> TypeGuard[Sequence[Turn]]:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Message | Mapping)
 
 
-def _token_ids(prompt: Sequence[Message] | Sequence[int]) -> list[int]:
+def _token_ids(prompt: Sequence[Turn] | Sequence[int]) -> list[int]:
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
         raise TypeError(f"a prompt is a str, Messages or token ids, not {type(prompt).__name__}")
     token_ids = []
