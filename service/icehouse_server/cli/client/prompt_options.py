@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -30,6 +30,10 @@ Suffix = Annotated[
 STANDARD_INPUT = "-"
 
 
+ImageDetail = Literal["auto", "low", "high"]
+"""How much of a picture the model is shown."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenPrompt:
     """What the command line says of a prompt."""
@@ -40,6 +44,7 @@ class GivenPrompt:
     messages: Path | None
     token_ids: str | None
     images: tuple[Path, ...]
+    image_detail: ImageDetail
     model: str
     adapter: str
     tenant: str
@@ -90,7 +95,7 @@ class GivenPrompt:
         if not (self.is_chat or self.system or self.images):
             return text
         talk = Conversation(system=self.system)
-        talk.say(text, images=[Image(read_bytes(path)) for path in self.images])
+        talk.say(text, images=[Image(read_bytes(path), detail=self.image_detail) for path in self.images])
         return talk
 
 
@@ -121,6 +126,13 @@ def prompt_of(
             help="Picture that a chat's TEXT is about; again for another one.", rich_help_panel=_PANEL
         ),
     ] = None,
+    image_detail: Annotated[
+        ImageDetail,
+        typer.Option(
+            help="How much of pictures is shown; low takes fewer tokens, with models that can.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "auto",
     model: Annotated[
         str, typer.Option(help="Refuse unless it is served.", show_default=False, rich_help_panel=_PANEL)
     ] = "",
@@ -134,7 +146,8 @@ def prompt_of(
     ] = "",
 ) -> GivenPrompt:
     """Return what is said of the prompt: the group of every command about one."""
-    return GivenPrompt(text, chat, system, messages, tokens, tuple(image or ()), model, adapter, tenant)
+    images = tuple(image or ())
+    return GivenPrompt(text, chat, system, messages, tokens, images, image_detail, model, adapter, tenant)
 
 
 def read_conversation(path: Path) -> Conversation:

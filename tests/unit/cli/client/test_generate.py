@@ -94,7 +94,7 @@ class Images:
     texts = ImageTexts("", ())
 
     def read(self, sources: Sequence[ImageSource]) -> Images:
-        self.shown = [source.data for source in sources]
+        self.shown = [(source.data, source.detail.name) for source in sources]
         return self
 
     def spans(self, token_ids: Sequence[int]) -> tuple[()]:
@@ -108,9 +108,14 @@ async def test_pictures_are_shown_with_the_text(tmp_path: Path) -> None:
     async with running(info=info, images=images) as served:
         ask = ["--image", files[0], "--image", files[1], "--address", served.server.address]
         told = await invoke("generate", "What?", *ask)
+        shown = images.shown
+        short = await invoke("generate", "What?", "--image-detail", "low", *ask)
+        wrong = await invoke("generate", "What?", "--image-detail", "most", *ask)
         without = await invoke("generate", *ask, "--tokens", "1,2")
         missing = await invoke("generate", "What?", "--image", str(tmp_path / "none.png"), *ask[4:])
-    assert told.exit_code == 0 and images.shown == [b"one.png", b"two.gif"]
+    assert told.exit_code == 0 and shown == [(b"one.png", "AUTO"), (b"two.gif", "AUTO")]
+    assert short.exit_code == 0 and images.shown == [(b"one.png", "LOW"), (b"two.gif", "LOW")]
+    assert wrong.exit_code == 2 and "--image-detail" in wrong.output
     assert without.exit_code == 2 and "with TEXT" in without.stderr
     assert missing.exit_code != 0 and "none.png cannot be read" in str(missing.exception)
 
