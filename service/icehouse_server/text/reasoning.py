@@ -25,6 +25,14 @@ class ReplyReasoning:
     end_token_ids: tuple[int, ...] = ()
     """The marker's tokens; empty where nothing that could be forced ends this model's reasoning."""
 
+    def within(self, vocabulary_size: int) -> ReplyReasoning:
+        """Return it for a model with so many tokens: a marker that it cannot draw has none."""
+        start, end = (
+            ids if max(ids, default=0) < vocabulary_size else ()
+            for ids in (self.start_token_ids, self.end_token_ids)
+        )
+        return dataclasses.replace(self, start_token_ids=start, end_token_ids=end)
+
     def meter(self) -> ReasoningMeter:
         """Return a meter at the beginning of an output."""
         machine = self.format.make_machine(self.reads_calls, REASONING if self.is_open else "")

@@ -151,10 +151,11 @@ class CallStream:
                 if not self._told[-1].is_complete:
                     break
             head = self._head.match(self._text, self._position, self._position + _HEAD_LENGTH_LIMIT)
-            if head is None:
+            name = None if head is None else _name_in(head)
+            if head is None or name is None:
                 break
             self._position = head.end()
-            self._told.append(self._begin(head, pieces))
+            self._told.append(self._begin(name, head.groupdict().get("id"), pieces))
         return pieces
 
     def finish(self, *, has_end: bool) -> list[Piece]:
@@ -170,12 +171,10 @@ class CallStream:
             return self._tell_whole(calls[len(self._told) :])
         return withdrawn + self._tell_whole(calls)
 
-    def _begin(self, head: re.Match[str], pieces: list[Piece]) -> _ToldCall:
-        found = head.groupdict()
-        name = str(json.loads(found["quoted"], strict=False)) if found.get("quoted") else found["name"]
-        call = _ToldCall(self.next_index, str(name))
+    def _begin(self, name: str, own_id: str | None, pieces: list[Piece]) -> _ToldCall:
+        call = _ToldCall(self.next_index, name)
         self.next_index += 1
-        pieces.append(CallPiece(call.index, id=found.get("id") or self._make_id(call.index), name=call.name))
+        pieces.append(CallPiece(call.index, id=own_id or self._make_id(call.index), name=call.name))
         return call
 
     def _tell_whole(self, calls: Sequence[ToolCall]) -> list[Piece]:
@@ -268,6 +267,17 @@ class _ToldCall:
             self._depth -= 1
             self.is_complete = self._depth == 0
         return self.is_complete
+
+
+def _name_in(head: re.Match[str]) -> str | None:
+    """Return the tool's name; None where it is no JSON, which the parser has to say at the section's end."""
+    found = head.groupdict()
+    if not found.get("quoted"):
+        return str(found["name"])
+    try:
+        return _sendable(json.loads(found["quoted"], strict=False))
+    except ValueError:
+        return None
 
 
 def _checked(entry: Any, tools: Sequence[Mapping[str, Any]]) -> ToolCall:

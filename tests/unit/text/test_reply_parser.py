@@ -197,6 +197,7 @@ def test_nothing_is_lost(text: str) -> None:
         ('{"name": "get_time", "arguments": "soon"}', "text that is no JSON"),
         ('{"name": "get_time", "arguments": {"a": NaN}}', "a value that JSON has not"),
         ("[]", "no call in it"),
+        (r'{"name": "get\_time", "arguments": {"a": 1}}', "JSONDecodeError"),
     ],
 )
 def test_a_malformed_call_is_text_with_a_flag(section: str, problem: str) -> None:
@@ -208,9 +209,11 @@ def test_a_malformed_call_is_text_with_a_flag(section: str, problem: str) -> Non
     assert (pieces[0], pieces[-1]) == (TextPiece("a"), TextPiece("b"))
 
 
-@pytest.mark.parametrize("arguments", ['{"a": "x\\ud800"}', '{"\\udfff": 1}'])
-def test_half_a_surrogate_pair_can_be_sent(arguments: str) -> None:
-    pieces = split([f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'], splitter())
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("f", '{"a": "x\\ud800"}'), ("f", '{"\\udfff": 1}'), ("f\\ud800", "{}")]
+)
+def test_half_a_surrogate_pair_can_be_sent(name: str, arguments: str) -> None:
+    pieces = split([f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'], splitter())
     for piece in pieces:
         for value in dataclasses.asdict(piece).values():
             assert not isinstance(value, str) or value.encode("utf-8") is not None

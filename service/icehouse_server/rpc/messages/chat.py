@@ -298,7 +298,11 @@ def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
 
 def _arguments_of(struct: Struct) -> dict[str, Any]:
     """Return the template's arguments; sorted, since the order of a Struct's keys is chance."""
-    arguments = _settled(MessageToDict(struct))
+    try:
+        arguments = _settled(MessageToDict(struct))
+    except ValueError:
+        field = "chat.template_arguments"
+        raise _bad_chat(f"{field} has a number that is not finite, which JSON has not", field=field) from None
     assert isinstance(arguments, dict), "a Struct is an object"
     return arguments
 

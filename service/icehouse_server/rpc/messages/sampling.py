@@ -77,9 +77,11 @@ def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def spellings(words: Sequence[str], tokenizer: TokenizerPort) -> tuple[tuple[int, ...], ...]:
-    """Return what the tokenizer makes of each word, alone and behind a space; raises InvalidRequest for one
-    that takes too many tokens."""
+def spellings(
+    words: Sequence[str], tokenizer: TokenizerPort, *, vocabulary_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return what the tokenizer makes of each word, alone and behind a space, as far as the model can draw
+    it; raises InvalidRequest for one that takes too many tokens."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         forms = (word,) if word.startswith(" ") else (word, f" {word}")
@@ -91,7 +93,7 @@ def spellings(words: Sequence[str], tokenizer: TokenizerPort) -> tuple[tuple[int
                     f"{len(token_ids)} tokens",
                     f"at most {BAD_WORD_TOKEN_LIMIT} tokens long",
                 )
-            if token_ids:
+            if token_ids and max(token_ids) < vocabulary_size:
                 found[token_ids] = None
     return tuple(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from icehouse.v1 import cache_policy_pb2
@@ -103,7 +104,9 @@ class Generation:
         prompt = await self._read(unread.prompt, model, call)
         sampling = request.sampling
         if unread.bad_words:
-            banned = await self._prompts.run(lambda: spellings(unread.bad_words, model.tokenizer))
+            size = model.info.vocabulary_size
+            spelled = functools.partial(spellings, unread.bad_words, model.tokenizer, vocabulary_size=size)
+            banned = await self._prompts.run(spelled)
             sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
         if prompt.stop_token_ids:
             stops = dict.fromkeys((*sampling.stop_token_ids, *prompt.stop_token_ids))
@@ -216,7 +219,9 @@ def _reasoning_of(unread: Unread, prompt: ReadPrompt) -> ReplyReasoning | None:
             refuse_value("max_reasoning_tokens", limit, "absent without `chat`")
         return None
     chat = prompt.chat
-    reasoning = unread.model.tokenizer.reply_reasoning(chat.conversation, chat.rendered)
+    model = unread.model
+    reasoning = model.tokenizer.reply_reasoning(chat.conversation, chat.rendered)
+    reasoning = None if reasoning is None else reasoning.within(model.info.vocabulary_size)
     if limit is not None and (reasoning is None or not reasoning.end_token_ids):
         raise InvalidRequest(
             Reason.UNSUPPORTED,

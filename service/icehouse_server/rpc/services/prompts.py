@@ -27,7 +27,7 @@ from icehouse_server.rpc.calls.shares import FairQueue, Hold, on_loop
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
-from icehouse_server.rpc.messages.validation import check_token_ids
+from icehouse_server.rpc.messages.validation import check_token_ids, shown
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.prompt_normalizer import normalized
 
@@ -411,7 +411,22 @@ def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
     if not read.token_ids:
         raise _empty(prompt.field)
     check_length(len(read.token_ids), model.info, field=prompt.field)
+    _check_known(read.token_ids, model, field=prompt.field)
     return read
+
+
+def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) -> None:
+    """Refuse text that spells a token which only the tokenizer has: the model would read beyond its table."""
+    largest, size = max(token_ids), model.info.vocabulary_size
+    if largest < size:
+        return
+    raise InvalidRequest(
+        Reason.TOKEN_OUT_OF_RANGE,
+        f"the prompt spells the token {largest}, {shown(model.tokenizer.piece(largest))}, which the "
+        f"tokenizer has and the model has not; token ids of this model are 0 to {size - 1}",
+        field=field,
+        metadata={"token_id": largest, "vocabulary_size": size},
+    )
 
 
 def _tokens(prompt: Text | Chat | Infill, model: ServedModel) -> ReadPrompt:
@@ -419,7 +434,8 @@ def _tokens(prompt: Text | Chat | Infill, model: ServedModel) -> ReadPrompt:
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
     if isinstance(prompt, Infill):
         infill = model.tokenizer.render_infill(prefix=prompt.prefix, suffix=prompt.suffix)
-        return ReadPrompt(infill.token_ids, stop_token_ids=infill.stop_token_ids)
+        stops = tuple(i for i in infill.stop_token_ids if i < model.info.vocabulary_size)
+        return ReadPrompt(infill.token_ids, stop_token_ids=stops)
     conversation, images = prompt.conversation, None
     if conversation.images:
         assert model.images is not None, "a model that reads text alone refuses images before"

@@ -71,7 +71,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
     async def _answers(self, request: messages.RerankRequest, model: ServedModel) -> tuple[int, int]:
         texts = (request.positive_answer or DEFAULT_ANSWERS[0], request.negative_answer or DEFAULT_ANSWERS[1])
         positive, negative = await self._prompts.run(lambda: [model.tokenizer.spell(text) for text in texts])
-        return answers_of(positive, negative)
+        return answers_of(positive, negative, vocabulary_size=model.info.vocabulary_size)
 
     async def _read(
         self, request: messages.RerankRequest, form: RerankForm, model: ServedModel, call: Call

@@ -109,11 +109,13 @@ def check_begins_with_answer(prompt: ReadPrompt) -> None:
         )
 
 
-def answers_of(positive: Sequence[int], negative: Sequence[int]) -> tuple[int, int]:
+def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_size: int) -> tuple[int, int]:
     """Return the answers' tokens, given the spelling of each; raises InvalidRequest unless that is one."""
     for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
         if len(spelling) != 1:
             refuse_value(field, f"{len(spelling)} tokens", "spelled by one token of the model")
+        if spelling[0] >= vocabulary_size:
+            refuse_value(field, f"the token {spelling[0]}", "spelled by one token of the model")
     if positive == negative:
         refuse_value("negative_answer", "the positive one too", "another token than the positive answer")
     return positive[0], negative[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import grpc
@@ -230,6 +231,14 @@ async def test_misuse_is_refused_and_names_its_field(
     refusal = await refused(served.inference.Generate(request(chat, **fields)))
     assert (refusal.code, refusal.reason, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, reason, field)
     assert refusal.info.metadata and not served.engine.submitted
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_a_template_argument_that_json_has_not_is_refused(served: RunningServer, number: float) -> None:
+    asked = request()
+    asked.chat.template_arguments.fields["a"].list_value.values.add(number_value=number)
+    answer = await refused(served.inference.Generate(asked))
+    assert (answer.reason, answer.field) == ("CHAT_INVALID", "chat.template_arguments")
 
 
 async def test_what_constrains_calls_reaches_the_template_and_the_compiler(served: RunningServer) -> None:

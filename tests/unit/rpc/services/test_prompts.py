@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import prompt_pb2, rerank_service_pb2
+from icehouse.v1 import prompt_pb2, rerank_service_pb2, sampling_pb2
 from icehouse_server.config import ServerConfig
-from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, ImageTexts, PlacedImage
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    ImageSource,
+    ImageTexts,
+    PlacedImage,
+    RenderedChat,
+)
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, UncheckedPrompt
 from icehouse_server.rpc.services.rerank_prompt import form_of
 
+from tests.fixtures.chat.families import THINKING, tokenizer_of
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
-from tests.unit.rpc.conftest import RunningServer
+from tests.unit.rpc.conftest import RunningServer, running
 
 BOUND_S = 20.0
 LONG = 300 << 10
@@ -216,3 +225,54 @@ def test_a_forms_length_is_known_before_it_is_filled(text: str) -> None:
     form = form_of(request, MODEL_INFO)
     prompt = form.unchecked("this {query}")
     assert prompt.size_bytes == prompt.check().size_bytes  # type: ignore[union-attr]
+
+
+SMALL = dataclasses.replace(MODEL_INFO, vocabulary_size=200)
+"""A model whose table ends before its tokenizer's last tokens, as folders with tokens added later have it."""
+THINKING_TOKENIZER = tokenizer_of(THINKING)
+BEYOND = "\N{GRINNING FACE}"
+"""Spelled by tokens from 128 to 240."""
+
+
+async def test_text_that_spells_a_token_beyond_the_models_table_is_refused() -> None:
+    turn = prompt_pb2.ChatMessage(role="user", content=BEYOND)
+    prompts: list[tuple[str, dict[str, Any]]] = [
+        ("text", {"text": BEYOND}),
+        ("chat", {"chat": prompt_pb2.ChatPrompt(messages=[turn])}),
+        ("infill", {"infill": prompt_pb2.InfillPrompt(prefix="a")}),
+    ]
+    async with running(info=SMALL) as served:
+        for field, prompt in prompts:
+            answer = await refused(served.inference.Generate(messages.GenerateRequest(**prompt)))
+            assert (answer.reason, answer.field) == ("TOKEN_OUT_OF_RANGE", field)
+            assert answer.info.metadata["vocabulary_size"] == "200"
+        wanted = messages.GenerateRequest(text="a" * 60, max_output_tokens=1)
+        assert (await served.inference.Generate(wanted)).text == " w0"
+
+
+async def test_words_that_the_model_cannot_draw_need_no_ban() -> None:
+    sampling = sampling_pb2.SamplingParams(bad_words=["a", BEYOND])
+    async with running(info=SMALL) as served:
+        await served.inference.Generate(messages.GenerateRequest(text="Hi", sampling=sampling))
+        assert served.engine.submitted[0].sampling.banned == (tuple(b"a"), tuple(b" a"))
+
+
+async def test_an_end_of_a_gap_that_the_model_cannot_draw_is_left_out() -> None:
+    gap = prompt_pb2.InfillPrompt(prefix="a")
+    async with running(info=dataclasses.replace(MODEL_INFO, vocabulary_size=259)) as served:
+        served.tokenizer.gap_end_ids = (258, 259, 300)
+        await served.inference.Generate(messages.GenerateRequest(infill=gap))
+        assert served.engine.submitted[0].sampling.stop_token_ids == (258,)
+
+
+async def test_reasoning_that_no_token_of_the_model_ends_cannot_be_bounded() -> None:
+    turn = prompt_pb2.ChatMessage(role="user", content="Hi")
+    request = messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[turn]), max_reasoning_tokens=1)
+    async with running(info=SMALL) as served:
+        served.tokenizer.reasoning = THINKING_TOKENIZER.reply_reasoning(
+            Conversation((ChatMessage("user", "Hi"),)), RenderedChat(())
+        )
+        assert served.tokenizer.reasoning is not None
+        assert min(served.tokenizer.reasoning.end_token_ids) >= SMALL.vocabulary_size
+        answer = await refused(served.inference.Generate(request))
+        assert (answer.reason, answer.field) == ("UNSUPPORTED", "max_reasoning_tokens")

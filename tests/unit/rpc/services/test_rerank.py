@@ -181,6 +181,12 @@ async def test_misuse_is_named_before_anything_runs(
     assert ranker.engine.submitted == []
 
 
+async def test_an_answer_that_only_the_tokenizer_has_is_refused() -> None:
+    async with running(info=dataclasses.replace(MODEL_INFO, vocabulary_size=YES)) as served:
+        answer = await refused(served.reranking.Rerank(rank("a")))
+        assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "positive_answer")
+
+
 async def test_a_form_is_not_repeated_in_its_refusal(ranker: RunningServer) -> None:
     answer = await refused(ranker.reranking.Rerank(rank("a", text="my secret form {query}")))
     assert (
