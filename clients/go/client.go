@@ -32,7 +32,8 @@ type Client struct {
 	Reranking  icehousev1.RerankServiceClient
 	Server     icehousev1.ServerServiceClient
 
-	conn *grpc.ClientConn
+	conn     *grpc.ClientConn
+	settings *settings
 }
 
 // Dial returns a client of the server at address: "host:port", "unix:/path" or any other gRPC target.
@@ -68,6 +69,7 @@ func Dial(address string, options ...Option) (*Client, error) {
 		Reranking:  icehousev1.NewRerankServiceClient(conn),
 		Server:     icehousev1.NewServerServiceClient(conn),
 		conn:       conn,
+		settings:   &settings,
 	}, nil
 }
 

@@ -39,13 +39,21 @@ func sentAgain(ctx context.Context, limit int, attempt func() error) error {
 		if deadline, has := ctx.Deadline(); has && time.Until(deadline) <= delay {
 			return err
 		}
-		timer := time.NewTimer(delay)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return errorFrom(status.FromContextError(ctx.Err()).Err())
+		if err := sleep(ctx, delay); err != nil {
+			return err
 		}
+	}
+}
+
+// sleep returns after a time, or with an error as calls have it when the context ends before.
+func sleep(ctx context.Context, delay time.Duration) error {
+	timer := time.NewTimer(delay)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return errorFrom(status.FromContextError(ctx.Err()).Err())
 	}
 }
 

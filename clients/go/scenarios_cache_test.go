@@ -208,7 +208,11 @@ func testRerank(t *testing.T, s scenario) {
 }
 
 func testGetServer(t *testing.T, s scenario) {
-	server, err := s.client(t).GetServer(t.Context())
+	client := s.client(t)
+	if _, err := client.WaitReady(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	server, err := client.GetServer(t.Context())
 	if err != nil || server.GetVersion() == "" || server.GetLimits().GetMaxOutputTokens() == 0 {
 		t.Fatal(server, err)
 	}

@@ -38,6 +38,9 @@ type scripted struct {
 	headers     metadata.MD
 	text        string
 	request     *icehousev1.GenerateRequest
+	// states are what GetServer tells, one a call; the last one is told again and again.
+	states []icehousev1.ServerState
+	asked  int
 }
 
 func (s *scripted) take(ctx context.Context, count *int) error {
@@ -85,6 +88,19 @@ func (s *scripted) Rerank(ctx context.Context, _ *icehousev1.RerankRequest) (*ic
 	return &icehousev1.RerankResponse{}, s.take(ctx, new(int))
 }
 
+func (s *scripted) GetServer(
+	ctx context.Context, _ *icehousev1.GetServerRequest,
+) (*icehousev1.GetServerResponse, error) {
+	if err := s.take(ctx, &s.asked); err != nil {
+		return nil, err
+	}
+	state := s.states[0]
+	if len(s.states) > 1 {
+		s.states = s.states[1:]
+	}
+	return &icehousev1.GetServerResponse{Server: &icehousev1.Server{Version: "1.2.3", State: state}}, nil
+}
+
 // CancelRequest answers with what it was asked for; a tenant that is not named is "nobody".
 func (s *scripted) CancelRequest(
 	_ context.Context, request *icehousev1.CancelRequestRequest,
@@ -124,10 +140,25 @@ func serveAs(
 	t *testing.T, script *scripted, status grpc_health_v1.HealthCheckResponse_ServingStatus, options ...Option,
 ) *Client {
 	t.Helper()
+	listener := listen(t)
+	serveOn(t, listener, script, status)
+	return dial(t, listener.Addr().String(), options...)
+}
+
+func listen(t *testing.T) net.Listener {
+	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() { _ = listener.Close() })
+	return listener
+}
+
+func serveOn(
+	t *testing.T, listener net.Listener, script *scripted, status grpc_health_v1.HealthCheckResponse_ServingStatus,
+) {
+	t.Helper()
 	server := grpc.NewServer()
 	icehousev1.RegisterInferenceServiceServer(server, script)
 	icehousev1.RegisterCacheServiceServer(server, script)
@@ -136,12 +167,6 @@ func serveAs(
 	grpc_health_v1.RegisterHealthServer(server, standing{status: status})
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
-	client, err := Dial(listener.Addr().String(), options...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = client.Close() })
-	return client
 }
 
 func unavailable() error {
