@@ -43,10 +43,12 @@ class Persisted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpillDropped:
-    """The accepted block is not on SSD (or was there already)."""
+    """The accepted block is not on SSD, or was there already."""
 
     hash: BlockHash
     cause: SpillDropCause
+    stored: BlockRecord | None = None
+    """Of a duplicate, what is on SSD: whoever sent it did not know."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

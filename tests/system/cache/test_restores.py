@@ -6,13 +6,23 @@ import errno
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import HostTensor
-from icehouse_server.domain.cache_commands import Evict, EvictReport, Explain, Explanation, Verify
+from icehouse_server.domain.blocks import Damage, HostTensor
+from icehouse_server.domain.cache_commands import (
+    Evict,
+    EvictReport,
+    Explain,
+    Explanation,
+    Pin,
+    PinReport,
+    Verify,
+)
 from icehouse_server.domain.events import Failed, ReuseLimit
+from icehouse_server.domain.ids import DEFAULT_SCOPE
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
+from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.messages import StorageFailed
 
 from tests.fixtures.storage.faults import FaultyFiles
@@ -403,3 +413,38 @@ def test_the_room_of_arrays_that_are_made_for_a_load_is_known_until_it_is_used(
         served.step_until_idle()
         assert sequence.loading_room_token_count == 0
         assert served.answer("a").cache.ssd_token_count == 4 * BLOCK
+
+
+def replaced(*_args, **_kwargs):
+    raise BlockFileError(Damage.MISSING, "it was replaced meanwhile")
+
+
+def test_a_block_that_was_forgotten_and_is_still_stored_is_known_again_when_it_leaves_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped as a duplicate each time, and of no use until a restart."""
+    fill(tmp_path)
+    with SteppedServer(tmp_path, ram_blocks=5) as served:
+        with monkeypatch.context() as patch:
+            patch.setattr("icehouse_server.storage.worker.reader_pool.open_block", replaced)
+            assert served.ask("a", TOKENS).cache.limit is ReuseLimit.LOAD_FAILED
+        (first, *_) = served.cache.known_chain(TOKENS, DEFAULT_SCOPE)
+        assert first.ram and not first.ssd
+        served.ask("others", OTHERS)
+        assert not first.ram and first.ssd
+        assert served.ask("b", TOKENS).cache.cached_token_count == 4 * BLOCK
+        served.check()
+
+
+def test_a_pin_of_a_block_that_was_forgotten_and_is_still_stored_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path) as served:
+        with monkeypatch.context() as patch:
+            patch.setattr("icehouse_server.storage.worker.reader_pool.open_block", replaced)
+            served.ask("a", TOKENS)
+        assert served.order(Pin(tuple(TOKENS[:BLOCK]))) == PinReport(1, BLOCK, BLOCK_BYTES)
+    with SteppedServer(tmp_path) as served:
+        pinned = [entry.is_pinned for entry in served.cache.known_chain(TOKENS, DEFAULT_SCOPE)]
+        assert pinned == [True, False, False, False]

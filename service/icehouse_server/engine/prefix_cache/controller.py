@@ -118,7 +118,7 @@ class CacheController:
         if isinstance(outcome, Persisted):
             cache.note_persisted(outcome.record)
         elif isinstance(outcome, SpillDropped):
-            cache.spill_ended(outcome.hash)
+            self._spill_dropped(outcome)
         elif isinstance(outcome, Evicted):
             for name in outcome.hashes:
                 cache.forget_stored(name)
@@ -298,6 +298,18 @@ class CacheController:
         waiting += self._header_fetches.abandon()
         self.commands.carry_out_early()
         return waiting
+
+    def _spill_dropped(self, outcome: SpillDropped) -> None:
+        """Note that a spill was dropped. What is on SSD all the same was forgotten here when a load of it
+        failed, while it was written anew."""
+        cache, record = self.cache, outcome.stored
+        if record is None or cache.storage is None:
+            cache.spill_ended(outcome.hash)
+            return
+        cache.note_persisted(record)
+        entry = cache.find(record.hash)
+        if entry is not None and entry.is_pinned and not record.pinned:
+            cache.pin_stored([record.hash], pinned=True)
 
     def _load(self, restore: Restore, *, beside_decode: bool, budget_s: float) -> Phase:
         if restore.awaits_target and not restore.continue_target(self._runner, budget_s=budget_s):

@@ -99,7 +99,9 @@ class StorageLoop:
         self._post = post
         self._state = StoreState()
         self._counters = StorageCounters()
-        self._spiller = Spiller(store, state=self._state, counters=self._counters, clock=clock, post=post)
+        self._spiller = Spiller(
+            store, state=self._state, counters=self._counters, clock=clock, post=self._tell
+        )
         self._orders: collections.deque[_Ticket] = collections.deque()
         self._verifications: collections.deque[_Ticket] = collections.deque()
         self._turns = collections.deque(
@@ -282,8 +284,7 @@ class StorageLoop:
             waiting.popleft()
             self._task_meter.give_back(1)
             # The engine must have forgotten the blocks before it tells anybody that they are gone.
-            self._announce()
-            self._post(outcome)
+            self._tell(outcome)
         return True
 
     def _give_up_tasks(self) -> None:
@@ -306,7 +307,6 @@ class StorageLoop:
 
     def _change_pins(self, request: PinRequest) -> None:
         """Pin or unpin, and say what is not there any more; give it up where the disk refuses."""
-        waiting = self._spiller.set_pinned(frozenset(request.hashes), pinned=request.pinned)
         is_done = self._state.is_usable and self._guarded(
             lambda: self._store.set_pinned(request.hashes, pinned=request.pinned) >= 0, instead=False
         )
@@ -315,6 +315,7 @@ class StorageLoop:
         if not is_done:
             self._post(TaskGivenUp(request.task_id, self._state.detail))
             return
+        waiting = self._spiller.set_pinned(frozenset(request.hashes), pinned=request.pinned)
         missing = [name for name in request.hashes if name not in self._store.index and name not in waiting]
         self._post(PinsChanged(request.task_id, tuple(missing)))
 
@@ -406,8 +407,16 @@ class StorageLoop:
 
     def _announce(self) -> None:
         """Tell the engine what left the disk and whether writing works, when that has changed."""
-        if gone := self._store.take_gone():
-            self._post(Evicted(gone))
+        self._announce_gone()
         if self._state.detail != self._announced_detail:
             self._announced_detail = self._state.detail
             self._post(Health(writes_enabled=self._state.takes_blocks, detail=self._state.detail))
+
+    def _announce_gone(self) -> None:
+        if gone := self._store.take_gone():
+            self._post(Evicted(gone))
+
+    def _tell(self, outcome: Outcome) -> None:
+        """Post an outcome behind what left the disk before: a block of the same name may be there again."""
+        self._announce_gone()
+        self._post(outcome)

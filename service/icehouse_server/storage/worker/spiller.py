@@ -22,6 +22,7 @@ from icehouse_server.storage.directory.space import Reclaim
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.messages import Outcome, Persisted, SpillDropped
+from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.worker.requests import SpillRequest
 from icehouse_server.storage.worker.stats import StorageCounters
 from icehouse_server.storage.worker.store_state import StoreState
@@ -106,7 +107,7 @@ class Spiller:
     def _begin_writing(self) -> None:
         block = self._spills[0].block
         if self._store.index.covers(block):
-            self._drop(SpillDropCause.DUPLICATE)
+            self._drop(SpillDropCause.DUPLICATE, stored=self._store.index.get(block.header.hash))
         elif not self._state.takes_blocks:
             self._drop(SpillDropCause.WRITES_OFF)
         else:
@@ -218,9 +219,9 @@ class Spiller:
         )
         self._drop(SpillDropCause.DISK_FULL)
 
-    def _drop(self, cause: SpillDropCause) -> None:
+    def _drop(self, cause: SpillDropCause, *, stored: BlockRecord | None = None) -> None:
         self._counters.drops[cause] += 1
-        self._finish(SpillDropped(self._spills[0].block.header.hash, cause))
+        self._finish(SpillDropped(self._spills[0].block.header.hash, cause, stored))
 
     def _finish(self, outcome: Outcome) -> None:
         # The block's buffers are freed here, on the storage thread, before its room is given back.

@@ -342,6 +342,20 @@ def test_a_manifest_that_stays_full_stops_writing_and_keeps_all_it_has(tmp_path,
     check_is_clean(tmp_path)
 
 
+def test_a_pin_that_is_given_up_is_not_in_the_row_of_a_block_on_its_way(tmp_path, monkeypatch):
+    stored, block = make_chain(2)
+    with StorageThread(tmp_path) as served:
+        served.spill(stored)
+        served.storage.spill(block, served.storage.try_reserve(block.size_bytes))
+        served.storage.step()
+        with monkeypatch.context() as patch:
+            patch.setattr("icehouse_server.storage.directory.manifest.Manifest.set_pinned", full_error)
+            served.storage.pin([stored.header.hash, block.header.hash])
+            outcomes = served.take()
+        assert any(isinstance(o, TaskGivenUp) for o in outcomes)
+        assert outcomes[-1].record.hash == block.header.hash and not outcomes[-1].record.pinned
+
+
 def test_a_quota_that_is_used_up_is_a_full_disk_though_sqlite_calls_it_an_error(tmp_path, monkeypatch):
     files = FaultyFiles("write", 1, errno.EDQUOT, times=10_000)
     stored = make_chain(3)

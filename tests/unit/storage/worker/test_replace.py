@@ -18,6 +18,7 @@ from tests.fixtures.storage.faults import FaultyFiles
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import StorageThread
 from tests.unit.storage.worker.test_crash import check_is_clean
+from tests.unit.storage.worker.test_storage import flip
 
 
 def poorer(block: HostBlock) -> HostBlock:
@@ -120,4 +121,20 @@ def test_a_disk_that_refuses_the_richer_one_keeps_the_other(tmp_path, verb):
         served.clock.advance(60)
         served.take()
         assert [record.checkpoint_bytes for record in served.storage._store.index] == [0]
+    check_is_clean(tmp_path)
+
+
+def test_what_became_of_the_poorer_one_is_told_before_the_richer_one_is_there(tmp_path):
+    """The other way round the engine forgot a block that is there, and sent it as a duplicate ever after."""
+    block = make_block(checkpoint=True)
+    with StorageThread(tmp_path) as served:
+        served.spill(poorer(block))
+        served.take()
+        flip(served.path(block), os.path.getsize(served.path(block)) - 1)
+        served.storage.spill(block, served.storage.try_reserve(block.size_bytes))
+        served.storage._loop.step()
+        served.storage.load(plan([poorer(block)]))
+        told = [o for o in served.take() if isinstance(o, Evicted | Persisted)]
+        assert [type(o) for o in told] == [Evicted, Persisted]
+        assert block.header.hash in served.storage._store.index
     check_is_clean(tmp_path)

@@ -182,10 +182,11 @@ def test_counters_tell_accepted_from_persisted_from_dropped(tmp_path):
     block, large = make_block(seed=1), make_block(seed=2, head_count=4096)
     with StorageThread(tmp_path, limit_bytes=5 << 20) as served:
         served.spill(block, block, large)
-        drops = [(o.hash, o.cause) for o in served.take() if isinstance(o, SpillDropped)]
-        assert drops == [
-            (block.header.hash, SpillDropCause.DUPLICATE),
-            (large.header.hash, SpillDropCause.DISK_FULL),
+        outcomes = served.take()
+        (record,) = (o.record for o in outcomes if isinstance(o, Persisted))
+        assert [o for o in outcomes if isinstance(o, SpillDropped)] == [
+            SpillDropped(block.header.hash, SpillDropCause.DUPLICATE, stored=record),
+            SpillDropped(large.header.hash, SpillDropCause.DISK_FULL),
         ]
         stats = served.stats()
         assert (stats.spill.accepted_block_total, stats.spill.persisted_block_total) == (3, 1)
