@@ -32,24 +32,23 @@ class ImageEncoding:
         self._preemption = preemption
         self._fail = fail
 
-    def make_room(self) -> bool:
-        """Whether an image is to be gone on with in this step; its memory is free then. A sequence that
+    def make_room(self) -> Sequence | None:
+        """Return whose image is to be gone on with in this step; its memory is free then. A sequence that
         cannot have it although nobody else holds any is ended."""
         sequence = self._scheduler.awaiting_image
         if sequence is None or sequence.next_image is None:
-            return False
+            return None
         size_bytes = self._runner.encode_bytes(sequence.request.whole_image(sequence.next_image))
         fits, overrun = self._preemption.make_image_fit(sequence, size_bytes)
         if overrun is not None:
             self._fail(overrun.sequence, overrun.error)
-        return fits
+        return sequence if fits else None
 
-    def go_on(self, *, budget_s: float) -> None:
-        """Go on for about so long with the image for which there is room; the sequence of one on which the
-        tower fails is ended."""
-        sequence = self._scheduler.awaiting_image
-        if sequence is None or (span := sequence.next_image) is None:
-            return
+    def go_on(self, sequence: Sequence, *, budget_s: float) -> None:
+        """Go on for about so long with the image of a sequence for which there is room, whoever else has come
+        since; the sequence of one on which the tower fails is ended."""
+        span = sequence.next_image
+        assert span is not None, f"sequence {sequence.sequence_id} waits for no image"
         part = sequence.request.whole_image(span)
         try:
             is_there = self._runner.encode(sequence.sequence_id, part, budget_s=budget_s)

@@ -292,8 +292,8 @@ class EngineLoop:
     def _prepare(self) -> float | None:
         """Go on rebuilding caches, first of those whose blocks are still to be read, then of the oldest, and
         then with an image; return how long it took, None when there was nothing to do."""
-        restoring, may_encode = self._scheduler.restoring, self._images.make_room()
-        if not restoring and not may_encode:
+        restoring, seeing = self._scheduler.restoring, self._images.make_room()
+        if not restoring and seeing is None:
             return None
         allowed_s = self._scheduler.restore_s(least_s=self._prefix.adopt_budget_s)
         began = self._clock.monotonic()
@@ -303,8 +303,8 @@ class EngineLoop:
                 break
             self._continue_restore(sequence, budget_s=allowed_s - spent_s)
             spent_s = self._clock.monotonic() - began
-        if may_encode and spent_s < allowed_s:
-            self._images.go_on(budget_s=allowed_s - spent_s)
+        if seeing is not None and spent_s < allowed_s:
+            self._images.go_on(seeing, budget_s=allowed_s - spent_s)
             spent_s = self._clock.monotonic() - began
         self._scheduler.note_restore(spent_s, allowed_s=allowed_s)
         return spent_s

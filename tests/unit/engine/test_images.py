@@ -94,6 +94,20 @@ def test_memory_for_an_image_is_taken_from_who_came_last_and_given_back() -> Non
     assert served.loop.counters.stats.parked_total == 1
 
 
+def test_a_step_goes_on_with_the_image_that_has_room_though_an_older_prompt_comes_back() -> None:
+    """The older one's was gone on with, for which there was no room, and the other one's given up."""
+    served = SteppedLoop()
+    for name in ("old", "young"):
+        submit(served, name)
+        served.loop.step()
+    old, young = served.scheduler.running
+    served.scheduler.start_restoring(old)
+    before = dict(served.runner.layers)
+    served.loop.step()
+    assert served.scheduler.awaiting_image is old, "it is back, and the first comer"
+    assert served.runner.layers == {**before, young.sequence_id: before.get(young.sequence_id, 0) + 1}
+
+
 def test_an_image_that_has_no_memory_even_alone_is_refused_with_numbers() -> None:
     served = SteppedLoop(memory_limit_bytes=400, context_token_limit=1000)
     served.runner.active_bytes = lambda: 100 + 10 * sum(len(h) for h in served.runner.history.values())
