@@ -155,12 +155,13 @@ class RunnerBlocks:
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
         self._thread.check()
-        restoring = self._restoring[sequence_id]
+        # Of one that fails nothing is kept: its sequence may be computed instead, and live long.
+        restoring = self._restoring.pop(sequence_id)
         end_time = self._clock.monotonic() + budget_s
         while restoring.step():
             if self._clock.monotonic() >= end_time:
+                self._restoring[sequence_id] = restoring
                 return False
-        del self._restoring[sequence_id]
         self._sequences.adopt(sequence_id, restoring.caches, token_count=restoring.token_count)
         return True
 

@@ -39,12 +39,14 @@ _ZEROS = b"0" * 16
 _CHECKSUM_AT = 8 + len(_HEAD)
 
 DTYPE_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("BOOL", "U8", "I8"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+    **dict.fromkeys(("U64", "I64"), 8),
 }
-"""Bytes per element of the safetensors dtypes that a cache can hold."""
+"""Bytes per element of the safetensors dtypes that a cache can hold, and no others."""
+_DIMENSION_LIMIT = 2**31 - 1
+"""Largest that an array of MLX has; one of an empty tensor is bounded by nothing else."""
 
 REGION_ORDER = tuple(RegionKind)
 _KINDS = {str(kind): kind for kind in RegionKind}
@@ -258,8 +260,8 @@ def _parse_tensor(key: str, entry: dict[str, object], *, data_offset: int) -> tu
         raise ValueError(f"{key} is not described as a tensor")
     start, end = offsets
     numbers = (*shape, start, end)
-    if set(map(type, numbers)) != _INT_ONLY or min(numbers) < 0:
-        raise ValueError(f"{key} has a size that is not a count")
+    if set(map(type, numbers)) != _INT_ONLY or min(numbers) < 0 or max(shape, default=0) > _DIMENSION_LIMIT:
+        raise ValueError(f"{key} has a size that no array has")
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"{key} of shape {shape} and dtype {dtype} has {end - start} bytes")
     return _KINDS[kind], FileTensor(name, dtype, tuple(shape), start + data_offset, end - start)

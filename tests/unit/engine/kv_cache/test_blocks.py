@@ -11,8 +11,11 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.errors import StorageError
 
+from tests.fixtures.engine import BOUND_S
 from tests.fixtures.models import tiny_model_dir
 from tests.unit.engine.runner.test_mixed_rows import runner_of
 
@@ -76,3 +79,19 @@ def test_a_cut_waits_for_no_pass_in_flight_and_holds_what_a_waited_one_holds(
         for one, other in zip(ours.tensors, theirs.tensors, strict=True):
             assert (one.name, one.dtype, one.shape) == (other.name, other.dtype, other.shape)
             assert bytes(one.data) == bytes(other.data)
+
+
+def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:
+    """Its caches and blocks stayed as long as the sequence that was computed instead."""
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT[:16])])
+    cut = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=[RegionKind.KV])
+    (host,) = runner.blocks.to_host([cut[RegionKind.KV]])
+    lacking = runner.blocks.from_host(HostRegion(RegionKind.KV, host.tensors[:-1]))
+    block = PlacedBlock(0, 16, {RegionKind.KV: lacking})
+    restore = RestoreInput((block,), None, 0, None, token_count=16, capacity_token_count=32)
+    runner.blocks.begin_restore(SequenceId(2), restore)
+    with pytest.raises(StorageError, match="cannot rebuild"):
+        runner.blocks.continue_restore(SequenceId(2), budget_s=BOUND_S)
+    assert not runner.blocks._restoring

@@ -12,10 +12,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
+from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.kv_cache.caches import quantize_caches
 from icehouse_server.engine.kv_cache.layout import KvCutting
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
+from icehouse_server.storage.block_format.header import DTYPE_BYTES
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.unit.engine.kv_cache.runs import (
@@ -192,6 +194,11 @@ def test_bytes_that_do_not_fit_are_refused(dtype: str, shape: tuple[int, ...]) -
     tensor = HostTensor("000.k", dtype, shape, memoryview(bytes(8)))
     with pytest.raises(ValueError, match=r"000\.k"):
         from_host(HostRegion(RegionKind.KV, (tensor,)))
+
+
+def test_a_file_can_hold_the_types_that_a_region_can() -> None:
+    """Of another one a header is damage; behind the readers it would end the inference thread."""
+    assert {name: dtype.size for name, dtype in regions._DTYPES.items()} == DTYPE_BYTES
 
 
 def test_cutting_tokens_that_are_gone_is_a_broken_invariant() -> None:

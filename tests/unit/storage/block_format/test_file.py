@@ -173,6 +173,12 @@ LIES = {
     "float": lambda meta, entries: entries["kv.000.k"].update(shape=[1.0, 2, 16, 8]),
     "bool": lambda meta, entries: entries["kv.000.k"].update(shape=[True, 2, 16, 8]),
     "dtype": lambda meta, entries: entries["kv.000.k"].update(dtype="F99"),
+    "dtype of no cache": lambda meta, entries: entries["kv.000.k"].update(
+        dtype="F8_E4M3", shape=[1, 2, 16, 16]
+    ),
+    "endless and empty": lambda meta, entries: entries.update(
+        {"kv.999": {"dtype": "U8", "shape": [0, 2**31], "data_offsets": 2 * [kv_end(entries)]}}
+    ),
     "no offsets": lambda meta, entries: entries["kv.000.k"].pop("data_offsets"),
     "unknown region": lambda meta, entries: entries.update({"other.x": entries.pop("kv.003.k")}),
     "not a tensor": lambda meta, entries: entries.update({"kv.000.k": 7}),
@@ -188,6 +194,10 @@ LIES = {
     "regions deep": lambda meta, entries: meta.update(regions="[" * 100_000),
     "list": lambda meta, entries: meta.update(regions={"a": 1}),
 }
+
+
+def kv_end(entries: dict) -> int:
+    return max(facts["data_offsets"][1] for name, facts in entries.items() if name.startswith("kv."))
 
 
 @pytest.mark.parametrize("name", LIES)
