@@ -1,9 +1,11 @@
-"""Machine limits: memory, device and heap that this process may use.
+"""Machine limits: memory, device, heap and open files that this process may use.
 
 Of a GPU only MLX knows, and MLX is asked on the inference thread alone: the answers are functions
 that the engine calls there. What the system is asked is asked at once, since that may read files.
 
 glibc's heap under a server that frees large arrays all day.
+
+How many files and sockets the process may have open.
 
 What MLX would run on here, asked of MLX itself, for `icehouse doctor`.
 """
@@ -14,6 +16,7 @@ import ctypes
 import dataclasses
 import os
 import platform
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +89,43 @@ def give_back_large_arrays() -> None:
     if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_THRESHOLD_" in environment():
         return
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+_OWN_FILE_COUNT = 256
+"""Files and sockets besides connections: blocks, manifest, weights, metrics, gateways, images to fetch."""
+_MACOS_FILE_LIMIT = 10_240
+"""OPEN_MAX: macOS may refuse more, although its hard limit says that there is none."""
+
+
+def wanted_file_count(*, connection_limit: int) -> int:
+    """Return how many files and sockets a server with so many connections may come to have open."""
+    return connection_limit + _OWN_FILE_COUNT
+
+
+def allow_open_files(wanted_count: int) -> int:
+    """Let this process have so many files and sockets open; return how many of them it may have now.
+
+    Systems begin with few (Linux often with 1,024, macOS with 256) and let each process ask for more, up to
+    the hard limit. Never raises: a server that may have fewer serves fewer connections.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed, most = (_at_most(wanted_count, limit) for limit in (soft, hard))
+    for count in (most, min(most, _MACOS_FILE_LIMIT)):
+        if count > allowed and _set_file_limit(count, hard):
+            return count
+    return allowed
+
+
+def _at_most(count: int, limit: int) -> int:
+    return count if limit == resource.RLIM_INFINITY else min(count, limit)
+
+
+def _set_file_limit(soft: int, hard: int) -> bool:
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

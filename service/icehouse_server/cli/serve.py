@@ -19,14 +19,18 @@ from typing import NoReturn
 
 import uvloop
 
-from icehouse_server.bootstrap.machine import give_back_large_arrays
+from icehouse_server.bootstrap.machine import (
+    allow_open_files,
+    give_back_large_arrays,
+    wanted_file_count,
+)
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
 from icehouse_server.bootstrap.server import Server, build_server
 from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.console import build_progress
 from icehouse_server.clock import Clock, SystemClock
-from icehouse_server.config import Config, LoadedConfig
+from icehouse_server.config import Config, ConnectionConfig, LoadedConfig
 from icehouse_server.config.load import environment
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
@@ -47,10 +51,21 @@ _LOOP_THREADS = "event_loop"
 def serve(loaded: LoadedConfig) -> None:
     """Serve until a signal. Raises IcehouseError when the server cannot start or its engine dies."""
     give_back_large_arrays()
+    _allow_open_files(loaded.config.connection)
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
         runner.run(_serve(loaded.config, SystemClock(), manager))
+
+
+def _allow_open_files(connection: ConnectionConfig) -> None:
+    wanted = wanted_file_count(connection_limit=connection.connection_limit)
+    allowed = allow_open_files(wanted)
+    if allowed >= wanted:
+        _log.info("open_files_allowed", extra={"limit": allowed})
+        return
+    detail = "raise the hard limit of open files (ulimit -Hn), or set a lower connection.connection_limit"
+    _log.warning("open_files_short", extra={"limit": allowed, "wanted": wanted, "detail": detail})
 
 
 async def _serve(config: Config, clock: Clock, manager: ServiceManager) -> None:

@@ -1,12 +1,14 @@
-"""Large blocks leave the process when they are freed."""
+"""Large blocks leave the process when they are freed, and as many files may be open as are wanted."""
 
 from __future__ import annotations
 
 import platform
+import resource
 import subprocess
 import sys
 
 import pytest
+from icehouse_server.bootstrap.machine import allow_open_files
 
 _SCRIPT = """
 import ctypes, sys
@@ -31,3 +33,45 @@ def test_a_large_block_is_mapped_for_itself(mode: str, is_mapped: str) -> None:
         [sys.executable, "-c", _SCRIPT, mode], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == is_mapped
+
+
+_FILES_SCRIPT = """
+import resource, sys
+from icehouse_server.bootstrap.machine import allow_open_files
+soft, hard, wanted = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(allow_open_files(wanted), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "told", "then"),
+    [
+        pytest.param(64, 500, 200, 200, 200, id="raised to what is wanted"),
+        pytest.param(64, 500, 900, 500, 500, id="no further than the hard limit"),
+        pytest.param(300, 500, 200, 200, 300, id="never lowered"),
+        pytest.param(500, 500, 900, 500, 500, id="nothing to be had"),
+    ],
+)
+def test_open_files_are_allowed_as_far_as_the_system_lets_them(
+    soft: int, hard: int, wanted: int, told: int, then: int
+) -> None:
+    command = [sys.executable, "-c", _FILES_SCRIPT, *map(str, (soft, hard, wanted))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == [str(told), str(then), str(hard)]
+
+
+def test_a_system_that_refuses_what_its_hard_limit_allows_is_asked_for_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As macOS does, whose hard limit is none."""
+    asked: list[int] = []
+
+    def refuse(_what: int, limits: tuple[int, int]) -> None:
+        asked.append(limits[0])
+        if limits[0] > 10_240:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr("resource.getrlimit", lambda _what: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr("resource.setrlimit", refuse)
+    assert allow_open_files(100_000) == 10_240 and asked == [100_000, 10_240]

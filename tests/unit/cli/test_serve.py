@@ -17,6 +17,7 @@ from icehouse.v1 import prompt_pb2
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.clock import SystemClock
+from icehouse_server.config import ConnectionConfig
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.rpc.engine_client.ports import ServedModel
@@ -125,6 +126,17 @@ async def test_the_log_says_that_a_model_is_served_only_where_it_is(
             )
     assert [record.getMessage() for record in caplog.records] == lines
     assert has_begun is bool(lines)
+
+
+@pytest.mark.parametrize(
+    ("connection_limit", "event"), [(1, "open_files_allowed"), (1 << 40, "open_files_short")]
+)
+def test_the_log_says_where_fewer_connections_can_be_open_than_are_let_in(
+    connection_limit: int, event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "icehouse.boot"):
+        serve._allow_open_files(ConnectionConfig(connection_limit=connection_limit))
+    assert [record.getMessage() for record in caplog.records] == [event]
 
 
 async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from icehouse_server.bootstrap.machine import find_device
+from icehouse_server.bootstrap.machine import allow_open_files, find_device, wanted_file_count
 from icehouse_server.bootstrap.model_source import find_sight
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.cli.doctor.cache_checks import check_cache, check_disk, check_encryption
@@ -88,6 +88,17 @@ def check_memory(config: Config) -> Check:
         )
         return Check("memory", Verdict.WARN, detail, advice)
     return Check("memory", Verdict.OK, detail)
+
+
+def check_files(config: Config) -> Check:
+    """May as many connections be open as the settings let in?"""
+    wanted = wanted_file_count(connection_limit=config.connection.connection_limit)
+    allowed = allow_open_files(wanted)
+    detail = f"{allowed} files and sockets may be open, {wanted} are wanted"
+    if allowed < wanted:
+        advice = "raise the hard limit (ulimit -Hn, LimitNOFILE=), or set a lower --connection-limit"
+        return Check("files", Verdict.WARN, detail, advice)
+    return Check("files", Verdict.OK, detail)
 
 
 def check_blas(config: Config) -> Check:
@@ -170,6 +181,7 @@ CHECKS: tuple[Callable[[Config], Check], ...] = (
     check_versions,
     check_device,
     check_memory,
+    check_files,
     check_blas,
     check_model,
     check_address,

@@ -11,7 +11,14 @@ import pytest
 from icehouse_server.bootstrap.machine import Device
 from icehouse_server.cli.doctor import cache_checks, doctor
 from icehouse_server.cli.doctor.check import Check, Verdict
-from icehouse_server.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+from icehouse_server.config import (
+    CacheConfig,
+    Config,
+    ConnectionConfig,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+)
 
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.storage_thread import StorageThread
@@ -30,6 +37,12 @@ def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
         check = doctor.check_address(config)
         assert check.verdict is Verdict.FAIL and str(port) in check.detail and "--port" in check.advice
     assert doctor.check_address(config).verdict is Verdict.OK
+
+
+def test_more_connections_than_files_may_be_open_are_told() -> None:
+    assert doctor.check_files(Config()).verdict is Verdict.OK
+    check = doctor.check_files(Config(connection=ConnectionConfig(connection_limit=1 << 40)))
+    assert check.verdict is Verdict.WARN and "--connection-limit" in check.advice
 
 
 def test_a_socket_needs_a_folder(tmp_path: Path) -> None:
