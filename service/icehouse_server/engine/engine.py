@@ -138,7 +138,8 @@ class Engine:
     def submit_command(
         self, command: CacheCommand, reply: Callable[[CacheAnswer | IcehouseError], None]
     ) -> None:
-        """Have a command to the prefix cache carried out; `reply` is called once, on some thread."""
+        """Have a command to the prefix cache carried out; `reply` is called once, on some thread, unless the
+        engine ends while the storage thread is at it: then its state is the answer."""
         if not self._mailbox.post(Command(command, reply)):
             reply(self._not_ready())
 

@@ -107,9 +107,14 @@ async def test_failure_reaches_outboxes_questions_and_newcomers() -> None:
 async def test_a_stopped_engine_leaves_nobody_waiting() -> None:
     router, box = Router(asyncio.get_running_loop()), outbox()
     router.open(A, box)
+    # A verify, say, that the storage thread has not ended.
+    asked: asyncio.Task[object] = asyncio.create_task(router.ask(lambda reply: None))
+    await asyncio.sleep(0)
     router.state_changed(EngineState.STOPPED, None)
     event = await box.take()
     assert isinstance(event, Failed) and isinstance(event.error, Unavailable)
+    with pytest.raises(Unavailable):
+        await asked
 
 
 async def test_an_answer_comes_back_from_another_thread() -> None:
