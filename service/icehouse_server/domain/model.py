@@ -22,6 +22,16 @@ class EngineState(enum.Enum):
     FAILED = enum.auto()
 
 
+class PassSplit(enum.Enum):
+    """Where sequences that share a forward pass are kept apart."""
+
+    ATTENTION = "attention"
+    MODULE = "module"
+    """The module of a layer that keeps its state."""
+    ALONE = "alone"
+    """They share no pass."""
+
+
 class Sight(enum.Enum):
     """What is served of a model folder's images, by whether the extra `vision` is installed."""
 
@@ -62,6 +72,10 @@ class ModelInfo:
     """Whether prompts may have images in them."""
     image_refusal: str = "reads text alone"
     """What is said of the model to who sends one where they may not."""
+    runs_images_whole: bool = False
+    """Each token of an image sees all of it, so no pass ends inside one."""
+    pass_splits: tuple[PassSplit, ...] = ()
+    """In the order of their names."""
     embedding_size: int = 0
     """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
     adapters: tuple[AdapterInfo, ...] = ()

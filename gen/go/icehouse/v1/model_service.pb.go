@@ -23,6 +23,63 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once.
+type PassSplit int32
+
+const (
+	// Never sent.
+	PassSplit_PASS_SPLIT_UNSPECIFIED PassSplit = 0
+	// In attention alone.
+	PassSplit_PASS_SPLIT_ATTENTION PassSplit = 1
+	// In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own.
+	PassSplit_PASS_SPLIT_MODULE PassSplit = 2
+	// Everywhere: each sequence is a pass of its own.
+	PassSplit_PASS_SPLIT_ALONE PassSplit = 3
+)
+
+// Enum value maps for PassSplit.
+var (
+	PassSplit_name = map[int32]string{
+		0: "PASS_SPLIT_UNSPECIFIED",
+		1: "PASS_SPLIT_ATTENTION",
+		2: "PASS_SPLIT_MODULE",
+		3: "PASS_SPLIT_ALONE",
+	}
+	PassSplit_value = map[string]int32{
+		"PASS_SPLIT_UNSPECIFIED": 0,
+		"PASS_SPLIT_ATTENTION":   1,
+		"PASS_SPLIT_MODULE":      2,
+		"PASS_SPLIT_ALONE":       3,
+	}
+)
+
+func (x PassSplit) Enum() *PassSplit {
+	p := new(PassSplit)
+	*p = x
+	return p
+}
+
+func (x PassSplit) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (PassSplit) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_model_service_proto_enumTypes[0].Descriptor()
+}
+
+func (PassSplit) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_model_service_proto_enumTypes[0]
+}
+
+func (x PassSplit) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use PassSplit.Descriptor instead.
+func (PassSplit) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{0}
+}
+
 // Asks for a page of models.
 type ListModelsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -261,9 +318,15 @@ type Model struct {
 	// Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
 	EmbeddingDimensions int32 `protobuf:"varint,16,opt,name=embedding_dimensions,json=embeddingDimensions,proto3" json:"embedding_dimensions,omitempty"`
 	// Whether chat prompts may have images in them.
-	ReadsImages   bool `protobuf:"varint,17,opt,name=reads_images,json=readsImages,proto3" json:"reads_images,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ReadsImages bool `protobuf:"varint,17,opt,name=reads_images,json=readsImages,proto3" json:"reads_images,omitempty"`
+	// Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+	// PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+	PassSplits []PassSplit `protobuf:"varint,18,rep,packed,name=pass_splits,json=passSplits,proto3,enum=icehouse.v1.PassSplit" json:"pass_splits,omitempty"`
+	// Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+	// no chunk of a prompt ends inside it.
+	RunsImagesWhole bool `protobuf:"varint,19,opt,name=runs_images_whole,json=runsImagesWhole,proto3" json:"runs_images_whole,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -415,6 +478,20 @@ func (x *Model) GetReadsImages() bool {
 	return false
 }
 
+func (x *Model) GetPassSplits() []PassSplit {
+	if x != nil {
+		return x.PassSplits
+	}
+	return nil
+}
+
+func (x *Model) GetRunsImagesWhole() bool {
+	if x != nil {
+		return x.RunsImagesWhole
+	}
+	return false
+}
+
 var File_icehouse_v1_model_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_model_service_proto_rawDesc = "" +
@@ -430,7 +507,7 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"<\n" +
 	"\x10GetModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\xf5\x04\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\xda\x05\n" +
 	"\x05Model\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12'\n" +
@@ -449,7 +526,15 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x06device\x18\x0e \x01(\tR\x06device\x120\n" +
 	"\badapters\x18\x0f \x03(\v2\x14.icehouse.v1.AdapterR\badapters\x121\n" +
 	"\x14embedding_dimensions\x18\x10 \x01(\x05R\x13embeddingDimensions\x12!\n" +
-	"\freads_images\x18\x11 \x01(\bR\vreadsImages2\xa6\x01\n" +
+	"\freads_images\x18\x11 \x01(\bR\vreadsImages\x127\n" +
+	"\vpass_splits\x18\x12 \x03(\x0e2\x16.icehouse.v1.PassSplitR\n" +
+	"passSplits\x12*\n" +
+	"\x11runs_images_whole\x18\x13 \x01(\bR\x0frunsImagesWhole*n\n" +
+	"\tPassSplit\x12\x1a\n" +
+	"\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n" +
+	"\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n" +
+	"\x11PASS_SPLIT_MODULE\x10\x02\x12\x14\n" +
+	"\x10PASS_SPLIT_ALONE\x10\x032\xa6\x01\n" +
 	"\fModelService\x12M\n" +
 	"\n" +
 	"ListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n" +
@@ -468,28 +553,31 @@ func file_icehouse_v1_model_service_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_model_service_proto_rawDescData
 }
 
+var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
 var file_icehouse_v1_model_service_proto_goTypes = []any{
-	(*ListModelsRequest)(nil),  // 0: icehouse.v1.ListModelsRequest
-	(*ListModelsResponse)(nil), // 1: icehouse.v1.ListModelsResponse
-	(*GetModelRequest)(nil),    // 2: icehouse.v1.GetModelRequest
-	(*GetModelResponse)(nil),   // 3: icehouse.v1.GetModelResponse
-	(*Model)(nil),              // 4: icehouse.v1.Model
-	(*Adapter)(nil),            // 5: icehouse.v1.Adapter
+	(PassSplit)(0),             // 0: icehouse.v1.PassSplit
+	(*ListModelsRequest)(nil),  // 1: icehouse.v1.ListModelsRequest
+	(*ListModelsResponse)(nil), // 2: icehouse.v1.ListModelsResponse
+	(*GetModelRequest)(nil),    // 3: icehouse.v1.GetModelRequest
+	(*GetModelResponse)(nil),   // 4: icehouse.v1.GetModelResponse
+	(*Model)(nil),              // 5: icehouse.v1.Model
+	(*Adapter)(nil),            // 6: icehouse.v1.Adapter
 }
 var file_icehouse_v1_model_service_proto_depIdxs = []int32{
-	4, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
-	4, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
-	5, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
-	0, // 3: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
-	2, // 4: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
-	1, // 5: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
-	3, // 6: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
-	5, // [5:7] is the sub-list for method output_type
-	3, // [3:5] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	5, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
+	5, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
+	6, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
+	0, // 3: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
+	1, // 4: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
+	3, // 5: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
+	2, // 6: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
+	4, // 7: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
+	6, // [6:8] is the sub-list for method output_type
+	4, // [4:6] is the sub-list for method input_type
+	4, // [4:4] is the sub-list for extension type_name
+	4, // [4:4] is the sub-list for extension extendee
+	0, // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_model_service_proto_init() }
@@ -503,13 +591,14 @@ func file_icehouse_v1_model_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_model_service_proto_rawDesc), len(file_icehouse_v1_model_service_proto_rawDesc)),
-			NumEnums:      0,
+			NumEnums:      1,
 			NumMessages:   5,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_icehouse_v1_model_service_proto_goTypes,
 		DependencyIndexes: file_icehouse_v1_model_service_proto_depIdxs,
+		EnumInfos:         file_icehouse_v1_model_service_proto_enumTypes,
 		MessageInfos:      file_icehouse_v1_model_service_proto_msgTypes,
 	}.Build()
 	File_icehouse_v1_model_service_proto = out.File

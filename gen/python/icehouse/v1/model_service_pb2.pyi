@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from icehouse.v1 import adapter_pb2 as _adapter_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _PassSplit:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PassSplitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PassSplit.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PASS_SPLIT_UNSPECIFIED: _PassSplit.ValueType  # 0
+    """Never sent."""
+    PASS_SPLIT_ATTENTION: _PassSplit.ValueType  # 1
+    """In attention alone."""
+    PASS_SPLIT_MODULE: _PassSplit.ValueType  # 2
+    """In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own."""
+    PASS_SPLIT_ALONE: _PassSplit.ValueType  # 3
+    """Everywhere: each sequence is a pass of its own."""
+
+class PassSplit(_PassSplit, metaclass=_PassSplitEnumTypeWrapper):
+    """Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once."""
+
+PASS_SPLIT_UNSPECIFIED: PassSplit.ValueType  # 0
+"""Never sent."""
+PASS_SPLIT_ATTENTION: PassSplit.ValueType  # 1
+"""In attention alone."""
+PASS_SPLIT_MODULE: PassSplit.ValueType  # 2
+"""In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own."""
+PASS_SPLIT_ALONE: PassSplit.ValueType  # 3
+"""Everywhere: each sequence is a pass of its own."""
+Global___PassSplit: _TypeAlias = PassSplit  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
@@ -142,6 +171,8 @@ class Model(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
     READS_IMAGES_FIELD_NUMBER: _builtins.int
+    PASS_SPLITS_FIELD_NUMBER: _builtins.int
+    RUNS_IMAGES_WHOLE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name callers use in `model`."""
     architecture: _builtins.str
@@ -170,6 +201,10 @@ class Model(_message.Message):
     """Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model."""
     reads_images: _builtins.bool
     """Whether chat prompts may have images in them."""
+    runs_images_whole: _builtins.bool
+    """Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+    no chunk of a prompt ends inside it.
+    """
     @_builtins.property
     def cache_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Cache classes of its layers, in order of first appearance."""
@@ -181,6 +216,12 @@ class Model(_message.Message):
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.Adapter]:
         """The adapters that requests may choose, in the config's order. Absent: none."""
+
+    @_builtins.property
+    def pass_splits(self) -> _containers.RepeatedScalarFieldContainer[Global___PassSplit.ValueType]:
+        """Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+        PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+        """
 
     def __init__(
         self,
@@ -202,10 +243,12 @@ class Model(_message.Message):
         adapters: _abc.Iterable[_adapter_pb2.Adapter] | None = ...,
         embedding_dimensions: _builtins.int = ...,
         reads_images: _builtins.bool = ...,
+        pass_splits: _abc.Iterable[Global___PassSplit.ValueType] | None = ...,
+        runs_images_whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "quantization", b"quantization", "reads_images", b"reads_images", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "runs_images_whole", b"runs_images_whole", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

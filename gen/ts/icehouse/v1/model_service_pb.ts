@@ -4,8 +4,8 @@
 // @generated from file icehouse/v1/model_service.proto (package icehouse.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Adapter } from "./adapter_pb.js";
 import { file_icehouse_v1_adapter } from "./adapter_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/model_service.proto.
  */
 export const file_icehouse_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwilAMKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyEhwKFGVtYmVkZGluZ19kaW1lbnNpb25zGBAgASgFEhQKDHJlYWRzX2ltYWdlcxgRIAEoCDKmAQoMTW9kZWxTZXJ2aWNlEk0KCkxpc3RNb2RlbHMSHi5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVxdWVzdBofLmljZWhvdXNlLnYxLkxpc3RNb2RlbHNSZXNwb25zZRJHCghHZXRNb2RlbBIcLmljZWhvdXNlLnYxLkdldE1vZGVsUmVxdWVzdBodLmljZWhvdXNlLnYxLkdldE1vZGVsUmVzcG9uc2VCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_icehouse_v1_adapter]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwi3AMKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyEhwKFGVtYmVkZGluZ19kaW1lbnNpb25zGBAgASgFEhQKDHJlYWRzX2ltYWdlcxgRIAEoCBIrCgtwYXNzX3NwbGl0cxgSIAMoDjIWLmljZWhvdXNlLnYxLlBhc3NTcGxpdBIZChFydW5zX2ltYWdlc193aG9sZRgTIAEoCCpuCglQYXNzU3BsaXQSGgoWUEFTU19TUExJVF9VTlNQRUNJRklFRBAAEhgKFFBBU1NfU1BMSVRfQVRURU5USU9OEAESFQoRUEFTU19TUExJVF9NT0RVTEUQAhIUChBQQVNTX1NQTElUX0FMT05FEAMypgEKDE1vZGVsU2VydmljZRJNCgpMaXN0TW9kZWxzEh4uaWNlaG91c2UudjEuTGlzdE1vZGVsc1JlcXVlc3QaHy5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USRwoIR2V0TW9kZWwSHC5pY2Vob3VzZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_adapter]);
 
 /**
  * Asks for a page of models.
@@ -238,6 +238,22 @@ export type Model = Message<"icehouse.v1.Model"> & {
    * @generated from field: bool reads_images = 17;
    */
   readsImages: boolean;
+
+  /**
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   *
+   * @generated from field: repeated icehouse.v1.PassSplit pass_splits = 18;
+   */
+  passSplits: PassSplit[];
+
+  /**
+   * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+   * no chunk of a prompt ends inside it.
+   *
+   * @generated from field: bool runs_images_whole = 19;
+   */
+  runsImagesWhole: boolean;
 };
 
 /**
@@ -246,6 +262,47 @@ export type Model = Message<"icehouse.v1.Model"> & {
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_model_service, 4);
+
+/**
+ * Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once.
+ *
+ * @generated from enum icehouse.v1.PassSplit
+ */
+export enum PassSplit {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: PASS_SPLIT_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * In attention alone.
+   *
+   * @generated from enum value: PASS_SPLIT_ATTENTION = 1;
+   */
+  ATTENTION = 1,
+
+  /**
+   * In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own.
+   *
+   * @generated from enum value: PASS_SPLIT_MODULE = 2;
+   */
+  MODULE = 2,
+
+  /**
+   * Everywhere: each sequence is a pass of its own.
+   *
+   * @generated from enum value: PASS_SPLIT_ALONE = 3;
+   */
+  ALONE = 3,
+}
+
+/**
+ * Describes the enum icehouse.v1.PassSplit.
+ */
+export const PassSplitSchema: GenEnum<PassSplit> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_model_service, 0);
 
 /**
  * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.

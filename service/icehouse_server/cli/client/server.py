@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -14,6 +14,9 @@ from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
 from icehouse_server.cli.terminal.option_groups import with_groups
 from icehouse_server.cli.top.view import printable
 from icehouse_server.config.setting import size_text
+
+if TYPE_CHECKING:
+    from icehouse.v1.model_service_pb2 import Model
 
 _FIGURES = ("age", "prompt", "cached", "output")
 
@@ -45,6 +48,8 @@ def models(target: Target, as_json: AsJson = False) -> None:
             ("context", f"{model.context_tokens:,} tokens"),
             ("KV", f"{kv} a token"),
             ("chats", chats),
+            ("images", _images(model)),
+            ("passes", _passes(model)),
             ("embeds", f"{model.embedding_dimensions:,} dimensions" if model.embedding_dimensions else "no"),
             ("adapters", ", ".join(adapter.name for adapter in model.adapters) or "none"),
             ("cache", model.fingerprint[:8] or "none is kept"),
@@ -144,6 +149,22 @@ def cancel(
                 out.print(f"ended {request_id}", markup=False)
     if as_json:
         print_json({"requests": ended})
+
+
+def _images(model: Model) -> str:
+    if not model.reads_images:
+        return "no"
+    return "yes, each in one pass" if model.runs_images_whole else "yes"
+
+
+def _passes(model: Model) -> str:
+    """Return what sequences share of a pass; a server of before told nothing of it."""
+    from icehouse.v1.model_service_pb2 import PassSplit
+
+    splits = [_words(PassSplit.Name(split), "PASS_SPLIT_") for split in model.pass_splits]
+    if splits == ["alone"]:
+        return "each sequence its own"
+    return f"shared, split at {' and '.join(splits)}" if splits else "not known"
 
 
 def _words(name: str, prefix: str) -> str:

@@ -194,6 +194,7 @@ def describe(
         eos_token_ids=tokenizer.eos_token_ids,
         device=_device_name(),
         sees_images=loaded.tower is not None,
+        runs_images_whole=loaded.tower is not None and mlx_vlm.runs_images_whole(loaded.config),
         image_refusal=mlx_vlm.refusal(source.path, loaded.config) or _MISSING_EXTRA,
     )
 

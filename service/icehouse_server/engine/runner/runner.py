@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
-from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
@@ -156,6 +156,7 @@ class ModelRunner:
             info,
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
+            pass_splits=tuple(PassSplit(way) for way in self._facts.ways),
             embedding_size=self._hidden_size(),
             system_digest_hex=system_digest_hex(
                 self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device

@@ -20,7 +20,7 @@ from icehouse_server.domain.events import (
     Started,
     Usage,
 )
-from icehouse_server.domain.model import AdapterInfo, ModelInfo
+from icehouse_server.domain.model import AdapterInfo, ModelInfo, PassSplit
 from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.speculation import LIMITS
@@ -34,6 +34,12 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: usage_pb2.FINISH_REASON_LENGTH,
     FinishReason.CONTEXT_LENGTH: usage_pb2.FINISH_REASON_CONTEXT_LENGTH,
     FinishReason.TOOL_CALLS: usage_pb2.FINISH_REASON_TOOL_CALLS,
+}
+
+_PASS_SPLITS = {
+    PassSplit.ATTENTION: model_service_pb2.PASS_SPLIT_ATTENTION,
+    PassSplit.MODULE: model_service_pb2.PASS_SPLIT_MODULE,
+    PassSplit.ALONE: model_service_pb2.PASS_SPLIT_ALONE,
 }
 
 REUSE_LIMITS = {
@@ -207,6 +213,8 @@ def model_proto(info: ModelInfo) -> model_service_pb2.Model:
         device=info.device,
         embedding_dimensions=info.embedding_size,
         reads_images=info.sees_images,
+        runs_images_whole=info.runs_images_whole,
+        pass_splits=[_PASS_SPLITS[split] for split in info.pass_splits],
         adapters=[adapter_proto(adapter) for adapter in info.adapters],
     )
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import re
+from typing import Any
 
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as inference
+from icehouse_server.domain.model import PassSplit
 
-from tests.fixtures.rpc.fake_engine import hanging
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, hanging
 from tests.unit.cli.client.test_generate import invoke
 from tests.unit.rpc.conftest import RunningServer, running, served
 
@@ -29,6 +33,27 @@ async def test_models_tells_what_is_served(served: RunningServer) -> None:
     for words in ("tiny", "llama, float32, quantization none", "64 tokens", "128 bytes a token", "abababab"):
         assert words in told.stdout, words
     assert [model["id"] for model in facts["models"]] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, ("images no", "passes not known")),
+        (
+            {"sees_images": True, "pass_splits": (PassSplit.ATTENTION, PassSplit.MODULE)},
+            ("images yes\n", "passes shared, split at attention and module"),
+        ),
+        (
+            {"sees_images": True, "runs_images_whole": True, "pass_splits": (PassSplit.ALONE,)},
+            ("images yes, each in one pass", "passes each sequence its own"),
+        ),
+    ],
+)
+async def test_models_tells_what_a_pass_may_hold(facts: dict[str, Any], words: tuple[str, str]) -> None:
+    async with running(info=dataclasses.replace(MODEL_INFO, **facts)) as served:
+        told = await invoke("models", "--address", served.server.address)
+    shown = re.sub(" +", " ", told.stdout)
+    assert all(each in shown.replace(" \n", "\n") for each in words), shown
 
 
 async def test_info_tells_version_features_and_limits(served: RunningServer) -> None:

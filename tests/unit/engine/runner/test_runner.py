@@ -11,7 +11,7 @@ import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.events import Failed, Finished
 from icehouse_server.domain.ids import RequestId
-from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.model import EngineState, PassSplit
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Mailbox
@@ -109,6 +109,23 @@ def test_sixteen_together_get_what_each_gets_alone(
         running.stop()
     assert list(together.values()) == list(alone.values())
     assert len({tuple(tokens) for tokens in together.values()}) > 8, "the outputs differ from each other"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "splits"),
+    [("llama", (PassSplit.ATTENTION,)), ("lfm2", (PassSplit.ATTENTION, PassSplit.MODULE))],
+)
+def test_a_model_s_facts_say_what_sequences_share_of_a_pass(
+    tmp_path: Path, architecture: str, splits: tuple[PassSplit, ...]
+) -> None:
+    source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, architecture), model_id="tiny")
+    runner = ModelRunner(
+        source=source,
+        tokenizer=model_loader.load_tokenizer(source),
+        settings=RunnerSettings(),
+        clock=SystemClock(),
+    )
+    assert runner.load().pass_splits == splits
 
 
 def test_greedy_text_is_what_the_model_says_by_itself(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ private static final long serialVersionUID = 0L;
     eosTokenIds_ = emptyIntList();
     device_ = "";
     adapters_ = java.util.Collections.emptyList();
+    passSplits_ = java.util.Collections.emptyList();
   }
 
   @java.lang.Override
@@ -611,6 +612,105 @@ private static final long serialVersionUID = 0L;
     return readsImages_;
   }
 
+  public static final int PASS_SPLITS_FIELD_NUMBER = 18;
+  @SuppressWarnings("serial")
+  private java.util.List<java.lang.Integer> passSplits_;
+  private static final com.google.protobuf.Internal.ListAdapter.Converter<
+      java.lang.Integer, dev.icehouse.v1.PassSplit> passSplits_converter_ =
+          new com.google.protobuf.Internal.ListAdapter.Converter<
+              java.lang.Integer, dev.icehouse.v1.PassSplit>() {
+            public dev.icehouse.v1.PassSplit convert(java.lang.Integer from) {
+              dev.icehouse.v1.PassSplit result = dev.icehouse.v1.PassSplit.forNumber(from);
+              return result == null ? dev.icehouse.v1.PassSplit.UNRECOGNIZED : result;
+            }
+          };
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @return A list containing the passSplits.
+   */
+  @java.lang.Override
+  public java.util.List<dev.icehouse.v1.PassSplit> getPassSplitsList() {
+    return new com.google.protobuf.Internal.ListAdapter<
+        java.lang.Integer, dev.icehouse.v1.PassSplit>(passSplits_, passSplits_converter_);
+  }
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @return The count of passSplits.
+   */
+  @java.lang.Override
+  public int getPassSplitsCount() {
+    return passSplits_.size();
+  }
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @param index The index of the element to return.
+   * @return The passSplits at the given index.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.PassSplit getPassSplits(int index) {
+    return passSplits_converter_.convert(passSplits_.get(index));
+  }
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @return A list containing the enum numeric values on the wire for passSplits.
+   */
+  @java.lang.Override
+  public java.util.List<java.lang.Integer>
+  getPassSplitsValueList() {
+    return passSplits_;
+  }
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @param index The index of the value to return.
+   * @return The enum numeric value on the wire of passSplits at the given index.
+   */
+  @java.lang.Override
+  public int getPassSplitsValue(int index) {
+    return passSplits_.get(index);
+  }
+  private int passSplitsMemoizedSerializedSize;
+
+  public static final int RUNS_IMAGES_WHOLE_FIELD_NUMBER = 19;
+  private boolean runsImagesWhole_ = false;
+  /**
+   * <pre>
+   * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+   * no chunk of a prompt ends inside it.
+   * </pre>
+   *
+   * <code>bool runs_images_whole = 19;</code>
+   * @return The runsImagesWhole.
+   */
+  @java.lang.Override
+  public boolean getRunsImagesWhole() {
+    return runsImagesWhole_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -680,6 +780,16 @@ private static final long serialVersionUID = 0L;
     }
     if (readsImages_ != false) {
       output.writeBool(17, readsImages_);
+    }
+    if (getPassSplitsList().size() > 0) {
+      output.writeUInt32NoTag(146);
+      output.writeUInt32NoTag(passSplitsMemoizedSerializedSize);
+    }
+    for (int i = 0; i < passSplits_.size(); i++) {
+      output.writeEnumNoTag(passSplits_.get(i));
+    }
+    if (runsImagesWhole_ != false) {
+      output.writeBool(19, runsImagesWhole_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -766,6 +876,22 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(17, readsImages_);
     }
+    {
+      int dataSize = 0;
+      for (int i = 0; i < passSplits_.size(); i++) {
+        dataSize += com.google.protobuf.CodedOutputStream
+          .computeEnumSizeNoTag(passSplits_.get(i));
+      }
+      size += dataSize;
+      if (!getPassSplitsList().isEmpty()) {  size += 2;
+        size += com.google.protobuf.CodedOutputStream
+          .computeUInt32SizeNoTag(dataSize);
+      }passSplitsMemoizedSerializedSize = dataSize;
+    }
+    if (runsImagesWhole_ != false) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeBoolSize(19, runsImagesWhole_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -815,6 +941,9 @@ private static final long serialVersionUID = 0L;
         != other.getEmbeddingDimensions()) return false;
     if (getReadsImages()
         != other.getReadsImages()) return false;
+    if (!passSplits_.equals(other.passSplits_)) return false;
+    if (getRunsImagesWhole()
+        != other.getRunsImagesWhole()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -871,6 +1000,13 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + READS_IMAGES_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getReadsImages());
+    if (getPassSplitsCount() > 0) {
+      hash = (37 * hash) + PASS_SPLITS_FIELD_NUMBER;
+      hash = (53 * hash) + passSplits_.hashCode();
+    }
+    hash = (37 * hash) + RUNS_IMAGES_WHOLE_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
+        getRunsImagesWhole());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -1030,6 +1166,9 @@ private static final long serialVersionUID = 0L;
       bitField0_ = (bitField0_ & ~0x00004000);
       embeddingDimensions_ = 0;
       readsImages_ = false;
+      passSplits_ = java.util.Collections.emptyList();
+      bitField0_ = (bitField0_ & ~0x00020000);
+      runsImagesWhole_ = false;
       return this;
     }
 
@@ -1072,6 +1211,11 @@ private static final long serialVersionUID = 0L;
       } else {
         result.adapters_ = adaptersBuilder_.build();
       }
+      if (((bitField0_ & 0x00020000) != 0)) {
+        passSplits_ = java.util.Collections.unmodifiableList(passSplits_);
+        bitField0_ = (bitField0_ & ~0x00020000);
+      }
+      result.passSplits_ = passSplits_;
     }
 
     private void buildPartial0(dev.icehouse.v1.Model result) {
@@ -1125,6 +1269,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00010000) != 0)) {
         result.readsImages_ = readsImages_;
+      }
+      if (((from_bitField0_ & 0x00040000) != 0)) {
+        result.runsImagesWhole_ = runsImagesWhole_;
       }
     }
 
@@ -1273,6 +1420,19 @@ private static final long serialVersionUID = 0L;
       if (other.getReadsImages() != false) {
         setReadsImages(other.getReadsImages());
       }
+      if (!other.passSplits_.isEmpty()) {
+        if (passSplits_.isEmpty()) {
+          passSplits_ = other.passSplits_;
+          bitField0_ = (bitField0_ & ~0x00020000);
+        } else {
+          ensurePassSplitsIsMutable();
+          passSplits_.addAll(other.passSplits_);
+        }
+        onChanged();
+      }
+      if (other.getRunsImagesWhole() != false) {
+        setRunsImagesWhole(other.getRunsImagesWhole());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -1404,6 +1564,28 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00010000;
               break;
             } // case 136
+            case 144: {
+              int tmpRaw = input.readEnum();
+              ensurePassSplitsIsMutable();
+              passSplits_.add(tmpRaw);
+              break;
+            } // case 144
+            case 146: {
+              int length = input.readRawVarint32();
+              int oldLimit = input.pushLimit(length);
+              while(input.getBytesUntilLimit() > 0) {
+                int tmpRaw = input.readEnum();
+                ensurePassSplitsIsMutable();
+                passSplits_.add(tmpRaw);
+              }
+              input.popLimit(oldLimit);
+              break;
+            } // case 146
+            case 152: {
+              runsImagesWhole_ = input.readBool();
+              bitField0_ |= 0x00040000;
+              break;
+            } // case 152
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2892,6 +3074,253 @@ private static final long serialVersionUID = 0L;
     public Builder clearReadsImages() {
       bitField0_ = (bitField0_ & ~0x00010000);
       readsImages_ = false;
+      onChanged();
+      return this;
+    }
+
+    private java.util.List<java.lang.Integer> passSplits_ =
+      java.util.Collections.emptyList();
+    private void ensurePassSplitsIsMutable() {
+      if (!((bitField0_ & 0x00020000) != 0)) {
+        passSplits_ = new java.util.ArrayList<java.lang.Integer>(passSplits_);
+        bitField0_ |= 0x00020000;
+      }
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @return A list containing the passSplits.
+     */
+    public java.util.List<dev.icehouse.v1.PassSplit> getPassSplitsList() {
+      return new com.google.protobuf.Internal.ListAdapter<
+          java.lang.Integer, dev.icehouse.v1.PassSplit>(passSplits_, passSplits_converter_);
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @return The count of passSplits.
+     */
+    public int getPassSplitsCount() {
+      return passSplits_.size();
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param index The index of the element to return.
+     * @return The passSplits at the given index.
+     */
+    public dev.icehouse.v1.PassSplit getPassSplits(int index) {
+      return passSplits_converter_.convert(passSplits_.get(index));
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param index The index to set the value at.
+     * @param value The passSplits to set.
+     * @return This builder for chaining.
+     */
+    public Builder setPassSplits(
+        int index, dev.icehouse.v1.PassSplit value) {
+      if (value == null) {
+        throw new NullPointerException();
+      }
+      ensurePassSplitsIsMutable();
+      passSplits_.set(index, value.getNumber());
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param value The passSplits to add.
+     * @return This builder for chaining.
+     */
+    public Builder addPassSplits(dev.icehouse.v1.PassSplit value) {
+      if (value == null) {
+        throw new NullPointerException();
+      }
+      ensurePassSplitsIsMutable();
+      passSplits_.add(value.getNumber());
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param values The passSplits to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllPassSplits(
+        java.lang.Iterable<? extends dev.icehouse.v1.PassSplit> values) {
+      ensurePassSplitsIsMutable();
+      for (dev.icehouse.v1.PassSplit value : values) {
+        passSplits_.add(value.getNumber());
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearPassSplits() {
+      passSplits_ = java.util.Collections.emptyList();
+      bitField0_ = (bitField0_ & ~0x00020000);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @return A list containing the enum numeric values on the wire for passSplits.
+     */
+    public java.util.List<java.lang.Integer>
+    getPassSplitsValueList() {
+      return java.util.Collections.unmodifiableList(passSplits_);
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param index The index of the value to return.
+     * @return The enum numeric value on the wire of passSplits at the given index.
+     */
+    public int getPassSplitsValue(int index) {
+      return passSplits_.get(index);
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param index The index to set the value at.
+     * @param value The enum numeric value on the wire for passSplits to set.
+     * @return This builder for chaining.
+     */
+    public Builder setPassSplitsValue(
+        int index, int value) {
+      ensurePassSplitsIsMutable();
+      passSplits_.set(index, value);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param value The enum numeric value on the wire for passSplits to add.
+     * @return This builder for chaining.
+     */
+    public Builder addPassSplitsValue(int value) {
+      ensurePassSplitsIsMutable();
+      passSplits_.add(value);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+     * @param values The enum numeric values on the wire for passSplits to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllPassSplitsValue(
+        java.lang.Iterable<java.lang.Integer> values) {
+      ensurePassSplitsIsMutable();
+      for (int value : values) {
+        passSplits_.add(value);
+      }
+      onChanged();
+      return this;
+    }
+
+    private boolean runsImagesWhole_ ;
+    /**
+     * <pre>
+     * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+     * no chunk of a prompt ends inside it.
+     * </pre>
+     *
+     * <code>bool runs_images_whole = 19;</code>
+     * @return The runsImagesWhole.
+     */
+    @java.lang.Override
+    public boolean getRunsImagesWhole() {
+      return runsImagesWhole_;
+    }
+    /**
+     * <pre>
+     * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+     * no chunk of a prompt ends inside it.
+     * </pre>
+     *
+     * <code>bool runs_images_whole = 19;</code>
+     * @param value The runsImagesWhole to set.
+     * @return This builder for chaining.
+     */
+    public Builder setRunsImagesWhole(boolean value) {
+
+      runsImagesWhole_ = value;
+      bitField0_ |= 0x00040000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+     * no chunk of a prompt ends inside it.
+     * </pre>
+     *
+     * <code>bool runs_images_whole = 19;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearRunsImagesWhole() {
+      bitField0_ = (bitField0_ & ~0x00040000);
+      runsImagesWhole_ = false;
       onChanged();
       return this;
     }

@@ -321,4 +321,69 @@ public interface ModelOrBuilder extends
    * @return The readsImages.
    */
   boolean getReadsImages();
+
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @return A list containing the passSplits.
+   */
+  java.util.List<dev.icehouse.v1.PassSplit> getPassSplitsList();
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @return The count of passSplits.
+   */
+  int getPassSplitsCount();
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @param index The index of the element to return.
+   * @return The passSplits at the given index.
+   */
+  dev.icehouse.v1.PassSplit getPassSplits(int index);
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @return A list containing the enum numeric values on the wire for passSplits.
+   */
+  java.util.List<java.lang.Integer>
+  getPassSplitsValueList();
+  /**
+   * <pre>
+   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
+   * @param index The index of the value to return.
+   * @return The enum numeric value on the wire of passSplits at the given index.
+   */
+  int getPassSplitsValue(int index);
+
+  /**
+   * <pre>
+   * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+   * no chunk of a prompt ends inside it.
+   * </pre>
+   *
+   * <code>bool runs_images_whole = 19;</code>
+   * @return The runsImagesWhole.
+   */
+  boolean getRunsImagesWhole();
 }

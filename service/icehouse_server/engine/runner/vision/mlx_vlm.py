@@ -57,6 +57,11 @@ _TOWER_WEIGHT: Final = re.compile(r"(.*\.)?vis(ion|ual)")
 """What weights of a vision tower are called, in folders of every maker."""
 
 
+def runs_images_whole(config: Mapping[str, Any]) -> bool:
+    """Return whether no pass of this model may end inside an image."""
+    return config["model_type"] in _WHOLE_IMAGE_FAMILIES
+
+
 def sees(config: Mapping[str, Any]) -> bool:
     """Whether a model folder has a vision tower that is known here."""
     return config.get("model_type") in FAMILIES and isinstance(config.get("vision_config"), Mapping)
@@ -130,7 +135,7 @@ def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[
     whole.eval()
     config = dict(load_config(path))
     kind = config["model_type"]
-    if kind in _WHOLE_IMAGE_FAMILIES:
+    if runs_images_whole(config):
         return WholeImageTextModel(whole.language_model), ScaledTower(whole), config
     if kind in _PATCH_FAMILIES:
         if whole.language_model.model_type == "ministral3":

@@ -150,3 +150,10 @@ def test_a_folder_that_was_converted_without_its_tower_is_mlx_lms(tmp_path: Path
     assert told.image_refusal == refusal(folder) and "no weights of a vision tower" in told.image_refusal
     (folder / "model.safetensors").write_bytes(b"\xff" * 99)
     assert (refusal(folder) is None) is not has_index, "whoever loads it says that it is damaged"
+
+
+@pytest.mark.parametrize(("family", "is_whole"), [("gemma3", True), ("smolvlm", False)])
+def test_a_model_s_facts_say_whether_images_run_whole(tmp_path: Path, family: str, is_whole: bool) -> None:
+    source = ModelSource(path=tiny_vision_dir(tmp_path, family), model_id="tiny")
+    info = describe(load(source), source, load_tokenizer(source), "")
+    assert (info.sees_images, info.runs_images_whole) == (True, is_whole)
