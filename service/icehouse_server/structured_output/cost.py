@@ -59,7 +59,7 @@ def _in_schema(schema: Any) -> Iterator[str]:
 def _states(number: str) -> float:
     """Return a number's digits without its decimal point; what is no number costs nothing."""
     try:
-        value = abs(decimal.Decimal(number))
+        value = decimal.Decimal(number).copy_abs()  # `abs` would round, and raise where that overflows
     except decimal.InvalidOperation:
         return 0.0
     if not value.is_finite():

@@ -57,13 +57,14 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
     width, height = image.size
     if width * height > limits.pixel_count:
         raise _too_many_pixels(source, limits, f"{width} x {height}")
-    if getattr(image, "is_animated", False):
-        raise _invalid(source, "is animated; send one frame of it")
     try:
-        image.load()
-        return ImageOps.exif_transpose(image).convert("RGB")
+        # A GIF's second frame is looked for only now.
+        if not getattr(image, "is_animated", False):
+            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # each of Pillow's decoders raises what it likes
         raise _invalid(source, f"cannot be decoded{_detail(source, error)}") from error
+    raise _invalid(source, "is animated; send one frame of it")
 
 
 def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:

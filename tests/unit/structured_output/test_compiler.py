@@ -265,6 +265,7 @@ COSTLY = [
     JsonSchema(json.dumps({"properties": {f"p{i}": {"multipleOf": 5003 + i} for i in range(21)}})),
     JsonSchema('{"multipleOf":1e9}'),
     LarkGrammar('start: %json {"\\u006dultipleOf": 1000003}'),
+    LarkGrammar('start: %json {"multipleOf": 1e9999999}'),
     LarkGrammar("start: T\nT: A & B & C\nA: /.*(a|b).{30}/\nB: /.*c.{29}/\nC: /(.*d.{23})+/"),
 ]
 

@@ -9,6 +9,7 @@ import pkgutil
 
 import pytest
 from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.text import mlx_lm_parsers
 from icehouse_server.text.mlx_lm_parsers import read_reply_format
 from mlx_lm import tool_parsers
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
@@ -75,3 +76,20 @@ def test_a_parser_named_by_the_folder_is_used(tmp_path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tool_parser_type": "pythonic"}))
     found = read_reply_format(mlx_lm.read_tokenizer(folder, eos_token_ids=None, trust_remote_code=False))
     assert (found.parser_name, found.call_start) == ("pythonic", "<|tool_call_start|>")
+
+
+def test_a_text_that_a_parser_would_take_hours_for_is_given_up(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mistral's looks for a header from each of the letters to the last one."""
+    monkeypatch.setattr(mlx_lm_parsers, "SEARCH_LIMIT_S", 0.02)
+    ours = mlx_lm.read_tokenizer(
+        write_family(tmp_path, ALTERNATING), eos_token_ids=None, trust_remote_code=False
+    )
+    parse = read_reply_format(ours).parse
+    assert parse is not None
+    with pytest.raises(TimeoutError):
+        parse(f"{'a' * 8000}![ARGS]", [])
+    long = json.dumps({"a": "x" * 200_000})
+    for _ in range(2):
+        assert parse(f"f[ARGS]{long}", []) == {"name": "f", "arguments": json.loads(long)}

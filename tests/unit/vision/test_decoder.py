@@ -102,6 +102,17 @@ def test_a_truncated_image_is_refused() -> None:
         refusal(data[: len(data) // 2])
 
 
+def test_a_gif_cut_anywhere_is_refused_or_its_first_frame() -> None:
+    """Whether it is animated shows behind its first frame alone, where the file may end in anything."""
+    frames = [Image.new("RGB", (4, 4), (i * 80, 0, 0)) for i in range(2)]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    for stop in range(1, len(data)):
+        try:
+            assert decoded(data[:stop]).size == (4, 4)
+        except InvalidRequest as error:
+            assert error.reason is Reason.IMAGE_INVALID
+
+
 def test_damaged_bytes_are_an_image_within_the_limits_or_refused() -> None:
     sizes = set()
     for seed in range(1500):
