@@ -1,7 +1,7 @@
 import { create, fromJson, type JsonValue, type MessageInitShape, toJson } from "@bufbuild/protobuf";
 
 import { type ChatMessage, ChatMessageSchema, type ContentPartSchema } from "./gen/icehouse/v1/prompt_pb.js";
-import type { ToolCall } from "./gen/icehouse/v1/tool_pb.js";
+import type { ToolCall, ToolSchema } from "./gen/icehouse/v1/tool_pb.js";
 
 const KIND = "icehouse-conversation";
 const VERSION = 1;
@@ -14,6 +14,9 @@ export interface Answer {
   readonly tokenIds: readonly number[];
 }
 
+/** A function that the model may ask for: the fields of a Tool. */
+export type ToolInit = MessageInitShape<typeof ToolSchema>;
+
 /** A picture in a user's turn, as it is in its file: PNG, JPEG, WebP or GIF. */
 export interface ImageInit {
   readonly data: Uint8Array;
@@ -24,6 +27,8 @@ export interface ImageInit {
 export interface ConversationOptions {
   readonly messages?: readonly ChatMessage[];
   readonly system?: string;
+  /** What the model may ask for. */
+  readonly tools?: readonly ToolInit[];
   /** Absent: one is made. */
   readonly sessionId?: string;
 }
@@ -37,10 +42,16 @@ export class Conversation {
   readonly messages: ChatMessage[];
   /** Names it to gateways, logs and traces, as the `sessionId` of a request. */
   readonly sessionId: string;
+  /**
+   * What the model may ask for, in each request that names no tools of its own. They stand before the turns, so other
+   * tools mean that nothing is reused. Not kept by toJSON.
+   */
+  tools: readonly ToolInit[];
 
-  constructor({ messages = [], system = "", sessionId }: ConversationOptions = {}) {
+  constructor({ messages = [], system = "", tools = [], sessionId }: ConversationOptions = {}) {
     this.messages = [...messages];
     this.sessionId = sessionId ?? randomId();
+    this.tools = tools;
     if (system) this.system = system;
   }
 

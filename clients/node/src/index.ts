@@ -6,7 +6,7 @@ export { CacheClient, type EvictAllOptions, type ProgressOptions, type WatchStat
 export { type CallOptions, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
 export { Client, type ClientOptions } from "./client.js";
 export { SERVICE_CONFIG } from "./connection.js";
-export { type Answer, Conversation, type ConversationOptions, type ImageInit } from "./conversation.js";
+export { type Answer, Conversation, type ConversationOptions, type ImageInit, type ToolInit } from "./conversation.js";
 export { IcehouseError } from "./errors.js";
 export { type Parser } from "./json.js";
 export {

@@ -74,7 +74,7 @@ export function promptedRequestFrom<S extends DescMessage>(schema: S, init: Prom
   const { prompt, ...fields } = init as { readonly prompt?: Prompt };
   // Of Evict it is called the target.
   const [{ localName } = { localName: "prompt" }] = schema.oneofs;
-  const given = prompt === undefined ? fields : { ...fields, [localName]: promptFrom(prompt) };
+  const given = prompt === undefined ? fields : { ...toolsOf(prompt), ...fields, [localName]: promptFrom(prompt) };
   return requestFrom(schema, given as MessageInitShape<S>);
 }
 
@@ -86,6 +86,11 @@ export function embedRequestFrom(init: EmbedInit): MessageShape<typeof EmbedRequ
     return isList(input) ? { input: { case: "tokens", value: { ids: [...input] } } } : input;
   });
   return requestFrom(EmbedRequestSchema, { ...init, inputs });
+}
+
+/** Returns the tools that a conversation brings; each message with a prompt has a field for them. */
+function toolsOf(prompt: Prompt): object {
+  return prompt instanceof Conversation && prompt.tools.length > 0 ? { tools: prompt.tools } : {};
 }
 
 function promptFrom(prompt: Prompt): unknown {

@@ -12,7 +12,7 @@ import { WebTransport } from "./web_transport.js";
 export type { CancelOptions } from "./base_client.js";
 export { CacheClient, type EvictAllOptions, type ProgressOptions, type WatchStatsOptions } from "./cache.js";
 export { type CallOptions, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
-export { type Answer, Conversation, type ConversationOptions, type ImageInit } from "./conversation.js";
+export { type Answer, Conversation, type ConversationOptions, type ImageInit, type ToolInit } from "./conversation.js";
 export { IcehouseError } from "./errors.js";
 export { type Parser } from "./json.js";
 export { PREFIX_KEY_HEADER } from "./prefix.js";

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { type TestContext, test } from "node:test";
 
 import { Client, type GenerateInit, type Prompt, prefixKey } from "../src/index.js";
-import { GenerateRequestSchema } from "../src/gen/icehouse/v1/inference_service_pb.js";
+import { GenerateRequestSchema, TokenizeRequestSchema } from "../src/gen/icehouse/v1/inference_service_pb.js";
 import { EvictRequestSchema } from "../src/gen/icehouse/v1/cache_service_pb.js";
 import { Conversation } from "../src/index.js";
 import { embedRequestFrom, promptedRequestFrom } from "../src/requests.js";
@@ -51,6 +51,21 @@ test("a turn has either images or parts", () => {
   const ask = (prompt: Prompt) => promptedRequestFrom(GenerateRequestSchema, { prompt });
   assert.throws(() => ask([{ ...turn, images }]), { name: "TypeError", message: /either images or parts/ });
   assert.deepEqual(ask([{ ...turn, images: [] }]), ask([turn]));
+});
+
+test("a conversation brings its tools to every request that names none", () => {
+  const talk = new Conversation({ tools: [{ name: "get_weather", parametersJson: "{}" }] });
+  talk.say("Is it raining?");
+  const prompt = talk;
+  for (const [{ tools }, wanted] of [
+    [promptedRequestFrom(GenerateRequestSchema, { prompt }), ["get_weather"]],
+    [promptedRequestFrom(EvictRequestSchema, { prompt }), ["get_weather"]],
+    [promptedRequestFrom(TokenizeRequestSchema, { prompt }), ["get_weather"]],
+    [promptedRequestFrom(GenerateRequestSchema, { prompt, tools: [{ name: "get_time" }] }), ["get_time"]],
+    [promptedRequestFrom(GenerateRequestSchema, { prompt, tools: [] }), []],
+  ] as const) {
+    assert.deepEqual(tools.map(({ name }) => name), wanted);
+  }
 });
 
 test("a prompt may be said in short", () => {

@@ -141,10 +141,9 @@ scenario("retry_limit", async (s) => {
 scenario("tools_loop", async (s) => {
   const client = s.client();
   const { name, description, parameters } = s.input["tool"];
-  const talk = new Conversation();
+  const talk = new Conversation({ tools: [{ name, description, parametersJson: JSON.stringify(parameters) }] });
   talk.say(s.input["question"]);
-  const tools = [{ name, description, parametersJson: JSON.stringify(parameters) }];
-  const request = { prompt: talk, tools, cache: { tenant: s.ownName } };
+  const request = { prompt: talk, cache: { tenant: s.ownName } };
   const { text, reasoning, toolCalls, finishReason, tokenIds, usage } = await client.generate(request);
   assert.deepEqual([text, reasoning], [s.expect["text"], s.expect["reasoning"]]);
   assert.equal(FinishReason[finishReason], s.expect["finish_reason"]);

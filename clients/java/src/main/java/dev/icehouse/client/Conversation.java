@@ -10,8 +10,10 @@ import com.google.protobuf.util.JsonFormat;
 import dev.icehouse.v1.ChatMessage;
 import dev.icehouse.v1.ChatPrompt;
 import dev.icehouse.v1.ContentPart;
+import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.ImagePart;
+import dev.icehouse.v1.Tool;
 import dev.icehouse.v1.ToolCall;
 import java.util.ArrayList;
 import java.util.Collections;
@@ -28,6 +30,7 @@ public final class Conversation {
 
   private final List<ChatMessage> messages;
   private final String sessionId;
+  private List<Tool> tools = List.of();
 
   /** Begins one without a system prompt. */
   public Conversation() {
@@ -53,6 +56,25 @@ public final class Conversation {
   /** The turns as a request takes them. */
   public ChatPrompt prompt() {
     return ChatPrompt.newBuilder().addAllMessages(messages).build();
+  }
+
+  /** A request for the next answer, with the turns, the tools and the session id. */
+  public GenerateRequest.Builder request() {
+    return GenerateRequest.newBuilder().setChat(prompt()).addAllTools(tools).setSessionId(sessionId);
+  }
+
+  /** What the model may ask for. */
+  public List<Tool> tools() {
+    return tools;
+  }
+
+  /**
+   * Exchanges what the model may ask for. Tools stand before the turns, so other ones mean that nothing is reused. They
+   * are not kept by {@link #toJson}.
+   */
+  public Conversation setTools(Tool... tools) {
+    this.tools = List.of(tools);
+    return this;
   }
 
   /** The system prompt, empty for none. */

@@ -8,6 +8,7 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import com.google.gson.JsonParser;
 import dev.icehouse.v1.ChatMessage;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.Tool;
 import dev.icehouse.v1.ToolCall;
 import java.nio.charset.StandardCharsets;
 import java.util.List;
@@ -49,6 +50,16 @@ class ConversationTest {
     assertEquals(example().messages(), again.messages());
     assertEquals("s1", again.sessionId());
     assertEquals(again.messages(), again.prompt().getMessagesList());
+  }
+
+  @Test
+  void itsRequestHasTurnsToolsAndSession() {
+    var tool = Tool.newBuilder().setName("weather").build();
+    var request = example().setTools(tool).request().setMaxOutputTokens(4).build();
+    assertEquals(example().prompt(), request.getChat());
+    assertEquals(List.of(tool), request.getToolsList());
+    assertEquals("s1", request.getSessionId());
+    assertEquals(0, example().setTools(tool).setTools().request().getToolsCount());
   }
 
   @Test

@@ -228,9 +228,10 @@ class ScenariosTest {
         Tool.newBuilder()
             .setName(facts.get("name").getAsString())
             .setDescription(facts.get("description").getAsString())
-            .setParametersJson(facts.get("parameters").toString());
-    var talk = new Conversation().say(s.input("question").getAsString());
-    var request = GenerateRequest.newBuilder().setChat(talk.prompt()).addTools(tool).setCache(s.tenant());
+            .setParametersJson(facts.get("parameters").toString())
+            .build();
+    var talk = new Conversation().setTools(tool).say(s.input("question").getAsString());
+    var request = talk.request().setCache(s.tenant());
 
     GenerateResponse answer = client.generate(request.build());
     assertEquals(s.expect("text").getAsString(), answer.getText());
