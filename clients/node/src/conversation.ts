@@ -1,6 +1,6 @@
 import { create, fromJson, type JsonValue, type MessageInitShape, toJson } from "@bufbuild/protobuf";
 
-import { type ChatMessage, ChatMessageSchema, type ContentPartSchema } from "./gen/icehouse/v1/prompt_pb.js";
+import { type ChatMessage, ChatMessageSchema, type ContentPartSchema, ImageDetail, type ImagePartSchema } from "./gen/icehouse/v1/prompt_pb.js";
 import type { ToolCall, ToolSchema } from "./gen/icehouse/v1/tool_pb.js";
 
 const KIND = "icehouse-conversation";
@@ -17,12 +17,18 @@ export interface Answer {
 /** A function that the model may ask for: the fields of a Tool. */
 export type ToolInit = MessageInitShape<typeof ToolSchema>;
 
-/** A picture in a user's turn, as it is in its file: PNG, JPEG, WebP or GIF. */
-export interface ImageInit {
-  readonly data: Uint8Array;
+/**
+ * A picture in a user's turn: `data` as it is in its file, PNG, JPEG, WebP or GIF, or a `uri`, which is a data URI or
+ * names a file or a host that the server may read.
+ */
+export type ImageInit = ({ readonly data: Uint8Array } | { readonly uri: string }) & {
   /** What it must be, such as "image/png"; absent: whatever its bytes say. */
   readonly mediaType?: string;
-}
+  /** How much of it the model is shown: "low" takes fewer tokens, with the models that can. Absent: "auto". */
+  readonly detail?: keyof typeof DETAILS;
+};
+
+const DETAILS = { auto: ImageDetail.AUTO, low: ImageDetail.LOW, high: ImageDetail.HIGH } as const;
 
 export interface ConversationOptions {
   readonly messages?: readonly ChatMessage[];
@@ -117,11 +123,19 @@ export function contentOf(
   images: readonly ImageInit[],
 ): Pick<MessageInitShape<typeof ChatMessageSchema>, "content" | "parts"> {
   if (images.length === 0) return { content: text };
-  const parts: MessageInitShape<typeof ContentPartSchema>[] = images.map(({ data, mediaType = "" }) => ({
-    part: { case: "image", value: { source: { case: "data", value: data }, mediaType } },
+  const parts: MessageInitShape<typeof ContentPartSchema>[] = images.map((image) => ({
+    part: { case: "image", value: imagePartFrom(image) },
   }));
   if (text) parts.push({ part: { case: "text", value: text } });
   return { parts };
+}
+
+function imagePartFrom({ mediaType = "", detail, ...image }: ImageInit): MessageInitShape<typeof ImagePartSchema> {
+  if (detail !== undefined && !Object.hasOwn(DETAILS, detail)) {
+    throw new TypeError(`an image's detail is ${Object.keys(DETAILS).join(", ")}, not ${JSON.stringify(detail)}`);
+  }
+  const source = "uri" in image ? { case: "uri" as const, value: image.uri } : { case: "data" as const, value: image.data };
+  return { source, mediaType, ...(detail === undefined ? {} : { detail: DETAILS[detail] }) };
 }
 
 function randomId(): string {

@@ -53,6 +53,15 @@ test("pictures stand before the text, and are kept in the form of every language
   assert.deepEqual(message.parts.map(({ part }) => part.case), ["image", "text"]);
 });
 
+test("of a picture may be said where it is and how much of it is shown", () => {
+  const talk = new Conversation();
+  talk.say("", { images: [{ uri: "https://example.org/a.png", detail: "low" }] });
+  const [{ parts }] = JSON.parse(JSON.stringify(talk)).messages;
+  assert.deepEqual(parts, [{ image: { uri: "https://example.org/a.png", detail: "IMAGE_DETAIL_LOW" } }]);
+  const wrong = { uri: "a", detail: "tiny" } as never;
+  assert.throws(() => talk.say("", { images: [wrong] }), { name: "TypeError", message: /auto, low, high, not "tiny"/ });
+});
+
 test("each has a session of its own", () => {
   assert.match(new Conversation().sessionId, /^[0-9a-f]{32}$/);
   assert.notEqual(new Conversation().sessionId, new Conversation().sessionId);
