@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from icehouse_client import AsyncClient, Conversation, Image, Message, StreamEvent, ToolCall
+from icehouse_client import AsyncClient, Conversation, Image, Message, StreamEvent, Tool, ToolCall
 from icehouse_client.chat import chat_proto
 from icehouse_server.domain.events import Delta
 
@@ -37,6 +37,17 @@ async def test_an_answer_comes_back_with_its_tokens(served: RunningServer) -> No
     ]
     assert [m.role for m in talk] == ["system", "user", "assistant", "user", "assistant"]
     assert {request.session_id for request in served.engine.submitted} == {talk.session_id}
+
+
+async def test_its_tools_go_with_each_call_that_names_none(served: RunningServer) -> None:
+    talk = Conversation([Message("user", "Hi")], tools=[Tool("weather")])
+    async with AsyncClient(served.server.address) as client:
+        await client.chat(talk)
+        await client.tokenize(talk)
+        await client.chat(talk, tools=[Tool("time")])
+        await client.chat(talk, tools=())
+    names = [[tool.name for tool in asked.tools] for asked in served.tokenizer.conversations]
+    assert names == [["weather"], ["weather"], ["time"], []]
 
 
 def test_it_is_what_it_was_when_read_again() -> None:
@@ -73,7 +84,7 @@ def test_images_stand_where_they_were_put_and_are_kept_in_the_file() -> None:
     assert shown == [(b"GIF8", ""), "one ", (b"\x89PNG", "image/png"), "two"]
     assert not message.content, "one of the two is sent"
     image: Any
-    for image in ({"data": 1}, {"media_type": "image/png"}, {"data": "", "size": 1}, {"uri": "data:"}, "x"):
+    for image in ({"data": 1}, {"media_type": "image/png"}, {"data": "", "size": 1}, "x"):
         facts = [{"role": "user", "parts": [{"image": image}]}]
         with pytest.raises(ValueError, match=r"messages\[0\].parts is no list of texts and images"):
             Conversation.from_json(json.dumps(facts))

@@ -28,7 +28,7 @@ from icehouse_client.channel import SERVICE, channel_options
 from icehouse_client.chat import Infill, Tool
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
-from icehouse_client.message_dicts import Turn, conversation_of
+from icehouse_client.message_dicts import Turn, check_is_chat
 from icehouse_client.output_types import typed_options
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
@@ -110,7 +110,8 @@ class AsyncClient:
 
     async def chat(self, messages: Sequence[Turn], **options: Unpack[Options]) -> Reply:
         """Return the assistant's next turn; `tools` are functions that it may ask to be called."""
-        return await self.generate(conversation_of(messages), **options)
+        check_is_chat(messages)
+        return await self.generate(messages, **options)
 
     @overload
     async def generate_json(

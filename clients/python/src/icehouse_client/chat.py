@@ -45,13 +45,15 @@ _DETAIL_NAMES: dict[int, ImageDetail] = {
 class Image:
     """A picture in a user's turn, as it is in its file: PNG, JPEG, WebP or GIF."""
 
-    data: bytes
+    data: bytes = b""
     media_type: str = ""
     """What it must be, such as "image/png"; empty: whatever its bytes say."""
     position: int = 0
     """Characters of the turn's `content` before it."""
     detail: ImageDetail = "auto"
     """How much of it the model is shown: "low" takes fewer tokens, with the models that can."""
+    uri: str = ""
+    """In place of `data`: a data URI, or what the server's settings let it read, a file: or https: URL."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +156,11 @@ def content_parts(message: Message) -> list[prompt_pb2.ContentPart]:
             parts.append(prompt_pb2.ContentPart(text=text))
         end = max(end, image.position)
         detail = chosen("detail", image.detail, _DETAILS)
-        shown = prompt_pb2.ImagePart(data=image.data, media_type=image.media_type, detail=detail)
+        shown = prompt_pb2.ImagePart(media_type=image.media_type, detail=detail)
+        if image.uri:
+            shown.uri = image.uri
+        else:
+            shown.data = image.data
         parts.append(prompt_pb2.ContentPart(image=shown))
     if text := message.content[end:]:
         parts.append(prompt_pb2.ContentPart(text=text))
@@ -162,15 +168,15 @@ def content_parts(message: Message) -> list[prompt_pb2.ContentPart]:
 
 
 def content_of(parts: Sequence[prompt_pb2.ContentPart]) -> tuple[str, tuple[Image, ...]]:
-    """Return the content and the images whose parts these are; raises ValueError for an image by its URI."""
+    """Return the content and the images whose parts these are; raises ValueError for one that is nowhere."""
     content = ""
     images: list[Image] = []
     for part in parts:
         if part.HasField("image"):
-            if part.image.WhichOneof("source") != "data":
-                raise ValueError("an image is kept as its data")
-            detail = _DETAIL_NAMES.get(part.image.detail, "auto")
-            images.append(Image(part.image.data, part.image.media_type, len(content), detail))
+            if part.image.WhichOneof("source") is None:
+                raise ValueError("an image has neither data nor uri")
+            image, detail = part.image, _DETAIL_NAMES.get(part.image.detail, "auto")
+            images.append(Image(image.data, image.media_type, len(content), detail, image.uri))
         else:
             content += part.text
     return content, tuple(images)

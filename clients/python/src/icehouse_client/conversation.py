@@ -14,13 +14,15 @@ import dataclasses
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from google.protobuf import json_format
 
-from icehouse_client.chat import Image, Message, ToolCall, content_parts, tool_result
+from icehouse_client.chat import Image, Message, Tool, ToolCall, content_parts, tool_result
 from icehouse_client.message_dicts import Turn, message_of, messages_of
-from icehouse_client.results import Completion
+
+if TYPE_CHECKING:
+    from icehouse_client.results import Completion
 
 _KIND = "icehouse-conversation"
 _VERSION = 1
@@ -30,9 +32,17 @@ class Conversation(list[Message]):
     """Messages, oldest first. `session_id` names it to gateways, logs and traces; one is made for it."""
 
     def __init__(
-        self, messages: Sequence[Turn] = (), *, system: str = "", session_id: str | None = None
+        self,
+        messages: Sequence[Turn] = (),
+        *,
+        system: str = "",
+        tools: Sequence[Tool] = (),
+        session_id: str | None = None,
     ) -> None:
         super().__init__(messages_of(messages))
+        self.tools: Sequence[Tool] = tuple(tools)
+        """What the model may ask for, in each call that names no `tools` of its own. They stand before the
+        turns: with others nothing is reused. `to_json` does not keep them."""
         self.session_id = uuid.uuid4().hex if session_id is None else session_id
         if system:
             self.system = system

@@ -1,13 +1,11 @@
 """Messages as dicts: what `Conversation.to_json` writes, and what OpenAI's API and its clients have.
 
-Of the latter: content in parts, pictures as data URIs, tool calls as functions, `reasoning_content`. A field
+Of the latter: content in parts, pictures by their URI, tool calls as functions, `reasoning_content`. A field
 that is None, or an empty list, counts as not there, so that an answer's own dict is a message too.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,13 +30,12 @@ def messages_of(turns: Sequence[Turn]) -> list[Message]:
     ]
 
 
-def conversation_of(turns: Sequence[Turn]) -> list[Message]:
-    """Return a chat's messages; raises TypeError for a text or token ids, ValueError for no message."""
+def check_is_chat(turns: Sequence[Turn]) -> None:
+    """Raise TypeError for a text or token ids, ValueError for no message at all."""
     if not all(isinstance(turn, Message | Mapping) for turn in turns):
         raise TypeError("a chat is a list of Message or dicts; generate takes a text or token ids too")
     if not turns:
         raise ValueError("the conversation has no messages; it needs at least one")
-    return messages_of(turns)
 
 
 def message_of(facts: object, place: str) -> Message:
@@ -95,24 +92,14 @@ def _parts(parts: Sequence[object], place: str) -> tuple[str, tuple[Image, ...]]
         if kind == "text" and isinstance(value, str):
             content += value
         elif kind == "image_url":
-            data, media_type = _data_of(value, f"{place}[{index}].image_url")
-            detail = value.get("detail") if isinstance(value, Mapping) else None
-            images.append(Image(data, media_type, len(content), detail or "auto"))
+            shown: Any = value if isinstance(value, Mapping) else {"url": value}
+            if not isinstance(shown.get("url"), str):
+                raise ValueError(f"{place}[{index}].image_url has no url")
+            detail: Any = shown.get("detail") or "auto"
+            images.append(Image(position=len(content), detail=detail, uri=shown["url"]))
         else:
             raise ValueError(f"{place}[{index}] is no text and no image_url")
     return content, tuple(images)
-
-
-def _data_of(value: object, place: str) -> tuple[bytes, str]:
-    """Return the bytes and the media type of a data URI."""
-    uri = value.get("url") if isinstance(value, Mapping) else value
-    head, _, body = uri.partition(",") if isinstance(uri, str) else ("", "", "")
-    if not (head.startswith("data:") and head.endswith(";base64")):
-        raise ValueError(f"{place} is no data URI in base64; the client sends a picture's own bytes")
-    try:
-        return base64.b64decode(body, validate=True), head.removeprefix("data:").removesuffix(";base64")
-    except binascii.Error as error:
-        raise ValueError(f"{place} is no base64: {error}") from error
 
 
 def _kept_parts(facts: object, place: str) -> tuple[str, tuple[Image, ...]]:

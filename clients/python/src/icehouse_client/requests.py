@@ -11,6 +11,7 @@ from icehouse.v1 import prompt_pb2
 from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.chat import Infill, Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
+from icehouse_client.conversation import Conversation
 from icehouse_client.formats import ResponseFormat
 from icehouse_client.message_dicts import Turn, messages_of
 from icehouse_client.options import refuse_one_text, refuse_unknown
@@ -113,7 +114,7 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
     """Fill in the prompt and what else makes its KV another; raises TypeError for no known kind."""
     request.model = options.get("model", "")
     request.adapter = options.get("adapter", "")
-    request.tools.extend(tool_protos(options.get("tools", ())))
+    request.tools.extend(tool_protos(options.get("tools", _own_tools(prompt))))
     if isinstance(prompt, Infill):
         if not isinstance(request, inference.GenerateRequest):
             raise TypeError("the cache takes an Infill as the tokens that tokenize makes of it")
@@ -149,6 +150,10 @@ def tokenize_request(
 def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | None:
     """Return the call's deadline in seconds, None for none."""
     return options.get("timeout_s", default_s)
+
+
+def _own_tools(prompt: Prompt) -> Sequence[Tool]:
+    return prompt.tools if isinstance(prompt, Conversation) else ()
 
 
 def _is_chat(prompt: Sequence[Turn] | Sequence[int]) -> TypeGuard[Sequence[Turn]]:

@@ -47,8 +47,8 @@ class Finding(enum.StrEnum):
     """Delete the row, quarantine the file."""
     REPLACED = "valid file, its row is of the one before it"
     """Store what the file says; its history goes on."""
-    EDITED_ROW = "row is not what was written"
-    """Delete the row, quarantine the file."""
+    EDITED_ROW = "row is not what was written, its file is valid"
+    """Store what the file says."""
     MISSING = "row without file"
     """Delete the row."""
     OTHER_ABI = "other layout ABI"
@@ -69,7 +69,7 @@ class Discrepancy:
     hash: BlockHash | None = None
     detail: str = ""
     record: BlockRecord | None = None
-    """The row as it should be, for ADOPTABLE, RESTAMPED and REPLACED."""
+    """The row as it should be, for ADOPTABLE, RESTAMPED, REPLACED and EDITED_ROW."""
     file: BlockFile | None = None
 
 
@@ -146,12 +146,14 @@ class Walk:
                 yield self._examine(path, info, row)
 
     def _examine(self, path: str, info: FileInfo, row: BlockRecord | None) -> Discrepancy:
+        found = examine_file(path, info, row, files=self._files, now_time=self._now_time, cipher=self._cipher)
         name_hash = parse_block_name(info.name)
-        if row is None and name_hash in self._edited:
-            self._edited.remove(name_hash)
-            detail = "the row's checksum is not that of its facts"
-            return Discrepancy(Finding.EDITED_ROW, path, info.size_bytes, name_hash, detail)
-        return examine_file(path, info, row, files=self._files, now_time=self._now_time, cipher=self._cipher)
+        if row is not None or name_hash not in self._edited:
+            return found
+        self._edited.remove(name_hash)
+        # A row may be damaged, or a lie: the file proves itself, whatever the row says.
+        of_row = {Finding.ADOPTABLE: Finding.EDITED_ROW, Finding.INVALID: Finding.DIFFERS}
+        return dataclasses.replace(found, finding=of_row.get(found.finding, found.finding))
 
 
 def examine_row(
@@ -231,7 +233,7 @@ def repair(
     for item in items:
         if item.finding in (Finding.PARTIAL, Finding.OTHER_ABI):
             files.unlink(item.path)
-        elif item.finding in (Finding.INVALID, Finding.DIFFERS, Finding.EDITED_ROW):
+        elif item.finding in (Finding.INVALID, Finding.DIFFERS):
             assert item.hash is not None, f"{item.path} is to be quarantined but is not named as a block"
             move_to_quarantine(item.hash, path=item.path, files=files, paths=paths)
     kept = [(item.record, item.file) for item in items if item.record is not None and item.file is not None]

@@ -116,13 +116,23 @@ def test_swapped_files_are_quarantined(place):
     "column",
     ["token_count", "start_token_index", "kv_bytes", "file_bytes", "parent", "header_xxh3", "inode"],
 )
-def test_an_edited_row_is_seen(place, column):
+def test_an_edited_row_is_seen_and_made_anew_from_its_file(place, column):
     value = {"parent": bytes(32), "header_xxh3": "00"}.get(column, 12)
     place.sql(f"UPDATE blocks SET {column} = ? WHERE hash = ?", value, place.chain[1].header.hash)
     assert place.findings() == [Finding.EDITED_ROW]
     report, known = place.reopen()
     assert not report.clean
+    assert (report.adopted_count, report.quarantined_count, known) == (1, 0, [True] * 3)
+    assert place.findings() == []
+
+
+def test_a_damaged_file_of_an_edited_row_is_quarantined(place):
+    place.sql("UPDATE blocks SET token_count = 12 WHERE hash = ?", place.chain[1].header.hash)
+    os.truncate(place.path(1), 99)
+    assert place.findings() == [Finding.DIFFERS]
+    report, known = place.reopen()
     assert (report.quarantined_count, known) == (1, [True, False, True])
+    assert place.findings() == []
 
 
 def test_an_edited_row_of_contents_is_seen_by_verify(place):
@@ -200,6 +210,7 @@ def test_a_lost_manifest_is_rebuilt_from_the_files(place, damage):
     is_noticed=st.booleans(),
 )
 @example(damage=[(0.0625, b"\x80")], is_noticed=False).via("found: SQLite's complaint was no UTF-8")
+@example(damage=[(0.59375, b"\0")], is_noticed=False).via("found: the checksum of a row")
 def test_whatever_becomes_of_the_manifest_no_block_is_lost(tmp_path_factory, damage, is_noticed):
     """Bytes of it changed where they lie, with the mark of a clean shutdown or without."""
     place = Place(tmp_path_factory.mktemp("damaged") / "cache")
