@@ -142,9 +142,8 @@ def tokenize_request(
         return inference.TokenizeRequest(model=model, infill=infill, tools=tool_protos(tools))
     if isinstance(prompt, str):
         return inference.TokenizeRequest(model=model, text=prompt)
-    return inference.TokenizeRequest(
-        model=model, chat=chat_proto(messages_of(prompt)), tools=tool_protos(tools)
-    )
+    chat = chat_proto(messages_of(prompt))
+    return inference.TokenizeRequest(model=model, chat=chat, tools=tool_protos(tools or _own_tools(prompt)))
 
 
 def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | None:
