@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from icehouse_server.bootstrap.status_page import open_status_page
+from icehouse_server.bootstrap.status_page import check_status_page, open_status_page
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
@@ -30,6 +30,7 @@ class TelemetryParts:
 
     def __init__(self, config: Config) -> None:
         settings = config.telemetry
+        check_status_page(config)
         self._config = config
         self._endpoint: PrometheusEndpoint | None = None
         self._meter: PrometheusMeter | None = None
@@ -41,12 +42,6 @@ class TelemetryParts:
             self._meter = meter = PrometheusMeter()
             self._endpoint = PrometheusEndpoint(meter, host=settings.metrics_host, port=settings.metrics_port)
             metrics = (CallMetrics(meter),)
-        elif settings.status_page_enabled:
-            raise ConfigError(
-                Reason.CONFIG_INVALID,
-                "telemetry.status_page_enabled is on, and the page has no port; set telemetry.metrics_port",
-                field="telemetry.metrics_port",
-            )
         self._spans = _open_spans(settings)
         wants_samples = (
             self._endpoint is not None or settings.load_report_enabled or config.fleet.worker_enabled

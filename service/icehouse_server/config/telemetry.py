@@ -27,6 +27,13 @@ class TelemetryConfig:
         "Show a page for people at / of the Prometheus endpoint: tiers, hit rate, times to first token, "
         "shared prefixes without their text, slow requests.",
     )
+    status_page_text_enabled: bool = setting(
+        False,
+        Kind.SWITCH,
+        "Show on that page how the text of each shared prefix begins: what callers sent, those of every "
+        "tenant, to whoever reaches the port, which asks for no credentials. Refused beyond loopback "
+        "without allow_insecure_public.",
+    )
     traces_endpoint: str | None = setting(
         None,
         Kind.TEXT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import CacheReport
 from icehouse_server.domain.ids import DEFAULT_SCOPE, BlockHash, CacheScope, Tenant
 
@@ -133,11 +134,13 @@ class ListRecent:
     """Which blocks were used last? Those in RAM first, then those on SSD. Answered by `RecentBlocks`."""
 
     block_limit: int
+    with_tokens: bool = False
+    """Whether their tokens are told too, as far as this process knows them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecentBlock:
-    """One known block, without its tokens."""
+    """One known block, without its tokens unless they were asked for."""
 
     hash: BlockHash
     parent: BlockHash
@@ -147,6 +150,8 @@ class RecentBlock:
     """Prompts that reused it."""
     is_in_ram: bool
     is_on_ssd: bool
+    token_keys: TokenKeys | None = dataclasses.field(default=None, repr=False)
+    """None where nobody asked, and of a block on SSD that this process never saw whole."""
 
     @property
     def end_token_index(self) -> int:

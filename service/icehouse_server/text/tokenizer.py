@@ -1,8 +1,9 @@
 """Tokenizer, without mlx: text and chats to token ids, token ids to text.
 
-Used by the rpc room's small executor (encode, render) and by the inference thread (decode).
-Both go straight to the immutable Rust tokenizer where there is one, which any number of
-threads may call at once; the Python wrapper around it may not be shared so.
+Used by the rpc room's small executor (encode, render), by the inference thread (decode), and by
+threads of the metrics port where the status page shows text. All go straight to the immutable Rust
+tokenizer where there is one, which any number of threads may call at once; the Python wrapper
+around it may not be shared so.
 """
 
 from __future__ import annotations

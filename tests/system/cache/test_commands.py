@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import (
     Evict,
     EvictBlocks,
@@ -86,6 +87,24 @@ def test_the_blocks_used_last_are_named_once_those_in_ram_first_with_their_hits(
         kept = served.order(ListRecent(100))
         assert isinstance(kept, RecentBlocks) and {block.hash for block in kept.blocks} >= {first.hash}
         assert all(block.is_on_ssd and not block.is_in_ram for block in kept.blocks)
+
+
+def test_tokens_of_the_blocks_used_last_are_told_where_asked_for_and_known(tmp_path: Path) -> None:
+    def keys(told: object) -> set[TokenKeys | None]:
+        assert isinstance(told, RecentBlocks)
+        return {block.token_keys for block in told.blocks}
+
+    shared = tuple(prompt(2 * BLOCK))
+    halves = {shared[:BLOCK], shared[BLOCK:]}
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", [*shared, 1], max_output_tokens=0)
+        assert keys(served.order(ListRecent(100))) == {None}
+        assert keys(served.order(ListRecent(100, with_tokens=True))) >= halves
+    with SteppedServer(tmp_path) as served:
+        assert keys(served.order(ListRecent(100, with_tokens=True))) == {None}, "no file is read for it"
+        # They come back into RAM behind tokens that are drawn.
+        served.ask("b", [*shared, 1], max_output_tokens=16)
+        assert keys(served.order(ListRecent(100, with_tokens=True))) >= halves
 
 
 def test_a_pin_set_in_ram_goes_with_the_block_to_ssd(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from icehouse.v1 import cache_policy_pb2
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.cli.terminal.logs import fields_of
+from icehouse_server.cli.terminal.logs import JsonFormatter, fields_of
+from icehouse_server.telemetry.status_page.excerpt import CHARACTER_LIMIT
 
 from tests.fixtures.browser import NAMES, Browser, browser_path, browsing
 from tests.fixtures.models import tiny_model_dir
@@ -27,13 +28,17 @@ SETTINGS: dict[str, Any] = {
     "telemetry__metrics_port": 0,
     "telemetry__status_page_enabled": True,
 }
+WITH_TEXT = {**SETTINGS, "telemetry__status_page_text_enabled": True}
+WRITTEN = "hush <img src=x onerror=\"document.title='owned'\">\u202e\r\n\x1b[31m " * 3
+"""A beginning that would like to be markup, to turn what is around it, and to colour a terminal."""
+SHOWN = ("hush <img src=x onerror=\"document.title='owned'\">� �[31m " * 3)[:CHARACTER_LIMIT] + "…"
 
 
-async def work(served: WholeServer) -> None:
+async def work(served: WholeServer, beginning: str = SHARED) -> None:
     """Send prompts that begin alike, of a tenant with a hostile name."""
     for number in range(3):
         request = messages.GenerateRequest(
-            text=f"{SHARED}{number} {number}",
+            text=f"{beginning}{number} {number}",
             max_output_tokens=2,
             request_id=f"r{number}",
             cache=cache_policy_pb2.CachePolicy(tenant=HOSTILE),
@@ -47,21 +52,39 @@ def url_in(caplog: pytest.LogCaptureFixture) -> str:
     return str(url)
 
 
+def report_at(url: str) -> str:
+    """Return the report as it is sent."""
+    return str(urllib.request.urlopen(f"{url}status.json", timeout=30).read().decode())
+
+
 async def test_the_report_tells_what_was_shared_and_never_a_prompt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "icehouse.boot")
     async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks", **SETTINGS) as served:
         await work(served)
-        address = url_in(caplog) + "status.json"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=30).read().decode())
+        text = await asyncio.to_thread(report_at, url_in(caplog))
     assert "once upon" not in text
     report = json.loads(text)
+    assert report["shows_text"] is False
     [tree] = report["prefixes"]
     assert tree["hit_count"] == 2 and tree["start_token_index"] == 0
     assert {each["reuse"]: each["count"] for each in report["first_token"]} == {"cold": 1, "ram": 2}
     assert {each["request_id"] for each in report["slowest_requests"]} == {"r0", "r1", "r2"}
     assert report["tenants"][0]["tenant"] == HOSTILE
+
+
+async def test_text_that_is_allowed_is_told_on_one_line_and_never_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks", **WITH_TEXT) as served:
+        await work(served, WRITTEN)
+        text = await asyncio.to_thread(report_at, url_in(caplog))
+        [tree] = json.loads(text)["prefixes"]
+        assert tree["text"] == SHOWN
+    log = "\n".join(map(JsonFormatter().format, caplog.records))
+    assert "status_page_opened" in log and "hush" not in log
 
 
 @pytest.fixture
@@ -71,6 +94,26 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         pytest.skip(f"no browser on the PATH: none of {', '.join(NAMES)}")
     with browsing(path, tmp_path / "profile") as started:
         yield started
+
+
+@pytest.mark.slow
+async def test_a_browser_shows_text_that_is_allowed_as_text(
+    tmp_path: Path, browser: Browser, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "icehouse.boot")
+    async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks", **WITH_TEXT) as served:
+        await work(served, WRITTEN)
+        await asyncio.to_thread(look_at_text, browser, url_in(caplog))
+
+
+def look_at_text(browser: Browser, url: str) -> None:
+    browser.open(url)
+    browser.wait_for("document.querySelector('#prefixes bdi') !== null")
+    assert browser.text("#prefixes bdi") == SHOWN
+    assert "of all tenants" in browser.text("#prefixes")
+    assert browser.evaluate("document.title") == "Icehouse"
+    assert browser.evaluate("document.querySelectorAll('#main img, #main script').length") == 0
+    assert browser.console == [] and set(browser.requested) == {url, f"{url}status.json"}
 
 
 @pytest.mark.slow

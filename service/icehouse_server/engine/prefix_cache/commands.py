@@ -246,7 +246,7 @@ class CacheCommands:
         if isinstance(command, ListKnown):
             return KnownBlocks(tuple(entry.hash for entry in reversed(self._known(command))))
         if isinstance(command, ListRecent):
-            return self._recent(command.block_limit)
+            return self._recent(command)
         if isinstance(command, EvictBlocks):
             found = (self._cache.find(name) for name in command.block_hashes)
             return self._evict([entry for entry in found if entry is not None], reply)
@@ -267,9 +267,10 @@ class CacheCommands:
         self._verifications[task_id] = (self._clock.monotonic(), reply)
         return None
 
-    def _recent(self, block_limit: int) -> RecentBlocks:
-        found = {entry.hash: entry for entry in self._cache.blocks(limit=block_limit)}
-        return RecentBlocks(tuple(recent_block(e) for e in itertools.islice(found.values(), block_limit)))
+    def _recent(self, command: ListRecent) -> RecentBlocks:
+        found = {entry.hash: entry for entry in self._cache.blocks(limit=command.block_limit)}
+        entries = itertools.islice(found.values(), command.block_limit)
+        return RecentBlocks(tuple(recent_block(e, with_tokens=command.with_tokens) for e in entries))
 
     def _explain(self, command: Explain, reply: _Reply) -> Explanation | None:
         """Answer now, or when the headers of blocks that this process never saw whole are read."""

@@ -98,6 +98,10 @@ class TokenizerPort(Protocol):
         """Return the tokens of a piece of text by itself, without a start token."""
         ...
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens without special ones, bytes that are no UTF-8 as U+FFFD."""
+        ...
+
     def decode_with_markers(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included but those that begin, end or pad a text."""
         ...

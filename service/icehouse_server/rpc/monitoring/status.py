@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import CacheAnswer, ListRecent, RecentBlock, RecentBlocks
@@ -32,9 +33,12 @@ class StatusReader:
         self._slow = slow
         self._clock = clock
 
-    async def read(self) -> ServerStatus:
-        """Return the status; an engine that does not answer in time leaves the blocks out."""
-        blocks = await self._recent_blocks()
+    async def read(self, *, with_tokens: bool = False) -> ServerStatus:
+        """Return the status; an engine that does not answer in time leaves the blocks out.
+
+        `with_tokens` brings those of the blocks, as far as the engine has them at hand.
+        """
+        blocks = await self._recent_blocks(ListRecent(BLOCK_LIMIT, with_tokens))
         return ServerStatus(
             collect_time=self._clock.wall(),
             snapshot=self._poller.latest,
@@ -42,14 +46,20 @@ class StatusReader:
             recent_blocks=blocks,
         )
 
-    async def _recent_blocks(self) -> tuple[RecentBlock, ...] | None:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that a status brought. Any thread: the model stays once it is there."""
+        model = self._router.model
+        assert model is not None, "tokens before a model"
+        return model.tokenizer.decode(token_ids)
+
+    async def _recent_blocks(self, command: ListRecent) -> tuple[RecentBlock, ...] | None:
         try:
             self._router.require_model()
             async with asyncio.timeout(_PATIENCE_S):
-                answer = await self._router.ask(self._send)
+                answer = await self._router.ask(functools.partial(self._send, command))
         except (TimeoutError, IcehouseError):
             return None
         return answer.blocks if isinstance(answer, RecentBlocks) else None
 
-    def _send(self, reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-        self._engine.submit_command(ListRecent(BLOCK_LIMIT), reply)
+    def _send(self, command: ListRecent, reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+        self._engine.submit_command(command, reply)

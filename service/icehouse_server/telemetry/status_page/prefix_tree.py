@@ -1,7 +1,7 @@
 """Prefix tree: the beginnings that prompts share, from the blocks that were used last.
 
 Blocks that follow one another and are reused together are one node, as in a radix tree. Pure data, a
-bounded number of nodes, and never a token.
+bounded number of nodes, and no tokens but where the blocks were asked for with theirs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator
 
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.telemetry.status_page.excerpt import HEAD_TOKEN_LIMIT
 
 NODE_LIMIT = 16
 BRANCH_LIMIT = 4
@@ -38,6 +41,13 @@ class PrefixNode:
     branch_count: int
     """Known ways in which prompts go on behind it, those that were never reused included."""
     children: tuple[PrefixNode, ...]
+    head: TokenKeys | None = dataclasses.field(default=None, repr=False)
+    """Its first tokens, `HEAD_TOKEN_LIMIT` at most; None where those of its first block are not known."""
+
+    @property
+    def is_all_head(self) -> bool:
+        """Whether it has no tokens behind its head."""
+        return self.head is not None and len(self.head) == self.end_token_index - self.start_token_index
 
 
 def shared_prefixes(blocks: Iterable[RecentBlock], *, node_limit: int = NODE_LIMIT) -> tuple[PrefixNode, ...]:
@@ -102,8 +112,19 @@ class _Forest:
                 reused_token_total=sum(_saved_tokens(block) for block in run),
                 branch_count=len(behind),
                 children=tuple(self._built(behind, chosen)),
+                head=_head(run),
             )
 
 
 def _saved_tokens(block: RecentBlock) -> int:
     return block.token_count * block.hit_count
+
+
+def _head(run: list[RecentBlock]) -> TokenKeys | None:
+    """Return the first tokens of these blocks, as far as they are known."""
+    if run[0].token_keys is None:
+        return None
+    known = itertools.takewhile(lambda keys: keys is not None, (block.token_keys for block in run))
+    return tuple(
+        itertools.islice(itertools.chain.from_iterable(keys or () for keys in known), HEAD_TOKEN_LIMIT)
+    )

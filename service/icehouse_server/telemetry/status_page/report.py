@@ -1,4 +1,6 @@
-"""Report of the status page: its JSON, from counters that operators have elsewhere too. Never a prompt.
+"""Report of the status page: its JSON, from counters that operators have elsewhere too.
+
+Never a prompt, but for the beginnings of shared ones where the rules have a way to read them.
 
 `*_count` and `*_bytes` are now, `*_total` since start, times in seconds; what is not known is null.
 """
@@ -15,6 +17,7 @@ from icehouse_server.domain.cache_stats import CacheStats, TenantShare, TierStat
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.stats import EngineStats, ServerStatus, SlowRequest, Snapshot
 from icehouse_server.telemetry.metric import HistogramSeries
+from icehouse_server.telemetry.status_page.excerpt import Decode, excerpt
 from icehouse_server.telemetry.status_page.prefix_tree import PrefixNode, shared_prefixes
 
 TENANT_LIMIT = 20
@@ -32,6 +35,8 @@ class ReportRules:
     """Not where callers prove who they are: ids are then a tenant's own."""
     name_key: bytes = dataclasses.field(repr=False)
     """Blocks are named by a keyed hash: a block's own name would prove a guess of its tokens."""
+    decode: Decode | None = None
+    """Makes text of tokens; None where no text is told."""
 
 
 def report_of(
@@ -41,7 +46,7 @@ def report_of(
     snapshot = status.snapshot
     engine, cache, model = snapshot.engine, snapshot.cache, snapshot.model
     blocks = status.recent_blocks
-    prefixes = None if blocks is None else [_prefix(n, rules.name_key) for n in shared_prefixes(blocks)]
+    prefixes = None if blocks is None else [_prefix(n, rules) for n in shared_prefixes(blocks)]
     about = None if model is None else {"id": model.model_id, "device": model.device, "dtype": model.dtype}
     return {
         "version": rules.version,
@@ -53,6 +58,7 @@ def report_of(
         "cache": None if cache is None else _cache(cache),
         "first_token": [_first_token(series) for series in first_token],
         "prefixes": prefixes,
+        "shows_text": rules.decode is not None,
         "slowest_requests": [_slow(r, shows_id=rules.shows_request_ids) for r in status.slowest_requests],
         "tenants": _tenants(snapshot),
         "tenant_count": len(snapshot.tenants),
@@ -114,9 +120,10 @@ def _first_token(series: HistogramSeries) -> dict[str, Any]:
     }
 
 
-def _prefix(node: PrefixNode, name_key: bytes) -> dict[str, Any]:
+def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
     return {
-        "name": _shown_name(node.hash, name_key),
+        "name": _shown_name(node.hash, rules.name_key),
+        **_text(node, rules.decode),
         "start_token_index": node.start_token_index,
         "end_token_index": node.end_token_index,
         "block_count": node.block_count,
@@ -125,8 +132,15 @@ def _prefix(node: PrefixNode, name_key: bytes) -> dict[str, Any]:
         "hit_count": node.hit_count,
         "reused_token_total": node.reused_token_total,
         "branch_count": node.branch_count,
-        "children": [_prefix(child, name_key) for child in node.children],
+        "children": [_prefix(child, rules) for child in node.children],
     }
+
+
+def _text(node: PrefixNode, decode: Decode | None) -> dict[str, str | None]:
+    """Return how the node's own text begins, null where its tokens are not known."""
+    if decode is None:
+        return {}
+    return {"text": None if node.head is None else excerpt(node.head, decode, is_whole=node.is_all_head)}
 
 
 def _shown_name(name: BlockHash, key: bytes) -> str:

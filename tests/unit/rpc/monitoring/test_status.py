@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.cache_commands import ListRecent, RecentBlock, RecentBlocks
 from icehouse_server.domain.ids import BlockHash
@@ -22,6 +24,14 @@ async def test_it_has_the_latest_sample_slow_requests_and_the_blocks_used_last(s
     assert status.snapshot is served.server.poller.latest
     assert [request.request_id for request in status.slowest_requests] == ["r1"]
     assert status.collect_time == served.clock.wall()
+
+
+async def test_tokens_are_asked_for_where_they_are_wanted_and_can_be_read(served: RunningServer) -> None:
+    told = dataclasses.replace(BLOCK, token_keys=tuple(b"ab"))
+    served.engine.order_answer = RecentBlocks((told,))
+    [block] = (await served.server.status.read(with_tokens=True)).recent_blocks or ()
+    assert served.engine.orders == [ListRecent(BLOCK_LIMIT, with_tokens=True)]
+    assert served.server.status.decode(block.token_keys or ()) == "ab"
 
 
 async def test_an_engine_that_refuses_leaves_the_blocks_out(served: RunningServer) -> None:

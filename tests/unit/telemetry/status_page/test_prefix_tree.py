@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.telemetry.status_page.excerpt import HEAD_TOKEN_LIMIT
 from icehouse_server.telemetry.status_page.prefix_tree import (
     BRANCH_LIMIT,
     DEPTH_LIMIT,
@@ -15,7 +19,9 @@ from icehouse_server.telemetry.status_page.prefix_tree import (
 SIZE = 256
 
 
-def block(name: str, parent: str, number: int, hits: int, *, on_ssd: bool = False) -> RecentBlock:
+def block(
+    name: str, parent: str, number: int, hits: int, *, on_ssd: bool = False, keys: TokenKeys | None = None
+) -> RecentBlock:
     return RecentBlock(
         hash=BlockHash(name.encode()),
         parent=BlockHash(parent.encode()),
@@ -24,6 +30,7 @@ def block(name: str, parent: str, number: int, hits: int, *, on_ssd: bool = Fals
         hit_count=hits,
         is_in_ram=not on_ssd,
         is_on_ssd=on_ssd,
+        token_keys=keys,
     )
 
 
@@ -91,3 +98,29 @@ def test_the_tree_is_bounded_in_nodes_branches_and_depth() -> None:
 def test_blocks_that_name_each_other_as_parents_end_nothing() -> None:
     circle = [block("a", "b", 1, 1), block("b", "a", 1, 1), block("c", "c", 0, 1)]
     assert shared_prefixes(circle) == ()
+
+
+def test_a_node_begins_with_the_first_tokens_of_its_own_blocks_as_far_as_they_are_known() -> None:
+    half = tuple(range(HEAD_TOKEN_LIMIT // 2))
+    blocks = [
+        block("a", "root", 0, 9, keys=half),
+        block("b", "a", 1, 9, keys=half),
+        block("c", "b", 2, 9, keys=half),
+        block("left", "c", 3, 5, keys=(7, 8)),
+        block("left end", "left", 4, 5),
+        block("right", "c", 3, 4),
+        block("right end", "right", 4, 4, keys=(9,)),
+    ]
+    [top] = shared_prefixes(blocks)
+    left, right = top.children
+    assert (top.head, left.head, right.head) == (half + half, (7, 8), None)
+    assert str(half) not in repr(top) and str(half) not in repr(blocks)
+
+
+def test_a_head_is_all_there_is_of_a_node_that_is_short() -> None:
+    keys = tuple(range(SIZE))
+    [long] = shared_prefixes([block("a", "root", 0, 1, keys=keys)])
+    tail = dataclasses.replace(block("a", "root", 0, 1, keys=keys[:3]), token_count=3)
+    [short] = shared_prefixes([tail])
+    [unknown] = shared_prefixes([block("a", "root", 0, 1)])
+    assert (long.is_all_head, short.is_all_head, unknown.is_all_head) == (False, True, False)

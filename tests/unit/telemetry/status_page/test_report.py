@@ -99,3 +99,19 @@ def test_tenants_are_those_of_the_metrics_and_no_more_than_fit() -> None:
     assert report["tenant_count"] == 3 * TENANT_LIMIT
     assert [each["tenant"] for each in report["tenants"]][:2] == ["t59", "t58"]
     assert len(report["tenants"]) == TENANT_LIMIT
+
+
+def test_no_text_is_told_without_a_way_to_read_it_whatever_the_blocks_bring() -> None:
+    spelled = dataclasses.replace(BLOCK, token_keys=tuple(b"hush"))
+    report = told(recent_blocks=(spelled,))
+    assert report == told() and "text" not in report["prefixes"][0] and report["shows_text"] is False
+
+
+def test_the_text_of_a_prefix_is_told_where_the_rules_can_read_it_and_its_tokens_are_known() -> None:
+    rules = dataclasses.replace(RULES, decode=lambda token_ids: bytes(token_ids).decode())
+    below = RecentBlock(BlockHash(b"below"), NAME, 256, 256, 1, is_in_ram=False, is_on_ssd=True)
+    begun = dataclasses.replace(BLOCK, token_keys=tuple(b"<b>\nhush</b>"))
+    report = told(recent_blocks=(begun, below), rules=rules)
+    [top] = report["prefixes"]
+    assert report["shows_text"] is True and top["text"] == "<b> hush</b>…"
+    assert [child["text"] for child in top["children"]] == [None]

@@ -98,8 +98,11 @@ def block_match(entry: Entry) -> BlockMatch:
     )
 
 
-def recent_block(entry: Entry) -> RecentBlock:
-    """Return what an operator is shown of a block: nothing that its tokens could be read from."""
+def recent_block(entry: Entry, *, with_tokens: bool) -> RecentBlock:
+    """Return what an operator is shown of a block: without tokens nothing that they could be read from.
+
+    With them it has the entry's own tuple, which nobody changes, so that they cost no copy.
+    """
     return RecentBlock(
         hash=entry.hash,
         parent=entry.parent,
@@ -108,4 +111,5 @@ def recent_block(entry: Entry) -> RecentBlock:
         hit_count=entry.hit_count,
         is_in_ram=bool(entry.ram),
         is_on_ssd=bool(entry.ssd),
+        token_keys=entry.token_ids if with_tokens else None,
     )
