@@ -34,6 +34,7 @@ from icehouse_server.config import Config, ConnectionConfig, LoadedConfig
 from icehouse_server.config.load import environment
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
+from icehouse_server.rpc.address import check_address
 from icehouse_server.rpc.engine_client.router import Router
 
 _log = logging.getLogger("icehouse.boot")
@@ -71,6 +72,8 @@ def _allow_open_files(connection: ConnectionConfig) -> None:
 async def _serve(config: Config, clock: Clock, manager: ServiceManager) -> None:
     _name_loop_threads()
     narrator = Narrator(clock)
+    # A model may take minutes to be fetched or made.
+    check_address(config.server, config.security)
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
         model = locate_model(config.model, on_progress=on_progress)
         fields.update(model=model.model_id, path=model.path)
@@ -111,7 +114,7 @@ def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
     """Take the cache directory; raises StartError naming its owner when another process has it."""
     if server.storage is None:
         return
-    with narrator.phase("cache_locked") as fields:
+    with narrator.phase("cache_lock_acquired") as fields:
         server.storage.lock()
         server.storage.start()
         fields.update(directory=config.cache.block_directory)

@@ -12,7 +12,7 @@ import enum
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ class ClientVariable(enum.StrEnum):
 
 
 _OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE, *ClientVariable)
+
+_PREFIX = "ICEHOUSE_"
+
+_ALL_SETTINGS = "`icehouse config` lists all settings, `icehouse serve --help-all` says what they do"
 
 _SERVICE_LINK = r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?"
 
@@ -139,7 +143,8 @@ def _read_file(file: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for section, table in document.items():
         if section not in SECTIONS:
-            raise _unknown(f"section [{repr(section)[1:-1]}] in {file}", section, SECTIONS)
+            near = _near(section, {name: (name,) for name in SECTIONS})
+            raise _unknown(f"section [{repr(section)[1:-1]}] in {file}", section, near)
         if not isinstance(table, dict):
             raise _invalid(
                 f"{section} in {file} is a value, but must be a section: [{section}]", field=section
@@ -147,7 +152,8 @@ def _read_file(file: Path) -> dict[str, object]:
         for name, value in table.items():
             if f"{section}.{name}" not in known:
                 names = [k.partition(".")[2] for k in known if k.startswith(f"{section}.")]
-                raise _unknown(f"key {name!r} in section [{section}] of {file}", name, names)
+                near = _near(name, {known_name: (known_name,) for known_name in names})
+                raise _unknown(f"key {name!r} in section [{section}] of {file}", name, near)
             found[f"{section}.{name}"] = value
     return found
 
@@ -174,8 +180,17 @@ def _without_service_links(environ: Mapping[str, str]) -> Mapping[str, str]:
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     known = {s.variable for s in SETTINGS} | set(_OTHER_VARIABLES)
     for variable in sorted(environ):
-        if variable.startswith("ICEHOUSE_") and variable not in known:
-            raise _unknown(f"environment variable {variable}", variable, known)
+        if variable.startswith(_PREFIX) and variable not in known:
+            near = _near(variable.removeprefix(_PREFIX), _names_of(known))
+            raise _unknown(f"environment variable {variable}", variable, near)
+
+
+def _names_of(variables: Iterable[str]) -> dict[str, list[str]]:
+    """Return the variables by what people call them: without what all begin with, and without the section."""
+    names: dict[str, list[str]] = {}
+    for setting in SETTINGS:
+        names.setdefault(setting.key.partition(".")[2].upper(), []).append(setting.variable)
+    return names | {variable.removeprefix(_PREFIX): [str(variable)] for variable in variables}
 
 
 def _refuse_contradictions(config: Config) -> None:
@@ -250,10 +265,15 @@ def _refuse_half_security(security: SecurityConfig) -> None:
         )
 
 
-def _unknown(what: str, word: str, known: Iterable[str]) -> ConfigError:
-    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]!r}?" if near else "; `icehouse config` lists all settings"
-    return _invalid(f"unknown {what}{hint}", field=word)
+def _near(word: str, known: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Return what a word may mean, of which `known` has all by their names; nothing where none is near."""
+    found = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.7)
+    return known[found[0]] if found else ()
+
+
+def _unknown(what: str, word: str, near: Sequence[str]) -> ConfigError:
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_SETTINGS
+    return _invalid(f"unknown {what}; {hint}", field=word)
 
 
 def _invalid(message: str, *, field: str) -> ConfigError:

@@ -74,8 +74,9 @@ def bind(
     """
     if config.uds is not None:
         return _bind_uds(server, Path(config.uds).expanduser())
-    if not is_loopback(config.host):
-        _refuse_open_address(config, security)
+    check_address(config, security)
+    if missing := _missing_at(config, security):
+        _logger.warning("door_left_open", extra={"host": config.host, "missing": missing})
     return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
 
 
@@ -88,23 +89,29 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
 
 
-def _refuse_open_address(config: ServerConfig, security: SecurityConfig) -> None:
+def check_address(config: ServerConfig, security: SecurityConfig) -> None:
+    """Raise StartError for an address that others reach without TLS or proof, unless that is allowed."""
+    missing = _missing_at(config, security)
+    if not missing or security.allow_insecure_public:
+        return
+    raise StartError(
+        Reason.ADDRESS_INSECURE,
+        f"{config.host} can be reached from other machines, and this server lacks {missing}; "
+        "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
+        metadata={"host": config.host},
+    )
+
+
+def _missing_at(config: ServerConfig, security: SecurityConfig) -> str:
+    """Return what the address should have and lacks; nothing where only this machine reaches it."""
+    if config.uds is not None or is_loopback(config.host):
+        return ""
     missing = []
     if security.tls_certificate is None:
         missing.append("TLS (--tls-certificate, --tls-key)")
     if not security.authenticates:
         missing.append("callers that prove who they are (--token-file or --tls-client-ca)")
-    if not missing:
-        return
-    if security.allow_insecure_public:
-        _logger.warning("door_left_open", extra={"host": config.host, "missing": " and ".join(missing)})
-        return
-    raise StartError(
-        Reason.ADDRESS_INSECURE,
-        f"{config.host} can be reached from other machines, and this server lacks {' and '.join(missing)}; "
-        "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
-        metadata={"host": config.host},
-    )
+    return " and ".join(missing)
 
 
 def _bind_tcp(

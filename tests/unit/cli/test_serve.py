@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
+from icehouse_server.bootstrap.service_manager import ServiceManager
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.clock import SystemClock
-from icehouse_server.config import ConnectionConfig
+from icehouse_server.config import ConnectionConfig, load_config
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
+from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
@@ -213,3 +216,29 @@ async def test_a_background_task_that_failed_costs_nothing_of_the_end(
     assert server.served.engine.join(timeout_s=0)
     assert server.served.storage is not None and server.served.storage.join(timeout_s=0)
     assert len([*(tmp_path / "blocks").rglob("*.safetensors")]) >= 6, "RAM's blocks were not written"
+
+
+async def test_an_open_address_is_refused_before_a_model_is_looked_for() -> None:
+    config = load_config(flags={"server.host": "0.0.0.0", "model.model": "no/such folder"}, environ={}).config
+    with pytest.raises(StartError) as caught:
+        await serve._serve(config, SystemClock(), ServiceManager(None))
+    assert caught.value.reason is Reason.ADDRESS_INSECURE
+
+
+async def test_the_log_says_that_the_cache_is_had_only_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, blocks = tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks"
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "cache" in record.getMessage()]
+
+    with caplog.at_level(logging.INFO, "icehouse.boot"):
+        async with whole_server(model, blocks):
+            assert "cache_lock_acquired" in told()
+            caplog.clear()
+            flags = {"server.port": 0, "cache.directory": str(blocks), "model.model": str(model)}
+            config = load_config(flags=flags, environ={}).config
+            with pytest.raises(StartError, match=f"is in use by process {os.getpid()}"):
+                await serve._serve(config, SystemClock(), ServiceManager(None))
+            assert told() == []

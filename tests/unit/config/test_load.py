@@ -125,9 +125,26 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "No such file" in refusal(file=tmp_path / "absent.toml")
 
 
-def test_an_unknown_variable_is_named() -> None:
-    message = refusal(environ={"ICEHOUSE_SERVER_PRT": "1"})
-    assert "ICEHOUSE_SERVER_PRT" in message and "'ICEHOUSE_SERVER_PORT'" in message
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("ICEHOUSE_SERVER_PRT", "'ICEHOUSE_SERVER_PORT'"),
+        ("ICEHOUSE_PORT", "'ICEHOUSE_SERVER_PORT'"),
+        ("ICEHOUSE_RAM_BYTES", "'ICEHOUSE_TENANT_RAM_BYTES' or 'ICEHOUSE_CACHE_RAM_BYTES'"),
+        ("ICEHOUSE_CLIENT_ADRESS", "'ICEHOUSE_CLIENT_ADDRESS'"),
+    ],
+)
+def test_an_unknown_variable_is_named_with_the_one_that_may_be_meant(variable: str, meant: str) -> None:
+    assert f"unknown environment variable {variable}; did you mean {meant}?" in refusal(
+        environ={variable: "1"}
+    )
+
+
+@pytest.mark.parametrize("variable", ["ICEHOUSE_FOO", "ICEHOUSE_", "ICEHOUSE_VERSION", "ICEHOUSE_DEBUG"])
+def test_an_unknown_variable_that_is_near_to_none_says_where_all_are(variable: str) -> None:
+    message = refusal(environ={variable: "1"})
+    assert "did you mean" not in message
+    assert "`icehouse config` lists all settings, `icehouse serve --help-all` says what they do" in message
 
 
 def test_other_peoples_variables_are_none_of_our_business() -> None:

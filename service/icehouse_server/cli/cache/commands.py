@@ -23,7 +23,7 @@ from icehouse_server.cli.cache.block_facts import (
     model_text,
     record_facts,
 )
-from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
+from icehouse_server.cli.terminal.console import AsJson, confirm, err, out, print_json
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.config.setting import size_text
@@ -203,7 +203,7 @@ def purge(
     count = sum(choose(record) for record in rows.records)
     what = "everything" if everything else f"{count} blocks"
     if not yes:
-        typer.confirm(f"Remove {what} from {store.paths.root}?", abort=True, err=True)
+        confirm(f"Remove {what} from {store.paths.root}?")
     scope = PurgeScope.EVERYTHING if everything else PurgeScope.CHOSEN
     with _bar("removing blocks", total=count) as advance_to:
         removed_count, removed_bytes = store.purge(

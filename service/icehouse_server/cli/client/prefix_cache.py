@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from icehouse_server.cli.client.prompt_options import GivenPrompt, prompt_of
 from icehouse_server.cli.terminal.client_options import Target, target_of
-from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
+from icehouse_server.cli.terminal.console import AsJson, confirm, err, out, print_json
 from icehouse_server.cli.terminal.option_groups import with_groups
 from icehouse_server.config.setting import size_text
 
@@ -107,7 +107,7 @@ def evict(
     if everything and prompt.is_given:
         raise typer.BadParameter("--all removes everything; leave it out to remove one prompt")
     if everything and not yes:
-        typer.confirm(f"Remove everything that {target.address} has cached?", abort=True, err=True)
+        confirm(f"Remove everything that {target.address} has cached?")
     asked = None if everything else prompt.read()
     with connected(target) as client, _bar("removing blocks") as advance:
 

@@ -63,6 +63,19 @@ def complain(message: str) -> None:
     err.print(f"[bold red]icehouse:[/] {escape(message)}")
 
 
+def confirm(question: str) -> None:
+    """Return where the answer is yes; of a command that has --yes for where nobody can answer."""
+    try:
+        is_sure = typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        err.print()
+        raise typer.BadParameter("nobody answered; say --yes where there is no terminal") from None
+    if not is_sure:
+        raise typer.Abort
+
+
 @contextlib.contextmanager
 def build_progress() -> Iterator[OnProgress]:
     """Show a demo model being made: what it is and its licence, then a bar per phase.

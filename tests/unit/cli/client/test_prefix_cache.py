@@ -105,12 +105,14 @@ async def test_orders_reach_the_cache(served: RunningServer) -> None:
     refused = await invoke("evict", "--all", *address, input="n\n")
     everything = await invoke("evict", "--all", "--yes", "--json", *address)
     both = await invoke("evict", "Hi", "--all", *address)
+    unasked = await invoke("evict", "--all", *address)
     assert pinned.stdout == "pinned: 1 blocks with 256 tokens, 4 KiB\n"
     assert unpinned.stdout.startswith("unpinned: 1 blocks")
     assert evicted.stdout == "removed: 4 blocks from RAM (4 KiB), 2 from SSD (2 KiB)\n"
     assert refused.exit_code == 1 and "Remove everything" in refused.stderr
     assert json.loads(everything.stdout)["ram_block_count"] == "4"
     assert both.exit_code == 2
+    assert unasked.exit_code == 2 and "say --yes" in unasked.stderr and "Aborted" not in unasked.stderr
     hi, scope = tuple(b"Hi"), CacheScope()
     assert served.engine.orders[:3] == [Pin(hi, scope), Unpin(hi, scope), ListKnown(hi, scope)]
     assert ListKnown(None) in served.engine.orders
