@@ -36,7 +36,7 @@ TURN = [Message("user", "Hi")]
             TypeError,
             "formats` makes, not dict",
         ),
-        ("chat", TURN, {"tools": [{"name": "f"}]}, TypeError, "tools hold Tool, not dict"),
+        ("chat", TURN, {"tools": ["f"]}, TypeError, "tools hold Tool, not str"),
         ("chat", TURN, {"tools": [Tool("f")], "tool_choice": "f"}, ValueError, "'auto', 'none', 'required'"),
         ("chat", [Message("user", "Hi", images=("a.png",))], {}, TypeError, "hold Image, not str"),  # type: ignore[arg-type]
         (

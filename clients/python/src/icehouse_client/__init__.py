@@ -12,7 +12,6 @@ from icehouse_client.chat import (
     Message,
     Tool,
     ToolCall,
-    ToolChoice,
     tool_result,
 )
 from icehouse_client.client import Client, Stream
@@ -33,6 +32,7 @@ from icehouse_client.results import Completion, FinishReason, OutputError, Reply
 from icehouse_client.security import Security
 from icehouse_client.stream_sum import StreamEvent
 from icehouse_client.tokens import TokenSource
+from icehouse_client.tool_dicts import GivenTool, ToolChoice
 
 __all__ = [
     "AsyncCacheClient",
@@ -48,6 +48,7 @@ __all__ = [
     "EmbedOptions",
     "Embeddings",
     "FinishReason",
+    "GivenTool",
     "IcehouseClientError",
     "Image",
     "Infill",

@@ -100,9 +100,6 @@ class MalformedToolCall:
     problem: str
 
 
-ToolChoice = Literal["auto", "none", "required"] | Tool
-"""Whether tools are called; a `Tool` is the one that must be."""
-
 _MODES = {
     "auto": tool_pb2.TOOL_CHOICE_MODE_AUTO,
     "none": tool_pb2.TOOL_CHOICE_MODE_NONE,
@@ -198,10 +195,8 @@ def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:
     ]
 
 
-def choice_proto(choice: ToolChoice) -> tool_pb2.ToolChoice:
-    """Return the choice as a message."""
-    if isinstance(choice, Tool):
-        return tool_pb2.ToolChoice(mode=tool_pb2.TOOL_CHOICE_MODE_NAMED, name=choice.name)
+def mode_choice(choice: object) -> tool_pb2.ToolChoice:
+    """Return the choice that a word is as a message; raises ValueError for another word."""
     return tool_pb2.ToolChoice(mode=chosen("tool_choice", choice, _MODES))
 
 

@@ -25,7 +25,7 @@ from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_client.cache_client import CacheClient, CacheTimeouts
 from icehouse_client.calls import Calls, ResponseCall
 from icehouse_client.channel import SERVICE, channel_options
-from icehouse_client.chat import Infill, Tool
+from icehouse_client.chat import Infill
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.message_dicts import Turn, check_is_chat
@@ -45,6 +45,7 @@ from icehouse_client.retries import RetryPolicy
 from icehouse_client.security import NO_SECURITY, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
 from icehouse_client.tokens import BearerToken
+from icehouse_client.tool_dicts import GivenTool
 
 Interceptor = grpc.UnaryUnaryClientInterceptor | grpc.UnaryStreamClientInterceptor
 """What may stand between the client and its channel: its calls have one request, and one answer or many."""
@@ -173,7 +174,7 @@ class Client:
         prompt: str | Sequence[Turn] | Infill,
         *,
         model: str = "",
-        tools: Sequence[Tool] = (),
+        tools: Sequence[GivenTool] = (),
         timeout_s: float | None = None,
     ) -> list[Token]:
         """Return the tokens of a prompt."""

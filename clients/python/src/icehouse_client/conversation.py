@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from google.protobuf import json_format
 
-from icehouse_client.chat import Image, Message, Tool, ToolCall, content_parts, tool_result
+from icehouse_client.chat import Image, Message, ToolCall, content_parts, tool_result
 from icehouse_client.message_dicts import Turn, message_of, messages_of
+from icehouse_client.tool_dicts import GivenTool, tools_of
 
 if TYPE_CHECKING:
     from icehouse_client.results import Completion
@@ -36,11 +37,11 @@ class Conversation(list[Message]):
         messages: Sequence[Turn] = (),
         *,
         system: str = "",
-        tools: Sequence[Tool] = (),
+        tools: Sequence[GivenTool] = (),
         session_id: str | None = None,
     ) -> None:
         super().__init__(messages_of(messages))
-        self.tools: Sequence[Tool] = tuple(tools)
+        self.tools: Sequence[GivenTool] = tuple(tools_of(tools))
         """What the model may ask for, in each call that names no `tools` of its own. They stand before the
         turns: with others nothing is reused. `to_json` does not keep them."""
         self.session_id = uuid.uuid4().hex if session_id is None else session_id

@@ -32,9 +32,7 @@ def refuse_unknown(options: Mapping[str, Any], known: type[Any]) -> None:
     names = known.__annotations__
     for name in options:
         if name not in names:
-            near = _near(name, names)
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(names))}"
-            raise TypeError(f"there is no option {name!r}; {hint}")
+            raise TypeError(f"there is no option {name!r}; {hint_of(name, names)}")
 
 
 def refuse_one_text(options: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -51,8 +49,8 @@ def chosen(name: str, value: object, known: Mapping[str, Choice]) -> Choice:
     return known[value]
 
 
-def _near(name: str, names: Iterable[str]) -> str | None:
+def hint_of(name: str, names: Iterable[str]) -> str:
+    """Return which of `names` an unknown one may mean, or all of them."""
     known = sorted(names)
-    if MEANT.get(name) in known:
-        return MEANT[name]
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    meant = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(known)}"

@@ -10,13 +10,14 @@ from icehouse.v1 import prompt_pb2
 
 from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
-from icehouse_client.chat import Infill, Message, Tool, ToolChoice, chat_proto, choice_proto, tool_protos
+from icehouse_client.chat import Infill, Message, chat_proto, tool_protos
 from icehouse_client.conversation import Conversation
 from icehouse_client.formats import ResponseFormat
 from icehouse_client.message_dicts import Turn, messages_of
 from icehouse_client.options import refuse_one_text, refuse_unknown
 from icehouse_client.sampling import SamplingOptions, sampling_proto
 from icehouse_client.speculation import Speculation
+from icehouse_client.tool_dicts import GivenTool, ToolChoice, choice_proto, tools_of
 
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
@@ -33,7 +34,7 @@ class PromptOptions(CacheOptions, total=False):
 
     model: str
     adapter: str
-    tools: Sequence[Tool]
+    tools: Sequence[GivenTool]
     template_arguments: Mapping[str, Any]
     continue_final_message: bool
     timeout_s: float | None
@@ -59,7 +60,7 @@ class Options(SamplingOptions, PromptOptions, total=False):
     """The conversation that this is a turn of, for gateways, logs and traces."""
     priority: int
     tool_choice: ToolChoice
-    allowed_tools: Sequence[Tool]
+    allowed_tools: Sequence[GivenTool]
     """Those of `tools` that may be called; left out: all. The prompt is the same, and so are its blocks."""
     parallel_tool_calls: bool
     """False holds an output to one call."""
@@ -103,7 +104,9 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     if "tool_choice" in options:
         request.tool_choice.CopyFrom(choice_proto(options["tool_choice"]))
     if "allowed_tools" in options:
-        request.tool_choice.allowed.extend(tool.name for tool in options["allowed_tools"])
+        request.tool_choice.allowed.extend(
+            tool.name for tool in tools_of(options["allowed_tools"], "allowed_tools")
+        )
     if "parallel_tool_calls" in options:
         request.tool_choice.parallel_tool_calls = options["parallel_tool_calls"]
     set_prompt(request, prompt, options)
@@ -114,7 +117,7 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
     """Fill in the prompt and what else makes its KV another; raises TypeError for no known kind."""
     request.model = options.get("model", "")
     request.adapter = options.get("adapter", "")
-    request.tools.extend(tool_protos(options.get("tools", _own_tools(prompt))))
+    request.tools.extend(tool_protos(tools_of(options.get("tools", _own_tools(prompt)))))
     if isinstance(prompt, Infill):
         if not isinstance(request, inference.GenerateRequest):
             raise TypeError("the cache takes an Infill as the tokens that tokenize makes of it")
@@ -134,16 +137,17 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
 
 
 def tokenize_request(
-    prompt: str | Sequence[Turn] | Infill, *, model: str, tools: Sequence[Tool] = ()
+    prompt: str | Sequence[Turn] | Infill, *, model: str, tools: Sequence[GivenTool] = ()
 ) -> inference.TokenizeRequest:
     """Return the message of Tokenize."""
     if isinstance(prompt, Infill):
         infill = prompt_pb2.InfillPrompt(prefix=prompt.prefix, suffix=prompt.suffix)
-        return inference.TokenizeRequest(model=model, infill=infill, tools=tool_protos(tools))
+        return inference.TokenizeRequest(model=model, infill=infill, tools=tool_protos(tools_of(tools)))
     if isinstance(prompt, str):
         return inference.TokenizeRequest(model=model, text=prompt)
     chat = chat_proto(messages_of(prompt))
-    return inference.TokenizeRequest(model=model, chat=chat, tools=tool_protos(tools or _own_tools(prompt)))
+    shown = tool_protos(tools_of(tools or _own_tools(prompt)))
+    return inference.TokenizeRequest(model=model, chat=chat, tools=shown)
 
 
 def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | None:
@@ -151,7 +155,7 @@ def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | No
     return options.get("timeout_s", default_s)
 
 
-def _own_tools(prompt: Prompt) -> Sequence[Tool]:
+def _own_tools(prompt: Prompt) -> Sequence[GivenTool]:
     return prompt.tools if isinstance(prompt, Conversation) else ()
 
 
