@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"fmt"
 	"math"
+	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
@@ -42,6 +43,10 @@ func Dial(address string, options ...Option) (*Client, error) {
 	settings := defaultSettings()
 	for _, option := range options {
 		option(&settings)
+	}
+	if strings.TrimSpace(address) == "" {
+		return nil, fmt.Errorf(
+			"icehouse: the address is %q; it must be host:port, such as localhost:50051, or unix:/path", address)
 	}
 	if settings.retryLimit < 0 {
 		return nil, fmt.Errorf("icehouse: the retry limit is %d, and must be at least 0", settings.retryLimit)

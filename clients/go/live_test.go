@@ -28,6 +28,8 @@ type servers struct {
 	DrainingAddress string `json:"draining_address"`
 	BusyAddress     string `json:"busy_address"`
 	UnusedAddress   string `json:"unused_address"`
+	ComingAddress   string `json:"coming_address"`
+	LoadingAddress  string `json:"loading_address"`
 }
 
 func liveServers(t *testing.T) servers {

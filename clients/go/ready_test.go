@@ -3,6 +3,7 @@ package icehouse
 import (
 	"context"
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -44,14 +45,16 @@ func TestAServerThatIsYetToComeIsWaitedFor(t *testing.T) {
 }
 
 func TestTheWaitEndsWithItsContext(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
-	for name, client := range map[string]*Client{
-		"it loads":        serve(t, &scripted{states: []icehousev1.ServerState{loading}}),
-		"nobody is there": dial(t, listen(t).Addr().String()),
+	for last, client := range map[string]*Client{
+		"it is LOADING":         serve(t, &scripted{states: []icehousev1.ServerState{loading}}),
+		"UNAVAILABLE: draining": serve(t, &scripted{refusals: 999, refusal: unavailable()}),
+		"it has not answered":   dial(t, listen(t).Addr().String()),
 	} {
-		if _, err := client.WaitReady(ctx); refusal(t, err).Code != codes.DeadlineExceeded {
-			t.Error(name, err)
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		_, err := client.WaitReady(ctx)
+		cancel()
+		if late := refusal(t, err); late.Code != codes.DeadlineExceeded || !strings.HasSuffix(late.Message, ": "+last) {
+			t.Error(last, err)
 		}
 	}
 }
@@ -65,7 +68,8 @@ func TestTheWaitEndsWithTheClientsTimeout(t *testing.T) {
 
 func TestWhatWaitingCannotHelpIsToldAtOnce(t *testing.T) {
 	script := &scripted{states: []icehousev1.ServerState{loading, failed}}
-	if _, err := serve(t, script).WaitReady(t.Context()); !errors.Is(err, ErrEngineFailed) {
+	_, err := serve(t, script).WaitReady(t.Context())
+	if found := refusal(t, err); !errors.Is(err, ErrEngineFailed) || found.Reason != "ENGINE_FAILED" {
 		t.Error(err)
 	}
 	script = &scripted{refusals: 9, refusal: status.Error(codes.Unauthenticated, "who are you?")}

@@ -3,6 +3,7 @@ package icehouse
 import (
 	"context"
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -84,6 +85,14 @@ func TestACancelledContextEndsTheWaiting(t *testing.T) {
 	})
 	if !errors.Is(err, context.Canceled) || refusal(t, err).Code != codes.Canceled {
 		t.Error(err)
+	}
+}
+
+func TestAnAddressIsNotEmpty(t *testing.T) {
+	for _, address := range []string{"", " "} {
+		if _, err := Dial(address); err == nil || !strings.Contains(err.Error(), "must be host:port") {
+			t.Errorf("%q: %v", address, err)
+		}
 	}
 }
 

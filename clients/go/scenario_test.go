@@ -150,6 +150,8 @@ func (s scenario) client(t *testing.T, options ...Option) *Client {
 		"draining_address": s.servers.DrainingAddress,
 		"busy_address":     s.servers.BusyAddress,
 		"unused_address":   s.servers.UnusedAddress,
+		"coming_address":   s.servers.ComingAddress,
+		"loading_address":  s.servers.LoadingAddress,
 	}[s.Server]
 	if !named {
 		t.Fatalf("there is no server %q", s.Server)

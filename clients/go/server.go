@@ -2,47 +2,13 @@ package icehouse
 
 import (
 	"context"
-	"errors"
 	"iter"
-	"time"
-
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
 // pageSize is how many requests ListRequests is asked for at once.
 const pageSize = 1000
-
-// pollInterval is the time between two questions whether a server that listens takes requests.
-const pollInterval = 100 * time.Millisecond
-
-// ErrEngineFailed is what WaitReady returns of a server that will take no request any more.
-var ErrEngineFailed = errors.New("icehouse: the server's engine has failed; start it again")
-
-// WaitReady returns once the server takes requests: it listens and its model is loaded. It waits until the end
-// of ctx; where that has no deadline, as long as the client's calls have (120 s, see [WithTimeout]).
-func (c *Client) WaitReady(ctx context.Context) (*icehousev1.Server, error) {
-	ctx, cancel := c.settings.bounded(ctx, c.settings.timeout)
-	defer cancel()
-	for {
-		response, err := c.Server.GetServer(ctx, &icehousev1.GetServerRequest{}, grpc.WaitForReady(true))
-		if err != nil && status.Code(err) != codes.Unavailable {
-			return nil, err
-		}
-		switch response.GetServer().GetState() {
-		case icehousev1.ServerState_SERVER_STATE_READY:
-			return response.GetServer(), nil
-		case icehousev1.ServerState_SERVER_STATE_FAILED:
-			return nil, ErrEngineFailed
-		}
-		if err := sleep(ctx, pollInterval); err != nil {
-			return nil, err
-		}
-	}
-}
 
 // GetServer returns the server's version, state, features and limits.
 func (c *Client) GetServer(ctx context.Context) (*icehousev1.Server, error) {

@@ -9,7 +9,6 @@ import {
 
 import { CacheClient } from "./cache.js";
 import { type CallOptions, Calls, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
-import { IcehouseError } from "./errors.js";
 import { type EmbedResponse, EmbeddingService } from "./gen/icehouse/v1/embedding_service_pb.js";
 import {
   type CacheStatsResponse,
@@ -22,8 +21,9 @@ import {
 import { type Model, ModelService } from "./gen/icehouse/v1/model_service_pb.js";
 import { ResponseFormatSchema } from "./gen/icehouse/v1/response_format_pb.js";
 import { type RerankResponse, RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
-import { type RequestInfo, type Server, ServerService, ServerState } from "./gen/icehouse/v1/server_service_pb.js";
+import { type RequestInfo, type Server, ServerService } from "./gen/icehouse/v1/server_service_pb.js";
 import { jsonOf, jsonSchemaOf, type Parser } from "./json.js";
+import { readyServer } from "./readiness.js";
 import {
   type DetokenizeInit,
   type EmbedInit,
@@ -34,14 +34,9 @@ import {
   requestFrom,
   type TokenizeInit,
 } from "./requests.js";
-import { sleep } from "./sleep.js";
-import { UNAVAILABLE } from "./status.js";
 import { Stream } from "./stream.js";
 import type { BearerToken } from "./token.js";
 import type { Transport } from "./transport.js";
-
-const FIRST_POLL_MS = 100;
-const LAST_POLL_MS = 2_000;
 
 /** What every client may be told. */
 export interface BaseClientOptions {
@@ -81,22 +76,13 @@ export class BaseClient {
     this.#calls.close();
   }
 
-  /** Returns once the server takes requests: it listens and its model is loaded. */
+  /**
+   * Returns once the server takes requests: it listens, be it yet to start, and its model is loaded. Throws
+   * DEADLINE_EXCEEDED when late, with what came last in the message.
+   */
   async waitReady(options: CallOptions = {}): Promise<Server> {
-    const end = Date.now() + (options.timeoutMs ?? this.#calls.timeoutMs);
-    for (let delayMs = FIRST_POLL_MS; ; delayMs = Math.min(2 * delayMs, LAST_POLL_MS)) {
-      const leftMs = end - Date.now();
-      try {
-        const server = await this.getServer({ ...options, timeoutMs: leftMs });
-        if (server.state === ServerState.READY) return server;
-        if (server.state === ServerState.FAILED) throw new Error("the server's engine has failed; start it again");
-      } catch (error) {
-        const isAbsent = error instanceof IcehouseError && error.code === UNAVAILABLE;
-        if (!isAbsent || leftMs <= delayMs) throw error;
-      }
-      // Of a signal the next call says what all calls say of it.
-      await sleep(delayMs, options.signal);
-    }
+    const timeoutMs = options.timeoutMs ?? this.#calls.timeoutMs;
+    return readyServer((leftMs) => this.getServer({ ...options, timeoutMs: leftMs }), timeoutMs, options.signal);
   }
 
   /** Returns the whole output. Retried while no server takes it, until the deadline. */

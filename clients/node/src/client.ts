@@ -21,6 +21,11 @@ export class Client extends BaseClient {
   /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
   constructor(address = "localhost:50051", options: ClientOptions = {}) {
     refuseUnknownOptions(options, [...BASE_OPTION_NAMES, "security", "interceptors"]);
+    if (!address.trim()) {
+      throw new TypeError(
+        `the address is ${JSON.stringify(address)}; it must be host:port, such as localhost:50051, or unix:/path`,
+      );
+    }
     const { security = {}, interceptors = [] } = options;
     super(new Connection(address, security, interceptors), new BearerToken(security.token), options);
   }

@@ -21,6 +21,8 @@ export const CODE_NAMES: readonly string[] = [
   "UNAUTHENTICATED",
 ];
 
+export const DEADLINE_EXCEEDED: status.DEADLINE_EXCEEDED = 4;
 export const RESOURCE_EXHAUSTED: status.RESOURCE_EXHAUSTED = 8;
+export const INTERNAL: status.INTERNAL = 13;
 export const UNAVAILABLE: status.UNAVAILABLE = 14;
 export const UNAUTHENTICATED: status.UNAUTHENTICATED = 16;

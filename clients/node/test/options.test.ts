@@ -68,6 +68,12 @@ test("a conversation brings its tools to every request that names none", () => {
   }
 });
 
+test("an address is not empty", () => {
+  for (const address of ["", " "]) {
+    assert.throws(() => new Client(address), { name: "TypeError", message: /must be host:port/ });
+  }
+});
+
 test("a prompt may be said in short", () => {
   const messages = [{ role: "user", content: "Hi" }];
   const talk = new Conversation();

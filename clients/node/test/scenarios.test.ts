@@ -4,7 +4,7 @@ import { status } from "@grpc/grpc-js";
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 
-import { Conversation } from "../src/index.js";
+import { type Client, Conversation } from "../src/index.js";
 import { CacheTier } from "../src/gen/icehouse/v1/cache_service_pb.js";
 import { ServerFeature, ServerState } from "../src/gen/icehouse/v1/server_service_pb.js";
 import { ToolChoiceMode } from "../src/gen/icehouse/v1/tool_pb.js";
@@ -120,6 +120,32 @@ scenario("resource_exhausted", async (s) => {
 scenario("unavailable", async (s) => {
   s.assertRefused(await refusal(collect(s.client().stream(s.request))));
 });
+
+scenario("wait_ready", async (s) => {
+  await assertReady(s, s.client());
+});
+
+scenario("wait_ready_coming", async (s) => {
+  const client = s.client();
+  s.assertRefused(await refusal(collect(client.stream(s.request))));
+  await assertReady(s, client);
+});
+
+scenario("wait_ready_absent", assertLate);
+
+scenario("wait_ready_loading", assertLate);
+
+async function assertReady(s: Scenario, client: Client): Promise<void> {
+  const { state } = await client.waitReady({ timeoutMs: s.input["timeout_ms"] });
+  assert.equal(ServerState[state], s.expect["state"]);
+}
+
+async function assertLate(s: Scenario): Promise<void> {
+  const error = await refusal(s.client().waitReady({ timeoutMs: s.input["timeout_ms"] }));
+  s.assertRefused(error);
+  assert(error.message.includes(s.expect["message_part"]), error.message);
+  assert.deepEqual([error.metadata, error.field, error.retryAfterMs], [{}, undefined, undefined]);
+}
 
 scenario("retry_on_drain", async (s) => {
   const client = s.client();

@@ -395,7 +395,11 @@ test("waiting ends when the model is loaded, and no later than told", async (t) 
   script.refusals = [UNAVAILABLE];
   script.states = [ServerState.LOADING, ServerState.READY, ServerState.FAILED];
   assert.equal((await client.waitReady()).state, ServerState.READY);
-  await assert.rejects(client.waitReady(), /engine has failed/);
+  await assert.rejects(client.waitReady(), { code: status.INTERNAL, reason: "ENGINE_FAILED" });
   await assert.rejects(client.waitReady({ timeoutMs: 0 }), { code: status.DEADLINE_EXCEEDED });
+  script.states = Array<ServerState>(99).fill(ServerState.LOADING);
+  await assert.rejects(client.waitReady({ timeoutMs: 150 }), {
+    message: "DEADLINE_EXCEEDED: the server was not ready in time: it is LOADING",
+  });
   await assert.rejects(client.waitReady({ signal: AbortSignal.abort() }), { code: status.CANCELLED });
 });

@@ -24,6 +24,7 @@ from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.rpc.authority import Authority
 from tests.system.clients.fronts import busy_front, draining_front
+from tests.system.clients.late_servers import coming_front, loading_server
 from tests.system.clients.web_edge import web_edge
 from tests.system.crash.server_process import ServerProcess
 from tests.system.mesh.envoy import free_ports
@@ -62,6 +63,10 @@ class Servers:
     """Refuses every call twice and says when to come back; the third one reaches `address`."""
     unused_address: str
     """Nobody listens here."""
+    coming_address: str
+    """Closes two connections at once, as if nobody were there yet; the third one reaches `address`."""
+    loading_address: str
+    """Says that its model loads, for ever."""
     web_url: str
     """An Envoy that speaks gRPC-Web to browsers and gRPC to `address`; empty where there is no Envoy."""
 
@@ -121,6 +126,8 @@ def live_servers() -> Iterator[Servers]:
             draining_address=stack.enter_context(draining_front(plain.address)),
             busy_address=stack.enter_context(busy_front(plain.address)),
             unused_address=f"127.0.0.1:{unused_port}",
+            coming_address=stack.enter_context(coming_front(plain.address)),
+            loading_address=stack.enter_context(loading_server()),
             web_url=stack.enter_context(web_edge(plain.address)),
         )
 

@@ -63,3 +63,10 @@ async def test_what_is_wrong_is_named(
 def test_half_of_a_certificate_is_refused_where_grpc_would_end_the_process(given: str) -> None:
     with pytest.raises(ValueError, match="go together"):
         Security(**{given: b"half"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", ["", " "])
+async def test_an_address_is_not_empty(address: str) -> None:
+    for face in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="must be host:port, such as localhost:50051"):
+            face(address)

@@ -24,12 +24,13 @@ from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.cache_client import AsyncCacheClient, CacheTimeouts
 from icehouse_client.calls import AsyncCalls, AsyncResponseCall
-from icehouse_client.channel import SERVICE, channel_options
+from icehouse_client.channel import SERVICE, channel_options, check_address
 from icehouse_client.chat import Infill
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.message_dicts import Turn, check_is_chat
 from icehouse_client.output_types import typed_options
+from icehouse_client.readiness import ReadinessWait
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
@@ -208,15 +209,14 @@ class AsyncClient:
             response = await self._calls.unary(self._health.Check, request, timeout_s or self._timeout_s)
         return HealthCheckResponse.ServingStatus.Name(response.status)
 
-    async def wait_until_serving(self, *, timeout_s: float | None = None) -> None:
+    async def wait_until_serving(self, *, timeout_s: float | None = None) -> server_service_pb2.Server:
         """As `Client.wait_until_serving`."""
-        request = HealthCheckRequest(service=SERVICE)
-        with translated():
-            watch = self._calls.stream(self._health.Watch, request, timeout_s or self._timeout_s, waits=True)
-            async for response in watch:
-                if response.status == HealthCheckResponse.SERVING:
-                    watch.cancel()
-                    return
+        request = server_service_pb2.GetServerRequest()
+
+        async def ask(left_s: float | None) -> server_service_pb2.Server:
+            return (await self._calls.unary(self._server.GetServer, request, left_s)).server
+
+        return await ReadinessWait(self._timeout_s if timeout_s is None else timeout_s).run_async(ask)
 
     async def requests(self, *, timeout_s: float | None = None) -> list[server_service_pb2.RequestInfo]:
         """Return the requests that wait or run, the oldest first: an operator's sees those of all tenants."""
@@ -255,6 +255,7 @@ def _open_channel(
     watches_health: bool,
     interceptors: Sequence[grpc.aio.ClientInterceptor],
 ) -> grpc.aio.Channel:
+    check_address(address)
     options = channel_options(security, watches_health=watches_health)
     credentials = security.credentials
     if credentials is None:

@@ -16,6 +16,14 @@ SERVICE = "icehouse.v1.InferenceService"
 """What health is asked for: it serves when the server does."""
 
 
+def check_address(address: str) -> None:
+    """Raise ValueError for no address, which gRPC would take and fail with at the first call."""
+    if not address.strip():
+        raise ValueError(
+            f"the address is {address!r}; it must be host:port, such as localhost:50051, or unix:/path"
+        )
+
+
 def channel_options(security: Security, *, watches_health: bool) -> list[tuple[str, str | int]]:
     """Return the options of a channel.
 

@@ -24,12 +24,13 @@ from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.cache_client import CacheClient, CacheTimeouts
 from icehouse_client.calls import Calls, ResponseCall
-from icehouse_client.channel import SERVICE, channel_options
+from icehouse_client.channel import SERVICE, channel_options, check_address
 from icehouse_client.chat import Infill
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
 from icehouse_client.errors import translated
 from icehouse_client.message_dicts import Turn, check_is_chat
 from icehouse_client.output_types import typed_options
+from icehouse_client.readiness import ReadinessWait
 from icehouse_client.requests import (
     DEFAULT_ORDER_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
@@ -219,19 +220,17 @@ class Client:
             )
         return HealthCheckResponse.ServingStatus.Name(response.status)
 
-    def wait_until_serving(self, *, timeout_s: float | None = None) -> None:
-        """Return when the server takes requests, be it not even there yet; DEADLINE_EXCEEDED when late."""
-        with translated():
-            watch = self._calls.stream(
-                self._health.Watch,
-                HealthCheckRequest(service=SERVICE),
-                timeout_s or self._timeout_s,
-                waits=True,
-            )
-            for response in watch:
-                if response.status == HealthCheckResponse.SERVING:
-                    watch.cancel()
-                    return
+    def wait_until_serving(self, *, timeout_s: float | None = None) -> server_service_pb2.Server:
+        """Return the server once it takes requests, be it not even there yet.
+
+        DEADLINE_EXCEEDED when late, with what came last in the message.
+        """
+        request = server_service_pb2.GetServerRequest()
+
+        def ask(left_s: float | None) -> server_service_pb2.Server:
+            return self._calls.unary(self._server.GetServer, request, left_s).server
+
+        return ReadinessWait(self._timeout_s if timeout_s is None else timeout_s).run(ask)
 
     def requests(self, *, timeout_s: float | None = None) -> list[server_service_pb2.RequestInfo]:
         """Return the requests that wait or run, the oldest first: an operator's sees those of all tenants."""
@@ -261,6 +260,7 @@ class Client:
 
 def open_channel(address: str, security: Security, *, watches_health: bool) -> grpc.Channel:
     """Return a channel, secured as `security` says."""
+    check_address(address)
     options = channel_options(security, watches_health=watches_health)
     credentials = security.credentials
     if credentials is None:

@@ -26,20 +26,17 @@ import dev.icehouse.v1.RerankServiceGrpc;
 import dev.icehouse.v1.Server;
 import dev.icehouse.v1.ServerServiceGrpc;
 import dev.icehouse.v1.ServerServiceGrpc.ServerServiceBlockingStub;
-import dev.icehouse.v1.ServerState;
 import dev.icehouse.v1.TokenizeRequest;
 import dev.icehouse.v1.TokenizeResponse;
 import io.grpc.Channel;
 import io.grpc.ChannelCredentials;
 import io.grpc.ClientInterceptor;
 import io.grpc.ClientInterceptors;
-import io.grpc.Deadline;
 import io.grpc.Grpc;
 import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
 import io.grpc.Metadata;
-import io.grpc.Status;
 import io.grpc.stub.MetadataUtils;
 import java.time.Duration;
 import java.util.ArrayList;
@@ -47,7 +44,6 @@ import java.util.List;
 import java.util.Map;
 import java.util.Optional;
 import java.util.concurrent.TimeUnit;
-import java.util.concurrent.locks.LockSupport;
 import java.util.function.Supplier;
 
 /**
@@ -61,7 +57,6 @@ public final class IcehouseClient implements AutoCloseable {
   /** The deadline of Warm, Evict and Verify that name none: a long prompt or a large disk takes its time. */
   public static final Duration DEFAULT_ORDER_TIMEOUT = Duration.ofHours(1);
 
-  private static final Duration POLL_INTERVAL = Duration.ofMillis(200);
   private static final Duration CLOSE_TIMEOUT = Duration.ofSeconds(5);
 
   private final ManagedChannel connection;
@@ -198,27 +193,12 @@ public final class IcehouseClient implements AutoCloseable {
     return translated(() -> server().cancelRequest(request)).getRequest();
   }
 
-  /** Returns once the server takes requests: it listens and its model is loaded. */
+  /**
+   * Returns once the server takes requests: it listens, be it yet to start, and its model is loaded. Throws
+   * DEADLINE_EXCEEDED when late, with what came last in the message.
+   */
   public Server waitReady(Duration timeout) {
-    var patient = server().withWaitForReady().withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS);
-    Deadline deadline = patient.getCallOptions().getDeadline();
-    while (true) {
-      try {
-        Server server = translated(() -> patient.getServer(GetServerRequest.getDefaultInstance())).getServer();
-        if (server.getState() == ServerState.SERVER_STATE_READY) {
-          return server;
-        }
-        if (server.getState() == ServerState.SERVER_STATE_FAILED) {
-          throw new IllegalStateException("the server's engine has failed; start it again");
-        }
-      } catch (IcehouseException refused) {
-        if (refused.code() != Status.Code.UNAVAILABLE || deadline.isExpired()) {
-          throw refused;
-        }
-      }
-      // Of an interrupt the next call says what all calls say of it.
-      LockSupport.parkNanos(POLL_INTERVAL.toNanos());
-    }
+    return Readiness.await(server(), timeout);
   }
 
   /**
@@ -262,6 +242,10 @@ public final class IcehouseClient implements AutoCloseable {
     private final Map<String, Object> serviceConfig = ServiceConfig.published();
 
     private Builder(String address) {
+      if (address.isBlank()) {
+        throw new IllegalArgumentException(
+            "the address is \"" + address + "\"; it must be host:port, such as localhost:50051, or unix:/path");
+      }
       this.address = address;
     }
 

@@ -2,6 +2,7 @@ package dev.icehouse.client;
 
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertThrows;
+import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import com.google.protobuf.Any;
 import com.google.protobuf.util.Durations;
@@ -196,5 +197,13 @@ class RetriesTest {
   @Test
   void aLimitIsNoNegativeNumber() {
     assertThrows(IllegalArgumentException.class, () -> IcehouseClient.to("127.0.0.1:1").retryLimit(-1));
+  }
+
+  @Test
+  void anAddressIsNotEmpty() {
+    for (String address : List.of("", " ")) {
+      var refused = assertThrows(IllegalArgumentException.class, () -> IcehouseClient.connect(address));
+      assertTrue(refused.getMessage().contains("must be host:port"), refused.getMessage());
+    }
   }
 }

@@ -7,9 +7,12 @@ import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.EvictResponse;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.GetServerRequest;
+import dev.icehouse.v1.GetServerResponse;
 import dev.icehouse.v1.InferenceServiceGrpc;
 import dev.icehouse.v1.RequestInfo;
 import dev.icehouse.v1.ServerServiceGrpc;
+import dev.icehouse.v1.ServerState;
 import dev.icehouse.v1.StreamResponse;
 import dev.icehouse.v1.WarmRequest;
 import dev.icehouse.v1.WarmResponse;
@@ -71,9 +74,22 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
         }
       };
 
+  /** What GetServer tells, one a call, and that it loads when all are told. */
+  final Deque<ServerState> states = new ArrayDeque<>();
+
   /** Answers a cancel with what it was asked for; a tenant that is not named is "nobody". */
   private final ServerServiceGrpc.ServerServiceImplBase operations =
       new ServerServiceGrpc.ServerServiceImplBase() {
+        @Override
+        public void getServer(GetServerRequest request, StreamObserver<GetServerResponse> observer) {
+          if (!isRefused(observer)) {
+            var state = states.isEmpty() ? ServerState.SERVER_STATE_LOADING : states.remove();
+            var server = dev.icehouse.v1.Server.newBuilder().setState(state);
+            observer.onNext(GetServerResponse.newBuilder().setServer(server).build());
+            observer.onCompleted();
+          }
+        }
+
         @Override
         public void cancelRequest(CancelRequestRequest request, StreamObserver<CancelRequestResponse> observer) {
           var found = RequestInfo.newBuilder().setRequestId(request.getRequestId());

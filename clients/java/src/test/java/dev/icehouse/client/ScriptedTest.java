@@ -14,6 +14,7 @@ import com.google.rpc.RetryInfo;
 import dev.icehouse.v1.CacheServiceGrpc;
 import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.ServerState;
 import dev.icehouse.v1.WarmRequest;
 import io.grpc.CallOptions;
 import io.grpc.ClientCall;
@@ -22,6 +23,7 @@ import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import io.grpc.protobuf.StatusProto;
+import java.util.List;
 import java.util.Map;
 import java.util.Optional;
 import java.util.concurrent.CompletableFuture;
@@ -72,6 +74,32 @@ class ScriptedTest {
       assertEquals("search", client.cancelRequest("r1", "search").getTenant());
       assertEquals("", client.cancelRequest("r1", "").getTenant());
       assertEquals("nobody", client.cancelRequest("r1").getTenant());
+    }
+  }
+
+  @Test
+  void aServerIsWaitedForUntilItTakesRequests() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      server.refusals.add(unavailable());
+      server.states.addAll(List.of(ServerState.SERVER_STATE_LOADING, ServerState.SERVER_STATE_READY));
+      var ready = client.waitReady(java.time.Duration.ofMinutes(1));
+      assertEquals(ServerState.SERVER_STATE_READY, ready.getState());
+      var late =
+          assertThrows(IcehouseException.class, () -> client.waitReady(java.time.Duration.ofMillis(150)));
+      assertEquals("DEADLINE_EXCEEDED: the server was not ready in time: it is LOADING", late.getMessage());
+    }
+  }
+
+  @Test
+  void whatWaitingCannotHelpIsToldAtOnce() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      server.states.add(ServerState.SERVER_STATE_FAILED);
+      var failed = assertThrows(IcehouseException.class, () -> client.waitReady(java.time.Duration.ofMinutes(1)));
+      assertEquals(Status.Code.INTERNAL, failed.code());
+      assertEquals("ENGINE_FAILED", failed.reason());
+      server.refusals.add(Status.UNAUTHENTICATED.asRuntimeException());
+      var stranger = assertThrows(IcehouseException.class, () -> client.waitReady(java.time.Duration.ofMinutes(1)));
+      assertEquals(Status.Code.UNAUTHENTICATED, stranger.code());
     }
   }
 
