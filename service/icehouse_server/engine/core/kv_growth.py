@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from icehouse_server.engine.core.length_class import length_class
+
 _FIRST_OUTPUT_TOKEN_COUNT = 128
 """Output tokens that an input's arrays have room for."""
 _LEAST_INPUT_CLASS = 1024
@@ -48,6 +50,10 @@ class KvGrowth:
     def ending_room(self, token_count: int) -> int:
         """Return the room of a sequence that is known to end at this length."""
         return self.room(token_count, KvLength(token_count, token_count))
+
+    def slot_length(self, token_count: int) -> int:
+        """Return how long the slots are in which rows of about so many tokens lie together."""
+        return _ceiling(length_class(token_count), self.grid_token_count)
 
     def _class_of(self, token_count: int, length: KvLength) -> int:
         first = _ceiling(length.input_token_count + _FIRST_OUTPUT_TOKEN_COUNT, self.grid_token_count)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from icehouse_server.domain.request import ImageInput
-from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvGrowth, KvLength
-from icehouse_server.engine.core.length_class import length_class
+from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength
 
 _METAL_HEAD_SIZES = (64, 80, 128)
 _CUDA_HEAD_SIZE_LIMIT = 128
@@ -145,7 +144,8 @@ class MemoryModel:
     growth: KvGrowth | None = None
     """How caches grow, which copies them; None where they grow in place."""
     class_token_limit: int = 0
-    """Decoding rows of up to so many tokens may lie in buffers that are as long as `length_class` says."""
+    """Decoding rows of up to so many tokens may lie in buffers that are as long as `KvGrowth.slot_length`
+    says."""
     draft: DraftFootprint = DraftFootprint()
     tower: TowerShape | None = None
     """What makes vectors of images, where the model sees any."""
@@ -175,7 +175,7 @@ class MemoryModel:
     def _room(self, token_count: int, length: KvLength) -> int:
         room = self.growth.room(token_count, length) if self.growth is not None else token_count
         if 0 < token_count <= self.class_token_limit:
-            room = max(room, length_class(token_count))
+            room = max(room, (self.growth or UNALIGNED).slot_length(token_count))
         return room
 
     def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:

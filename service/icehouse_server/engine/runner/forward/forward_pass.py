@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from icehouse_server.engine.core.length_class import length_class
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.layer_view import (
     HANDED,
@@ -134,7 +133,7 @@ class ForwardPass:
             after = row.token_count + count
             room = max(after, min(after + _ROOM_TO_DECODE, row.length.limit_token_count))
             if room <= token_limit and (row.token_count or self._slab is not None):
-                by_class.setdefault(length_class(room), {})[row] = room - row.token_count
+                by_class.setdefault(row.slot_length(room), {})[row] = room - row.token_count
         has_seated = False
         for length, found in by_class.items():
             seated_count = self._slab.count(length) if self._slab is not None else 0

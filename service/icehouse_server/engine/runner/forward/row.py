@@ -97,6 +97,10 @@ class Row:
         self._room_token_count = self._growth.room(token_count, self.length)
         kv_caches.make_room(self._caches, self._room_token_count)
 
+    def slot_length(self, token_count: int) -> int:
+        """Return how long a slot for so many tokens of this row is."""
+        return self._growth.slot_length(token_count)
+
     def note_copied(self) -> None:
         """Note that the caches' arrays are new ones, just as long as what they hold."""
         self._room_token_count = self.token_count

@@ -18,7 +18,6 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from icehouse_server.engine.core.length_class import length_class
 from icehouse_server.engine.runner.forward.row import Row
 
 _LEAST_SLOTS: Final = 4
@@ -306,7 +305,7 @@ class Slab:
         return [array for slots in self._slots for pair in slots.buffers.values() for array in pair]
 
     def _add(self, row: Row, held: Held, *, more: int, slot_count: int = 0) -> None:
-        length = length_class(row.token_count + more)
+        length = row.slot_length(row.token_count + more)
         fitting = (slots for slots in self._slots if slots.length == length and slots.has_room)
         slots = next(fitting, None)
         if slots is None:

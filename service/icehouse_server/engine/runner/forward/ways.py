@@ -33,7 +33,7 @@ class Attention(enum.Enum):
     SLAB = "slab"
     """Those of like length together, to buffers that they share."""
     AUTO = "auto"
-    """Whichever the times measured at load say is cheaper."""
+    """Whichever the passes that ran say is cheaper (`slab_choice`)."""
 
 
 class Door(enum.Enum):

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.fixtures.models.vocabulary import SPECIAL_TOKENS
 
 MakeCaches = Callable[[], list[Any]]
+_FED_AGAIN_LIMIT = 6
 
 
 def prompt_of(count: int, seed: int) -> list[int]:
@@ -52,6 +53,8 @@ class Guest:
     drawn: list[int] = dataclasses.field(default_factory=list)
     farthest: float = 0.0
     """The largest difference of logits seen."""
+    park_count: int = 0
+    is_cancelled: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -59,14 +62,29 @@ class Guest:
 
     @property
     def has_prompt_left(self) -> bool:
-        return not self.drawn and len(self.todo) > 1
+        # What is fed again behind a wrong guess is less than this, what a parked one comes back with is more.
+        return len(self.todo) > (_FED_AGAIN_LIMIT if self.drawn else 1)
+
+    def leave(self) -> None:
+        """Stop here: what it drew is what it would have drawn."""
+        self.is_cancelled = True
+        self.want = self.want[: len(self.drawn)]
+
+    def come_back(self, row: Row) -> None:
+        """Begin anew, as one that was parked does: with its output as input."""
+        self.park_count += 1
+        self.row, self.todo = row, [*self.prompt, *self.drawn]
 
 
 class Company:
     """All rows of a test, in passes until all have what they want."""
 
-    def __init__(self, forward: ForwardPass, *, seed: int, guesses: bool) -> None:
+    def __init__(
+        self, forward: ForwardPass, *, seed: int, guesses: bool, make_caches: MakeCaches | None = None
+    ) -> None:
+        """With `make_caches`, for rows that come back, some are parked and some leave before their end."""
         self._forward = forward
+        self._make_caches = make_caches
         self._random = random.Random(seed)
         self._guesses = guesses and forward.facts.can_take_back
         self.pass_count = 0
@@ -79,9 +97,22 @@ class Company:
             while waiting and (not here or self._random.random() < 0.4):
                 here.append(waiting.pop(0))
             self.step([guest for guest in here if self._random.random() < 0.9] or here)
+            if self._make_caches is not None:
+                self._disturb(self._random.choice(here), self._make_caches)
             for guest in [guest for guest in here if guest.is_done]:
                 self._forward.forget(guest.row)
                 here.remove(guest)
+
+    def _disturb(self, guest: Guest, make_caches: MakeCaches) -> None:
+        """Park one of those that are here, or cancel it, in whatever phase it is."""
+        chance = self._random.random()
+        if guest.is_done:
+            return
+        if chance < 0.2:
+            self._forward.forget(guest.row)
+            guest.come_back(Row(make_caches()))
+        elif chance < 0.24:
+            guest.leave()
 
     def step(self, guests: Sequence[Guest]) -> None:
         """Run one pass in which each of these brings something."""
@@ -112,7 +143,11 @@ class Company:
         if guest.has_prompt_left:
             return guest, guest.todo[: self._random.choice([1, 3, 7, 20])], 0
         room = len(guest.want) - len(guest.drawn) - 1
-        count = min(room, self._random.choice([0, 0, 1, 4])) if self._guesses and guest.drawn else 0
+        count = (
+            min(room, self._random.choice([0, 0, 1, 4]))
+            if self._guesses and guest.drawn and guest.row.token_count
+            else 0
+        )
         begin = len(guest.drawn)
         guesses = guest.want[begin : begin + count]
         if count and self._random.random() < 0.6:

@@ -33,11 +33,20 @@ def guests_of(model: Any, make: Any) -> list[Guest]:
 def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> None:
     model = build(architecture)
     facts = examine(model)
-    for seed in range(2):
-        guests = guests_of(model, lambda: make_prompt_cache(model))
-        company = Company(ForwardPass(model, facts), seed=seed, guesses=guesses)
+
+    def make() -> list[Any]:
+        return make_prompt_cache(model)
+
+    for seed, is_restless in enumerate((False, True)):
+        guests = guests_of(model, make)
+        company = Company(
+            ForwardPass(model, facts), seed=seed, guesses=guesses, make_caches=make if is_restless else None
+        )
         company.run(guests)
         assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
+        assert any(guest.park_count for guest in guests) is is_restless
+        assert any(guest.is_cancelled for guest in guests) is is_restless
+        assert any(len(guest.drawn) == DRAW_COUNT for guest in guests)
         assert max(guest.farthest for guest in guests) < TOLERANCE
         assert company.widest >= 3, "The rows never met"
 

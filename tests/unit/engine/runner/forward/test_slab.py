@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
 from icehouse_server.engine.runner.forward.slab import Like, Seat, SlotClass, SlotRun
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from tests.fixtures.models import build
+from tests.fixtures.models import ARCHITECTURES, build
 from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
 
 
@@ -21,14 +24,19 @@ class SlabCompany(Company):
     def step(self, guests: Sequence[Guest]) -> None:
         chance = random.Random(self.pass_count)
         for guest in guests:
-            if guest.drawn and chance.random() < 0.7:
+            if guest.drawn and guest.row.token_count and chance.random() < 0.7:
                 self._forward.seat(guest.row)
             elif guest.drawn and chance.random() < 0.2:
                 guest.row.leave_company()
         super().step(guests)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "gpt_oss", "gemma3_text"])
+WITHOUT_A_PLAIN_LAYER = ("llama4", "llama4_text", "falcon_h1", "mamba2", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "architecture", [each for each in ARCHITECTURES if each not in WITHOUT_A_PLAIN_LAYER]
+)
 @pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
 def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> None:
     model = build(architecture)
@@ -40,14 +48,23 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> 
             prompt = prompt_of(length, number)
             tokens, logits = alone(model, prompt, 12)
             guests.append(Guest(prompt, tokens, logits, Row(make_prompt_cache(model)), list(prompt)))
-        SlabCompany(forward, seed=seed, guesses=guesses).run(guests)
+        make = functools.partial(make_prompt_cache, model) if seed else None
+        SlabCompany(forward, seed=seed, guesses=guesses, make_caches=make).run(guests)
         assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
         assert max(guest.farthest for guest in guests) < 2e-3
 
 
-def test_rows_of_equal_length_need_no_mask_and_others_get_one() -> None:
+def test_rows_of_equal_length_need_no_mask_and_others_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     forward = ForwardPass(model, examine(model))
+    masks: list[bool] = []
+    really = mx.fast.scaled_dot_product_attention
+
+    def watched(*args: Any, mask: Any = None, **how: Any) -> mx.array:
+        masks.append(mask is not None)
+        return really(*args, mask=mask, **how)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
     for lengths in ((9, 9, 9), (9, 30, 14)):
         prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
         rows = [Row(make_prompt_cache(model)) for _ in prompts]
@@ -55,7 +72,9 @@ def test_rows_of_equal_length_need_no_mask_and_others_get_one() -> None:
             mx.eval(forward.run(mx.array(prompt[:-1]), [Share(row, len(prompt) - 1)]).arrays)
             forward.seat(row)
         shares = [Share(row, 1, logit_count=1) for row in rows]
+        masks.clear()
         output = forward.run(mx.array([prompt[-1] for prompt in prompts]), shares)
+        assert masks == [len(set(lengths)) > 1] * len(model.layers), "one attention a layer for all rows"
         assert output.logits is not None
         for logits, prompt in zip(output.logits, prompts, strict=True):
             assert mx.argmax(logits).item() == alone(model, prompt, 1)[0][0]
@@ -163,6 +182,24 @@ def test_prompts_that_were_never_anywhere_else_draw_what_they_draw_alone() -> No
             tokens.append(token)
         shares = [Share(row, 1, logit_count=1) for row in rows]
     assert drawn == want
+
+
+def test_slots_of_a_device_that_wants_multiples_are_multiples() -> None:
+    """CUDA's fused attention of one token wants buffers whose lengths are multiples of 256."""
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    rows = [Row(make_prompt_cache(model), growth=KvGrowth(256)) for _ in range(9)]
+    for row, count in zip(rows, [5] * 8 + [260], strict=True):
+        mx.eval(forward.run(mx.array(prompt_of(count, 1)), [Share(row, count)]).arrays)
+        forward.seat(row)
+    lengths = [seat.slots.length for row in rows for seat in row.pass_caches if isinstance(seat, Seat)]
+    assert lengths == [256] * 8 * len(model.layers) + [512] * len(model.layers)
+    assert {buffer.shape[2] for row in rows for buffer in _buffers_of(row)} == {256, 512}
+
+
+def _buffers_of(row: Row) -> list[mx.array]:
+    seats = [seat for seat in row.pass_caches if isinstance(seat, Seat)]
+    return [buffer for seat in seats for buffer in seat.slots.buffers[seat.place]]
 
 
 def test_long_rows_stay_by_themselves() -> None:
