@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_server.domain import blocks
 from icehouse_server.domain.events import Failed, Finished, ReuseLimit
-from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 
@@ -134,3 +136,26 @@ def test_a_follower_begins_in_the_step_after_its_leader_ended_though_nothing_els
             served.loop.step()
         assert not any(waits), "the loop never waited for a message"
         assert served.answer("follows").cache.ram_token_count == len(tokens) - 1
+
+
+@ALL_FACTS
+def test_a_block_s_name_is_computed_once(
+    tmp_path: Path, facts: CacheFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is asked for: to be planned, followed, led and captured, and by whoever comes next."""
+    tokens = prompt(5 * BLOCK + 3)
+    computed: Counter[tuple[BlockHash, tuple[int, ...]]] = Counter()
+    really = blocks.block_hash
+
+    def counted(*, parent: BlockHash, token_ids: tuple[int, ...], **rest: Any) -> BlockHash:
+        computed[parent, tuple(token_ids)] += 1
+        return really(parent=parent, token_ids=token_ids, **rest)
+
+    monkeypatch.setattr(blocks, "block_hash", counted)
+    with SteppedServer(facts=facts) as served:
+        for name in ("leads", "follows"):
+            served.submit(name, tokens, max_output_tokens=3)
+        served.step_until_idle()
+        served.ask("again", [*tokens, *served.answer("leads").tokens, 5])
+        served.check()
+    assert len(computed) >= 6 and set(computed.values()) == {1}

@@ -19,6 +19,7 @@ from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, CacheScope, RequestId
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
+from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
@@ -57,7 +58,8 @@ class PrefixCache:
         self._clock = clock
         self.log = log = BlockLog() if log is None else log
         block_token_count = settings.block_token_count
-        self._index = BlockIndex(IndexRules(facts, block_token_count, settings.name_secret), log)
+        self.names = BlockNames(settings.name_secret)
+        self._index = BlockIndex(IndexRules(facts, block_token_count, settings.name_secret), log, self.names)
         self._ram = RamTier(
             limit_bytes=settings.ram_limit_bytes, block_token_count=block_token_count, log=log
         )
@@ -77,9 +79,7 @@ class PrefixCache:
             ram=self._ram, index=self._index, spills=self._spills, quotas=self._quotas
         )
         self._planner = Planner(settings, self._index, self._rates)
-        self._capture_rules = CaptureRules(
-            facts, settings.block_token_count, settings.checkpoint_interval_tokens
-        )
+        self._capture_rules = CaptureRules(facts, block_token_count, settings.checkpoint_interval_tokens)
         self._is_inventory_due = storage is not None
         self._unseen: set[BlockHash] = set()
         """Blocks that were on SSD and that the inventory under way has not named yet."""

@@ -59,7 +59,10 @@ class CacheController:
         self._header_fetches = HeaderFetches(cache, load_ids=load_ids)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._in_flight = InFlightPrefixes(
-            cache.settings, can_share=cache.can_share, can_cut_inside=cache.facts.cuttable_inside
+            cache.settings,
+            can_share=cache.can_share,
+            can_cut_inside=cache.facts.cuttable_inside,
+            block_names=cache.names,
         )
 
     @property

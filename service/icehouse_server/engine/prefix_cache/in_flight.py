@@ -15,8 +15,9 @@ import dataclasses
 import itertools
 from collections.abc import Sequence as ReadSequence
 
-from icehouse_server.domain.blocks import TokenKeys, key_hash
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.ids import BlockHash, SequenceId
+from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.tiers.index import common_prefix
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
@@ -58,8 +59,16 @@ class SharedPrefix:
 class InFlightPrefixes:
     """Who computes what, and who waits for it."""
 
-    def __init__(self, settings: PrefixSettings, *, can_share: bool, can_cut_inside: bool = True) -> None:
+    def __init__(
+        self,
+        settings: PrefixSettings,
+        *,
+        can_share: bool,
+        can_cut_inside: bool = True,
+        block_names: BlockNames | None = None,
+    ) -> None:
         self._settings = settings
+        self._block_names = BlockNames(settings.name_secret) if block_names is None else block_names
         self._can_share = can_share
         """Whether another prompt can start at any block; else only an equal one, at the end."""
         self._can_cut_inside = can_cut_inside
@@ -193,5 +202,5 @@ class InFlightPrefixes:
             blocks.append(_Block(sequence, parent, name, start, end))
         return blocks
 
-    def _name(self, parent: BlockHash, token_ids: ReadSequence[int]) -> BlockHash:
-        return key_hash(parent=parent, keys=token_ids, secret=self._settings.name_secret)
+    def _name(self, parent: BlockHash, token_ids: TokenKeys) -> BlockHash:
+        return self._block_names.of(parent, token_ids)

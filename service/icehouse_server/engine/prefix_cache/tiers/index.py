@@ -12,9 +12,10 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from icehouse_server.domain.blocks import BlockHeader, RegionKind, join_keys, key_hash, prefix_key_hashes
+from icehouse_server.domain.blocks import BlockHeader, RegionKind, join_keys, prefix_key_hashes
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left
+from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.prefix_cache.tiers.children import Children
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, Spilling
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
@@ -113,9 +114,10 @@ class _Candidate:
 class BlockIndex:
     """All blocks of the served fingerprint, by hash and by parent, and those on their way to SSD."""
 
-    def __init__(self, rules: IndexRules, log: BlockLog) -> None:
+    def __init__(self, rules: IndexRules, log: BlockLog, names: BlockNames | None = None) -> None:
         self._log = log
         self.rules = rules
+        self._names = BlockNames(rules.name_secret) if names is None else names
         self._entries: dict[BlockHash, Entry] = {}
         self._children = Children()
         self._sizes: dict[tuple[int, int, int], dict[RegionKind, int]] = {}
@@ -137,7 +139,7 @@ class BlockIndex:
 
     def name_of(self, *, parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
         """Return the name that a block with these tokens below `parent` has here, known or not."""
-        return key_hash(parent=parent, keys=token_ids, secret=self.rules.name_secret)
+        return self._names.of(parent, tuple(token_ids))
 
     def chain_names(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
         """Return the names that the full blocks of these tokens have here, in order."""
