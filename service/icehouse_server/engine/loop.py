@@ -134,10 +134,13 @@ class EngineLoop:
             self._carry_out(self._waiting_commands.popleft())
         self._take_in(self._wait_s())
         self._expire()
+        parked_before = self.counters.stats.parked_total
         has_begun = self._admit()
         prepare_s = self._prepare()
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
-        self._is_idle = not has_begun and prepare_s is None and not has_run
+        # Who was parked gave memory to others, who may go on although this step found nothing they could do.
+        has_parked = self.counters.stats.parked_total > parked_before
+        self._is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
         if not has_run or not self._has_pass_to_run:
             self._output.publish()
 

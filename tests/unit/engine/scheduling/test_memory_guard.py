@@ -17,7 +17,7 @@ from icehouse_server.domain.request import (
     Speculation,
     image_digest,
 )
-from icehouse_server.engine.core.kv_growth import KvGrowth
+from icehouse_server.engine.core.kv_growth import KvGrowth, KvLength
 from icehouse_server.engine.core.mailbox import Cancel
 from icehouse_server.engine.core.memory_model import (
     DraftFootprint,
@@ -118,6 +118,14 @@ def test_an_image_that_never_fits_is_refused_before_it_waits_and_counts_before_i
     sequence.processed_token_count = 6
     sequence.phase = Phase.PREFILLING
     assert before >= needed > guard.start_bytes(sequence), "behind the image nothing is encoded"
+
+
+def test_rows_are_charged_for_slots_as_long_as_the_device_wants_them() -> None:
+    lengths = {}
+    for grid in (1, 256):
+        model = dataclasses.replace(memory_model(), growth=KvGrowth(grid), class_token_limit=1024)
+        lengths[grid] = [model.kv_bytes(count, KvLength(count, count)) // 10 for count in (100, 300, 600)]
+    assert lengths == {1: [128, 384, 768], 256: [256, 512, 768]}
 
 
 def test_without_a_limit_everything_fits() -> None:
@@ -434,6 +442,47 @@ def test_the_one_of_least_priority_gives_way_though_it_came_first() -> None:
     served.pressure_limit(10_000)
     served.run()
     assert cheap.park_count == 1 and served.loop.counters.stats.parked_total == 1
+
+
+def test_an_older_one_is_not_parked_for_the_chunk_of_a_younger_one() -> None:
+    served = SteppedLoop(memory_limit_bytes=10_000, context_token_limit=1000)
+    counted(served)
+    served.submit("old", [1] * 6, max_output_tokens=30)
+    while not served.scheduler.decoding_count:
+        served.loop.step()
+    served.submit("young", [2] * 40, max_output_tokens=5)
+    served.loop.step()
+    old, young = served.scheduler.running
+    assert young.phase is Phase.PREFILLING and young.processed_token_count
+    served.pressure_limit(served.runner.active_bytes() + 15)  # enough for the row, not for four tokens more
+    served.loop.step()
+    assert (old.park_count, young.park_count) == (0, 1)
+    served.pressure_limit(10_000)
+    served.run()
+    assert old.park_count == 0
+
+
+def test_a_step_that_parked_somebody_is_followed_at_once() -> None:
+    """The chunk of the younger did not fit, it was parked, and the older waited half a second for nothing."""
+    served = SteppedLoop(memory_limit_bytes=10_000, context_token_limit=1000)
+    counted(served)
+    served.submit("old", [1] * 30, max_output_tokens=3)
+    served.submit("young", [2] * 20, max_output_tokens=3)
+    served.loop.step()
+    served.loop.step()
+    old, young = served.scheduler.running
+    assert old.phase is young.phase is Phase.PREFILLING
+    served.pressure_limit(served.runner.active_bytes())
+    served.loop.step()
+    assert (old.park_count, young.park_count) == (0, 1)
+    served.mailbox.waits_s.clear()
+    before = old.processed_token_count
+    served.loop.step()
+    assert served.mailbox.waits_s == [0.0] and old.processed_token_count > before
+    served.pressure_limit(10_000)
+    served.run()
+    ends = [served.recorder.end_of(name) for name in ("old", "young")]
+    assert all(isinstance(end, Finished) for end in ends), ends
 
 
 def test_memory_that_loading_ones_hold_is_waited_for() -> None:
