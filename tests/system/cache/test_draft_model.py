@@ -38,6 +38,18 @@ def test_a_model_guesses_itself_nearly_always(tmp_path: Path, architecture: str)
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
+def test_draft_caches_are_filled_with_the_prompt_so_that_the_first_row_guesses_already(
+    tmp_path: Path, is_pipelined: bool
+) -> None:
+    """Filled behind it, 128 tokens a pass, they would guess nothing for eight passes."""
+    folder = tiny_model_dir(tmp_path, "llama")
+    with CacheServer(folder, None, is_enabled=False, draft=folder, is_pipelined=is_pipelined) as served:
+        submit(served, "fast", prompt(1000), speculation=DRAFT, max_output_tokens=OUTPUT_TOKENS)
+        _, drafts = outcome(served, "fast")
+    assert drafts.accepted_count == drafts.proposed_count == 4 * ((OUTPUT_TOKENS - 1 + 4) // 5)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
 def test_a_bad_draft_model_costs_work_and_no_token(tmp_path: Path, is_pipelined: bool) -> None:
     folder = tiny_model_dir(tmp_path, "qwen3")
     other = tiny_model_dir(tmp_path, "gemma3_text", seed=9)

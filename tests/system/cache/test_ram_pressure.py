@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.domain.events import Finished, ReuseLimit
+from icehouse_server.domain.request import CacheUse
 
 from tests.system.cache.stepped_server import BLOCK, BLOCK_BYTES, HYBRID, SteppedServer, prompt
 
@@ -181,3 +183,69 @@ def test_off_writes_nothing_and_still_reads(tmp_path: Path) -> None:
     with SteppedServer(tmp_path) as served:
         assert served.stats().spill.persisted_block_total == 0
         assert served.ask("b", prompt(4 * BLOCK, salt=1)).cache.limit is ReuseLimit.NO_MATCH
+
+
+def pressed(served: SteppedServer, *, beside_tier_bytes: int) -> None:
+    """Let memory hold the tier as it is now, and so much for sequences: ten bytes a token."""
+    served.runner.active_bytes = lambda: (
+        served.cache._ram.used_bytes + 10 * sum(map(len, served.runner.history.values()))
+    )
+    served.loop._preemption.guard.limit_bytes = served.cache._ram.used_bytes + beside_tier_bytes
+
+
+def held(served: SteppedServer) -> set[bytes]:
+    return {entry.hash for entry in served.cache._ram}
+
+
+def start_a_long_one(served: SteppedServer) -> None:
+    """Let one request of 100 tokens draw, which keeps nothing."""
+    served.submit("runs", prompt(4, salt=7), max_output_tokens=96, cache_use=CacheUse.OFF)
+    while not served.scheduler.decoding_count:
+        served.loop.step()
+
+
+@pytest.mark.parametrize("with_ssd", [False, True])
+def test_the_tier_loses_nothing_for_a_request_that_cannot_start_anyway(
+    tmp_path: Path, with_ssd: bool
+) -> None:
+    with SteppedServer(tmp_path if with_ssd else None) as served:
+        served.ask("kept", prompt(40))
+        before = held(served)
+        tier_bytes = served.cache._ram.used_bytes
+        start_a_long_one(served)
+        # All that the tier has would not do for the big one; the small one fits without any of it.
+        pressed(served, beside_tier_bytes=1000 + 50)
+        assert tier_bytes < 1000
+        served.submit("big", prompt(110, salt=1), max_output_tokens=2)
+        served.submit("small", prompt(2, salt=2), max_output_tokens=2)
+        for _ in range(8):
+            served.settle_storage()
+            served.loop.step()
+        assert isinstance(served.recorder.end_of("small"), Finished)
+        assert served.scheduler.waiting_count == 1 and served.recorder.end_of("runs") is None
+        assert before <= held(served) and served.cache._ram.stats.evicted_block_total == 0
+        served.cancel("runs")
+        served.loop._preemption.guard.limit_bytes += 2000
+        served.step_until_idle()
+        assert isinstance(served.recorder.end_of("big"), Finished)
+
+
+def test_for_one_that_may_start_others_blocks_go_by_way_of_the_ssd_and_its_own_stay(tmp_path: Path) -> None:
+    own, other = prompt(4 * BLOCK + 1), prompt(8 * BLOCK + 1, salt=1)
+    with SteppedServer(tmp_path) as served:
+        served.ask("own", own, max_output_tokens=0)  # the least recently used
+        served.ask("other", other, max_output_tokens=0)
+        start_a_long_one(served)
+        pressed(served, beside_tier_bytes=1000 + 10 * (len(own) + 2) - 3 * BLOCK_BYTES)
+        served.submit("comes", own, max_output_tokens=2)
+        while served.recorder.end_of("comes") is None:
+            served.settle_storage()
+            served.loop.step()
+        assert served.recorder.end_of("runs") is None, "nobody had to end for it"
+        assert served.answer("comes").cache.ram_token_count == 4 * BLOCK
+        assert served.stats().ram.evicted_block_total >= 3
+        served.loop._preemption.guard.limit_bytes = 0
+        served.step_until_idle()
+        again = served.ask("other again", other, max_output_tokens=1).cache
+        assert again.cached_token_count == 8 * BLOCK and again.ssd_token_count, "nothing of it was lost"
+        served.check()

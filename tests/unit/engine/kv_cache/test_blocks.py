@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -40,6 +42,15 @@ class Waits:
             really(*arrays)
 
         monkeypatch.setattr(mx, "eval", evaluate)
+        for name in ("item", "tolist", "__int__", "__float__", "__bool__"):
+            monkeypatch.setattr(mx.array, name, self._counting(getattr(mx.array, name)))
+
+    def _counting(self, really: Callable[[mx.array], Any]) -> Callable[[mx.array], Any]:
+        def look(array: mx.array) -> Any:
+            self.count += 1
+            return really(array)
+
+        return look
 
 
 def cut_beside_passes(

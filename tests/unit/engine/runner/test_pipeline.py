@@ -5,15 +5,22 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.request import Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.decoding import DispatchedPass
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.sampling import top_p
 
 from tests.fixtures.models import tiny_model_dir
 
@@ -33,12 +40,14 @@ class TickingClock:
         return self.monotonic()
 
 
-def runner_at(path: Path, clock: TickingClock, *, is_pipelined: bool) -> ModelRunner:
+def runner_at(
+    path: Path, clock: TickingClock, *, is_pipelined: bool, attention: Attention = Attention.ROWS
+) -> ModelRunner:
     source = model_loader.ModelSource(path=tiny_model_dir(path, "llama"), model_id="tiny")
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(is_pipelined=is_pipelined),
+        settings=RunnerSettings(is_pipelined=is_pipelined, attention=attention),
         clock=clock,
     )
     runner.load()
@@ -81,3 +90,131 @@ def test_the_times_of_passes_never_overlap(tmp_path: Path, is_pipelined: bool) -
     assert min(passes) >= 1.0 and sum(passes) <= clock.monotonic() - began
     # Each look at the clock is a second: one as a pass is built, one as it ends.
     assert max(passes[1:]) <= 2.0, passes
+
+
+class Order:
+    """Notes when passes are dispatched, and when anything waits for the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self._numbers: dict[int, int] = {}
+        self._kept: list[DispatchedPass] = []
+        self._is_waiting = False
+        monkeypatch.setattr(DispatchedPass, "dispatch", self._noting(DispatchedPass.dispatch, "dispatch"))
+        monkeypatch.setattr(DispatchedPass, "wait", self._noting(DispatchedPass.wait, "wait"))
+        monkeypatch.setattr(DispatchedPass, "read", self._noting(DispatchedPass.read, "read"))
+        for name in ("item", "tolist", "__int__", "__float__", "__bool__"):
+            monkeypatch.setattr(mx.array, name, self._looking(getattr(mx.array, name), name))
+        monkeypatch.setattr(mx, "eval", self._looking(mx.eval, "eval"))
+
+    def _noting(self, really: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+        def noted(current: DispatchedPass) -> Any:
+            if id(current) not in self._numbers:
+                self._numbers[id(current)] = len(self._numbers)
+                self._kept.append(current)
+            self.events.append(f"{name} {self._numbers[id(current)]}")
+            self._is_waiting = name != "dispatch"
+            try:
+                return really(current)
+            finally:
+                self._is_waiting = False
+
+        return noted
+
+    def _looking(self, really: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            if not self._is_waiting:
+                self.events.append(name)
+            return really(*args)
+
+        return noted
+
+
+@pytest.mark.parametrize(
+    ("sampling", "calls"),
+    [
+        (SamplingParams(), ["dispatch {n}", "wait {p}", "read {p}"]),
+        (SamplingParams(temperature=0.8, top_p=0.9), ["dispatch {n}", "wait {p}", "read {p}"]),
+        # A draw that needs the token before it: the forward goes ahead of that, the draw behind it.
+        (SamplingParams(frequency_penalty=0.5), ["dispatch {n}", "wait {p}", "read {p}", "dispatch {n}"]),
+    ],
+    ids=["greedy", "random", "penalized"],
+)
+def test_the_next_pass_is_dispatched_before_the_last_one_s_tokens_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, calls: list[str]
+) -> None:
+    """On a device that runs ahead; nothing else waits for it between two dispatches."""
+    runner = runner_at(tmp_path, TickingClock(), is_pipelined=True)
+    for number in (1, 2):
+        runner.open(SequenceId(number))
+    order = Order(monkeypatch)
+    row = DecodeRow(sampling, prompt_token_ids=PROMPT)
+    runner.run([Chunk(SequenceId(1), PROMPT, row=row)])
+    assert order.events == ["dispatch 0"]
+    for number in range(1, 5):
+        order.events.clear()
+        # The second of these has a prompt's chunk beside the row.
+        runner.run([Chunk(SequenceId(2), PROMPT[:4])] if number == 2 else [])
+        assert order.events == [call.format(n=number, p=number - 1) for call in calls], number
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(4, ngram_token_limit=2)], ids=["plain", "guesses"])
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_where_a_pass_is_waited_for_top_p_is_found_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pipelined: bool, speculation: Speculation | None
+) -> None:
+    """Guesses are waited for on any device; their draws used to go the way of those that are not."""
+    runner = runner_at(tmp_path, TickingClock(), is_pipelined=is_pipelined)
+    searches: list[int] = []
+    search = top_p._searched_reach
+
+    def watched(distances: mx.array, **how: Any) -> mx.array:
+        searches.append(distances.shape[0])
+        return search(distances, **how)
+
+    monkeypatch.setattr(top_p, "_searched_reach", watched)
+    prompt = tuple(range(3, 290)) * 2  # whatever is drawn, something followed it before
+    row = DecodeRow(
+        SamplingParams(temperature=0.01, top_p=0.9), prompt_token_ids=prompt, speculation=speculation
+    )
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), prompt, row=row, speculation=speculation)])
+    searches.clear()  # the prompt's own pass had no guesses
+    guess_count = sum(runner.run([]).drafted_count for _ in range(3))
+    assert (guess_count > 0) is (speculation is not None)
+    assert bool(searches) is (is_pipelined and speculation is None)
+
+
+def seated_counts(
+    path: Path, *, is_pipelined: bool, attention: Attention
+) -> tuple[list[list[int]], list[int]]:
+    """Let ten rows of one length draw; return their tokens, and how many lay in a slab behind each pass."""
+    runner = runner_at(path, TickingClock(), is_pipelined=is_pipelined, attention=attention)
+    ids = [SequenceId(number) for number in range(10)]
+    prompts = [tuple(3 + (number * 31 + j * 7) % 290 for j in range(12)) for number in ids]
+    for sequence_id in ids:
+        runner.open(sequence_id)
+    chunks = [
+        Chunk(sequence_id, tokens, row=DecodeRow(SamplingParams(), prompt_token_ids=tokens))
+        for sequence_id, tokens in zip(ids, prompts, strict=True)
+    ]
+    told: dict[int, list[int]] = {sequence_id: [] for sequence_id in ids}
+    counts = []
+    for number in range(10):
+        for drawn in runner.run(chunks if not number else []).drawn:
+            told[drawn.sequence_id].append(drawn.token_id)
+        rows = [runner._sequences[sequence_id].row for sequence_id in ids]
+        counts.append(sum(row.seated_caches is not None for row in rows))
+    return list(told.values()), counts
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_rows_are_tried_in_a_slab_once_passes_by_row_were_measured(
+    tmp_path: Path, is_pipelined: bool
+) -> None:
+    by_row, nobody = seated_counts(tmp_path / "rows", is_pipelined=is_pipelined, attention=Attention.ROWS)
+    forced, everybody = seated_counts(tmp_path / "slab", is_pipelined=is_pipelined, attention=Attention.SLAB)
+    chosen, counts = seated_counts(tmp_path / "auto", is_pipelined=is_pipelined, attention=Attention.AUTO)
+    assert nobody == [0] * 10 and everybody[1:] == [10] * 9
+    assert counts[:5] == [0] * 5 and counts[-1] == 10, "five passes by row are measured first"
+    assert by_row == forced == chosen

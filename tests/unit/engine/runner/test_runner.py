@@ -17,6 +17,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.forward import PassFacts
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
@@ -126,6 +127,26 @@ def test_a_model_s_facts_say_what_sequences_share_of_a_pass(
         clock=SystemClock(),
     )
     assert runner.load().pass_splits == splits
+
+
+def test_a_model_that_fits_no_way_is_served_row_by_row_and_says_so_in_the_log_and_in_its_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fits_none = PassFacts(
+        caches=(), gathers_hidden=True, gives_hidden=True, reason="it reads what it should not"
+    )
+    monkeypatch.setattr("icehouse_server.engine.runner.runner.examine", lambda *_, **__: fits_none)
+    source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
+    runner = ModelRunner(
+        source=source,
+        tokenizer=model_loader.load_tokenizer(source),
+        settings=RunnerSettings(),
+        clock=SystemClock(),
+    )
+    with caplog.at_level("WARNING", logger="icehouse.engine"):
+        assert runner.load().pass_splits == (PassSplit.ALONE,)
+    (told,) = [record for record in caplog.records if record.message == "forward_pass_not_shared"]
+    assert vars(told)["detail"] == "it reads what it should not" and vars(told)["ways"] == "alone"
 
 
 def test_greedy_text_is_what_the_model_says_by_itself(tmp_path: Path) -> None:

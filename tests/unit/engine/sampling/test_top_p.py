@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -128,3 +130,40 @@ def test_a_row_without_numbers_hurts_nobody(bad: float, may_wait: bool) -> None:
     table[0] = bad
     params = SamplingParams(temperature=1, top_p=0.9, top_k=40)
     assert (kept(table, params, params, may_wait=may_wait)[1] == kept(table[1:], params, may_wait=True)).all()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1, top_p=0.9),
+        SamplingParams(temperature=1, top_k=40, top_p=0.5, min_p=0.01),
+        SamplingParams(temperature=1, top_k=7, xtc_probability=1.0, xtc_threshold=0.1),
+    ],
+    ids=["top_p", "all", "late top_k"],
+)
+def test_where_nobody_waits_the_vocabulary_is_neither_sorted_nor_read(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, row = logits(FLAT), row_of(params)
+    expected = sample(table, [row_of(params)], may_wait=True).item()
+    used: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        really = getattr(owner, name)
+
+        def noted(*args: Any, **how: Any) -> Any:
+            used.append(name)
+            return really(*args, **how)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("sort", "argsort", "partition", "argpartition", "topk", "eval", "async_eval"):
+        watch(mx, name)
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
+        watch(mx.array, name)
+    for name in ("array", "asarray", "sort", "partition"):
+        watch(np, name)
+    drawn = sample(table, [row])
+    assert used == []
+    monkeypatch.undo()
+    assert drawn.item() == expected
