@@ -1,4 +1,4 @@
-"""128 requests of mixed lengths, many of them cancelled: memory ends where it began (`make test-slow`)."""
+"""128 requests of mixed lengths, many of them cancelled: memory ends where it began."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.system.cache.server import BLOCK, CacheServer
 from tests.system.cache.test_reuse import prompt
 
 _REQUEST_COUNT = 128
+_QUICK, _SLOW = ("llama", True), pytest.mark.slow
+"""Ten seconds; the others are left to `make test-slow`."""
 _TOGETHER = 32
 """Requests that are sent before the first of them are waited for."""
 _SLACK_BYTES = 512 << 10
@@ -68,10 +70,17 @@ def _active_bytes(served: CacheServer) -> int:
     return engine.active_memory_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("is_pipelined", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize(
+    ("architecture", "is_pipelined"),
+    [
+        pytest.param(
+            architecture, is_pipelined, marks=[] if (architecture, is_pipelined) == _QUICK else _SLOW
+        )
+        for architecture in ("llama", "gemma3_text", "lfm2")
+        for is_pipelined in (False, True)
+    ],
+)
 def test_memory_ends_where_it_began(tmp_path: Path, architecture: str, is_pipelined: bool) -> None:
     folder = tiny_model_dir(tmp_path, architecture)
     with CacheServer(folder, tmp_path / "blocks", is_pipelined=is_pipelined, chunk=4 * BLOCK) as served:
