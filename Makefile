@@ -58,7 +58,7 @@ test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)
 
-test-docs: $(STAMP) ## Run the Python and the commands that the pages show, against live servers: a minute or two.
+test-docs: $(STAMP) ## Run the Python and the commands that the pages show, beside live servers: a few minutes.
 	@$(BIN)/python -m pytest -q -m docs tests/system/docs $(ARGS)
 
 test-clients: $(STAMP) ## Run each client's tests and scenarios, where its tool chain is here (ARGS="go" narrows it).

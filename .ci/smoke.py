@@ -1,4 +1,4 @@
-"""Smoke test from outside: the grpcurl lines of README and docs/, then wrong inputs, against a live server.
+"""Smoke test from outside: the pages' blocks marked `run: grpcurl`, then wrong inputs, against a live server.
 
 Usage: python .ci/smoke.py [--grpcurl PATH]. Starts `icehouse serve` with the demo model on a free
 loopback port, finds the services by reflection alone, stops the server and wants exit code 0.
@@ -54,6 +54,7 @@ EXPECTED_TOO = {
     '"speculation"': '"accepted_draft_tokens"',
     '"logprobs"': '"prompt_logprobs"',
     '"completions"': '"index": 2',
+    '"adapter"': '"finish_reason"',
 }
 
 # grpcurl's exit code when -max-time ended the call; a stream without an end has no other way to end.
@@ -111,7 +112,7 @@ class Smoke:
         self.failure_count = 0
 
     def pages(self) -> None:
-        """Run every grpcurl line that is shown, with this server's address in place of the written one."""
+        """Run every call of the marked blocks, with this server's address in place of the written one."""
         readme, others = grpcurl_commands(README), []
         for page in sorted((ROOT / "docs").rglob("*.md")):
             others += grpcurl_commands(page)
@@ -129,7 +130,8 @@ class Smoke:
         wanted = EXPECTED[method] if method else ""
         code = DEADLINE_EXIT_CODE if method == ENDLESS else 0
         besides = [answer for words, answer in EXPECTED_TOO.items() if words in command]
-        good = done.returncode == code and all(text in done.stdout for text in (wanted, *besides))
+        good = method is not None and done.returncode == code
+        good = good and all(text in done.stdout for text in (wanted, *besides))
         good = good and has_its_form(command, done.stdout)
         self._check(command.replace("\n", " ")[:110], good, done.stdout[-500:] + done.stderr[-500:])
 
@@ -191,13 +193,14 @@ def has_its_form(command: str, answer: str) -> bool:
 
 
 def grpcurl_commands(page: Path) -> list[str]:
-    """Return the grpcurl commands in a page's code blocks that call this server, lines joined; those with
-    images run elsewhere, in `make test-docs`, against a model that sees."""
+    """Return the lines of a page's blocks that are marked for this, continued ones joined.
+
+    That no call stands in another block is tested (`tests/unit/docs/test_marks.py`); those with images run in
+    `make test-docs`, against a model that sees.
+    """
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^(<!-- run: vision -->\n)?```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    shown = [block for seen, language, block in blocks if not seen and language in ("", "sh", "console")]
-    lines = "\n".join(shown).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith("grpcurl ") and SHOWN_ADDRESS in line]
+    blocks = re.findall(r"^<!-- run: grpcurl -->\n```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return "".join(blocks).replace("\\\n", " ").splitlines()
 
 
 def write_adapter(folder: Path, model_folder: Path) -> Path:

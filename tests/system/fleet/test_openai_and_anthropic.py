@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures.pages import blocks_of
 from tests.system.fleet.conftest import BLOCK, MODEL, Fleet, until
-from tests.tidy.tree import ROOT
 
 pytestmark = pytest.mark.fleet
 
@@ -37,14 +35,6 @@ def text_of(stream: Any) -> tuple[str, Any]:
 
 def test_the_model_is_listed(fleet: Fleet) -> None:
     assert [model.id for model in fleet.openai().models.list().data] == [MODEL]
-
-
-def test_what_the_page_on_openai_shows_runs(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = [b for b in blocks_of(ROOT / "docs/from/openai.md") if b.mark == "run: gateway"]
-    text = block.text.replace("http://127.0.0.1:30000", fleet.gateway.url).replace("qwen3-4b", MODEL)
-    assert text.count(MODEL) and text.count(fleet.gateway.url)
-    exec(compile(text, str(block.page), "exec"), {})
-    assert " of " in capsys.readouterr().out
 
 
 def test_a_chat_is_the_same_streamed_and_whole(fleet: Fleet) -> None:
