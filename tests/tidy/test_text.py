@@ -65,7 +65,8 @@ def test_the_readme_begins_with_the_two_commands() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert PAGES[README].count("\n") <= 140
+    # Marks of what runs a block are shown to nobody.
+    assert sum(not line.startswith("<!-- ") for line in PAGES[README].splitlines()) <= 140
 
 
 def test_every_command_that_pages_name_exists() -> None:
