@@ -232,6 +232,9 @@ def as_here(text: str, reader: Reader) -> str:
         "models.example.com:50051": reader.place.address,
         "/srv/pictures": str(reader.desk.folder / "pictures"),
         "<this repository>": shlex.quote(str(ROOT)),
+        # Who is at a terminal is asked.
+        "evict --all": "evict --all --yes",
+        "purge --unused-days 30": "purge --unused-days 30 --yes",
         # Made from nothing by the same target when the tests' own environment was made.
         "make env": "ln -s ../.venv .venv && touch .venv/.stamp-dev && make env",
     }
