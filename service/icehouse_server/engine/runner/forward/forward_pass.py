@@ -30,7 +30,9 @@ from icehouse_server.engine.runner.forward.model_seam import (
     open_doors,
     patch_attention,
     picked,
+    share_angles,
 )
+from icehouse_server.engine.runner.forward.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab import Slab
 from icehouse_server.engine.runner.forward.slab_choice import LEAST_ROW_COUNT
@@ -71,6 +73,7 @@ class ForwardPass:
         self._embedding: Embedding | None = None
         """Known from the first pass on that has an image."""
         patch_attention(model)
+        share_angles()
         if facts.caches:
             open_doors(model, facts.door)
         if facts.gives_hidden:
@@ -98,12 +101,14 @@ class ForwardPass:
         views = self._views(spans)
         wanted = _Wanted.of(spans)
         features = _features_of(spans.shares, spans.starts)
+        PASS_ANGLES.begin(spans.positions)
         try:
             token_ids = spans.arranged(token_ids, shares)[:, None]
             logits, hidden = self._call(token_ids, views, wanted.head_places, features)
             check_used(views)
         finally:
             HANDED.clear()
+            PASS_ANGLES.end()
         for share in shares:
             share.row.token_count += share.token_count
         return self._output(spans, logits, hidden, wanted)

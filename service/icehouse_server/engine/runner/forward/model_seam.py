@@ -1,8 +1,9 @@
 """Seam in mlx-lm's models: the one place that changes what they do, for caches of a forward pass only.
 
-Five changes, each made once and each falling through to upstream for any cache that is not a view of
+Six changes, each made once and each falling through to upstream for any cache that is not a view of
 `layer_view`, so that ordinary use of the same model in the same process goes on as before:
 - `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
+- `mx.fast.rope`, where the device has no kernel for it: the angles of a pass are shared (`rope`);
 - `__call__` of modules that take a cache, by a subclass in the place of the instance's class;
 - `__call__` of the trunk, the module whose hidden states the head reads, likewise;
 - `__call__` of the embedding, where images are put in the place of tokens, likewise;
@@ -25,6 +26,7 @@ from mlx.nn.layers.base import Module
 from icehouse_server.engine.runner.forward.attention import attend
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer
 from icehouse_server.engine.runner.forward.masks import RowMasks
+from icehouse_server.engine.runner.forward.rope import rope_over
 from icehouse_server.engine.runner.forward.row import Features
 from icehouse_server.engine.runner.forward.ways import Door, NotSplittable
 
@@ -74,6 +76,13 @@ def patch_attention(model: Any) -> None:
         upstream = getattr(namespace, _NAME, None)
         if getattr(upstream, "__module__", None) in _BASES:
             setattr(namespace, _NAME, attention_over(upstream))
+
+
+@functools.cache
+def share_angles() -> None:
+    """Put `rope_over` upstream's function in its place on a CPU; other devices have a kernel."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.fast.rope = rope_over(mx.fast.rope)
 
 
 class Trunk:
