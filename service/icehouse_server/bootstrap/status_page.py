@@ -51,9 +51,9 @@ def check_status_page(config: Config) -> None:
         raise StartError(
             Reason.ADDRESS_INSECURE,
             f"telemetry.metrics_host = {settings.metrics_host!r} can be reached from other machines, and "
-            "telemetry.status_page_text_enabled shows there how prompts of every tenant begin, in the clear "
-            "and to whoever asks (TLS and credentials are of the API's port alone); use 127.0.0.1, leave the "
-            "text out, or say --allow-insecure-public if something else protects it",
+            "telemetry.status_page_text_enabled shows parts of every tenant's prompts and outputs there, in "
+            "the clear and to whoever asks (TLS and credentials are of the API's port alone); use 127.0.0.1, "
+            "leave the text out, or say --allow-insecure-public if something else protects it",
             metadata={"host": settings.metrics_host},
         )
 

@@ -30,8 +30,8 @@ class TelemetryConfig:
     status_page_text_enabled: bool = setting(
         False,
         Kind.SWITCH,
-        "Show on that page how the text of each shared prefix begins: what callers sent, those of every "
-        "tenant, to whoever reaches the port, which asks for no credentials. Refused beyond loopback "
+        "Show on that page how the text of each shared prefix begins: parts of prompts and outputs of "
+        "every tenant, to whoever reaches the port, which asks for no credentials. Refused beyond loopback "
         "without allow_insecure_public.",
     )
     traces_endpoint: str | None = setting(

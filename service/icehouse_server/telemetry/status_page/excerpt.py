@@ -1,7 +1,8 @@
 """Excerpt: how the text of some tokens begins, as one short line that is safe to show.
 
-The tokens are what callers sent, so the text may be anything: what comes out is printable, has no line breaks
-and nothing that turns the direction of what stands around it. It is not markup: whoever shows it escapes it.
+The tokens are what callers sent or a model drew, so the text may be anything: what comes out is printable,
+has no line breaks and nothing that turns the direction of what stands around it. It is not markup: whoever
+shows it escapes it.
 """
 
 from __future__ import annotations
