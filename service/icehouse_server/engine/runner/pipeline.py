@@ -26,7 +26,8 @@ from icehouse_server.domain.request import Pooling
 from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share, SlabChoice
+from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share
+from icehouse_server.engine.runner.slab_choice import SlabChoice
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure
 

@@ -22,7 +22,7 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
-from icehouse_server.engine.runner.forward.slab_choice import SlabChoice
+from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT
 from icehouse_server.engine.runner.forward.trial import examine
 from icehouse_server.engine.runner.forward.ways import (
     Attention,
@@ -33,6 +33,7 @@ from icehouse_server.engine.runner.forward.ways import (
 )
 
 __all__ = [
+    "LEAST_ROW_COUNT",
     "Attention",
     "Features",
     "ForwardPass",
@@ -44,5 +45,4 @@ __all__ = [
     "Way",
     "examine",
     "plain_places",
-    "SlabChoice",
 ]

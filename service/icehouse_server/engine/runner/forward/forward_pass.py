@@ -32,13 +32,12 @@ from icehouse_server.engine.runner.forward.model_seam import (
     picked,
     share_angles,
 )
+from icehouse_server.engine.runner.forward.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
-from icehouse_server.engine.runner.forward.slab import Slab
-from icehouse_server.engine.runner.forward.slab_choice import LEAST_ROW_COUNT
+from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT, Slab
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.state_group import StateGroup
 from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way, plain_places
-from icehouse_server.engine.runner.rope import PASS_ANGLES
 
 _ROOM_TO_DECODE = 32
 """Tokens that a slot has room for besides: most replies are longer."""

@@ -26,9 +26,9 @@ from mlx.nn.layers.base import Module
 from icehouse_server.engine.runner.forward.attention import attend
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer
 from icehouse_server.engine.runner.forward.masks import RowMasks
+from icehouse_server.engine.runner.forward.rope import rope_over
 from icehouse_server.engine.runner.forward.row import Features
 from icehouse_server.engine.runner.forward.ways import Door, NotSplittable
-from icehouse_server.engine.runner.rope import rope_over
 
 _NAME = "scaled_dot_product_attention"
 _BASES = ("mlx_lm.models.base", "mlx_vlm.models.base")

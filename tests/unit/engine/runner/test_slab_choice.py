@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from icehouse_server.engine.runner.forward.slab_choice import SlabChoice
+from icehouse_server.engine.runner.slab_choice import SlabChoice
 
 
 def passes(choice: SlabChoice, lengths: list[int], *, row_s: float, slab_s: float, count: int) -> list[bool]:

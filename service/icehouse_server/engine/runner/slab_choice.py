@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 from icehouse_server.engine.core.length_class import length_class
+from icehouse_server.engine.runner.forward import LEAST_ROW_COUNT
 
 _SAMPLE_COUNT = 5
 """Passes of each way whose median decides."""
@@ -20,10 +21,6 @@ _WORTH_SHARE = 0.95
 """A slab must take at most this share of the time: it moves KV, and has slots that are not full."""
 _LIFE = 4096
 """Passes after which the other way is measured again."""
-LEAST_ROW_COUNT = 4
-"""Fewer rows of a length than these do not share a buffer: a run costs as much as one row, and a buffer has
-four slots at least. Four rows of 40 tokens decode in 25 ms a pass instead of 28, and four callers of the
-server get 1.08 times the tokens per second (20 M weights, 128 KiB of KV a token; 2-core x86, mlx 0.32.4)."""
 
 
 @dataclasses.dataclass(slots=True)
