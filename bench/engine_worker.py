@@ -8,6 +8,7 @@ OpenBLAS in front of MLX's own BLAS where the server would put it there. Run by 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -38,6 +39,8 @@ def main() -> None:
     eos = config.get("eos_token_id", [])
     eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
     options = {name: getattr(arguments, name) for name in sizes if getattr(arguments, name)}
+    gc.collect()
+    gc.freeze()  # as the server does
     _say(answers, {"ready": True})
     for line in sys.stdin:
         order = json.loads(line)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import shlex
 import tempfile
 import time
@@ -78,6 +79,8 @@ def main() -> None:
     )
     began = time.monotonic()
     found = Findings()
+    gc.collect()
+    gc.freeze()  # no full collection between two tokens
     try:
         asyncio.run(_measure(arguments, plan, found))
     finally:

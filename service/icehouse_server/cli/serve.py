@@ -22,6 +22,7 @@ import uvloop
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
     give_back_large_arrays,
+    keep_from_collections,
     wanted_file_count,
 )
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
@@ -166,6 +167,7 @@ async def _has_begun(
     if router.state is not EngineState.READY or router.model is None:
         return False
     info = router.model.info
+    _log.debug("objects_frozen", extra={"count": keep_from_collections()})
     _log.info(
         "model_loaded",
         extra={

@@ -34,11 +34,11 @@ from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
-_BURST_GAP_S = 0.0005
+_BURST_GAP_S = 0.001
 _BURST_S = 0.01
 """An idle engine waits for so long behind a request for the next one, and behind all of a burst together.
 The event loop takes about 0.5 ms for each call: begun at once, the first pass would be one prompt's alone,
-and the others would wait for it."""
+and the others would wait for it. Of 20 bursts of four calls 0.5 ms cut six apart, 1 ms none (2-core x86)."""
 _COMMAND_S = 0.005
 """A step carries commands out until they have taken this long, and one at least."""
 _COMMAND_LIMIT = 256

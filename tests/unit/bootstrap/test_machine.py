@@ -35,6 +35,23 @@ def test_a_large_block_is_mapped_for_itself(mode: str, is_mapped: str) -> None:
     assert done.stdout.strip() == is_mapped
 
 
+_FREEZE_SCRIPT = """
+import gc
+from icehouse_server.bootstrap.machine import keep_from_collections
+loaded = [[] for _ in range(1000)]
+count = keep_from_collections()
+later = [[]]
+looked_through = {id(each) for each in gc.get_objects()}
+print(count >= 1000, id(loaded[0]) in looked_through, id(later) in looked_through, gc.isenabled())
+"""
+
+
+def test_what_is_loaded_is_not_looked_through_again_and_what_comes_later_is() -> None:
+    command = [sys.executable, "-c", _FREEZE_SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "False", "True", "True"]
+
+
 _FILES_SCRIPT = """
 import resource, sys
 from icehouse_server.bootstrap.machine import allow_open_files

@@ -143,6 +143,7 @@ class ForwardPass:
             seated_count = self._slab.count(length) if self._slab is not None else 0
             if seated_count + len(found) >= LEAST_ROW_COUNT:
                 for row, more in found.items():
+                    self._slab_for(row).token_limit = token_limit
                     self.seat(row, more=more, slot_count=seated_count + len(found))
                 has_seated = True
         return has_seated

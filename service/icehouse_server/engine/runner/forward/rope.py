@@ -2,20 +2,32 @@
 
 MLX's CPU build makes some twenty small arrays of each call, and eleven of them are the same in every layer,
 for queries and for keys: frequencies, angles, their sines and cosines. The positions of a pass are one array,
-so what was made of it is kept while the pass is built. These are the operations of `mx.fast.rope` in its
-order, so the numbers are the same to the last bit (mlx 0.32.4, `mlx/fast.cpp`). Inference thread only.
+so what was made of it is kept while the pass is built. The numbers are those of `mx.fast.rope` to the last
+bit (mlx 0.32.4, `mlx/fast.cpp`). Inference thread only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
 Angles = tuple[mx.array, mx.array]
-"""Cosines and sines, [tokens, 1, 1, dims / 2]."""
+"""Cosines and signed sines of two numbers that turn together: what is added to each is the other times its
+sine, which the first one has negative. [tokens, 1, 1, 1 or 2, dims / 2], the last two the other way round
+where such numbers are neighbours."""
+
+
+class Kind(NamedTuple):
+    """What a layer's angles depend on besides positions and frequencies."""
+
+    dims: int
+    base: float | None
+    scale: float
+    dtype: mx.Dtype
+    is_interleaved: bool
 
 
 class PassAngles:
@@ -23,7 +35,7 @@ class PassAngles:
 
     def __init__(self) -> None:
         self._positions: mx.array | None = None
-        self._found: dict[tuple[Any, ...], tuple[Angles, mx.array | None]] = {}
+        self._found: dict[tuple[Kind, int], tuple[Angles, mx.array | None]] = {}
         """By kind of layer; frequencies are kept, so that no other array gets their identity."""
 
     def begin(self, positions: mx.array) -> None:
@@ -42,28 +54,33 @@ class PassAngles:
             return False
         return array.ndim == 4 and array.shape[2] == 1 and array.shape[0] == known.size
 
-    def of(
-        self, dims: int, *, base: float | None, scale: float, freqs: mx.array | None, dtype: mx.Dtype
-    ) -> Angles:
+    def of(self, kind: Kind, freqs: mx.array | None) -> Angles:
         """Return the angles of one kind of layer."""
-        key = (dims, base, scale, id(freqs), dtype)
+        key = (kind, id(freqs))
         if key not in self._found:
-            self._found[key] = self._computed(dims, base, scale, freqs, dtype), freqs
+            self._found[key] = self._computed(kind, freqs), freqs
         return self._found[key][0]
 
-    def _computed(
-        self, dims: int, base: float | None, scale: float, freqs: mx.array | None, dtype: mx.Dtype
-    ) -> Angles:
+    def _computed(self, kind: Kind, freqs: mx.array | None) -> Angles:
         assert self._positions is not None
-        positions = self._positions.astype(mx.float32)[:, None, None, None] * mx.array(scale, mx.float32)
+        scale = mx.array(kind.scale, mx.float32)
+        positions = self._positions.astype(mx.float32)[:, None, None, None] * scale
         if freqs is None:
-            assert base is not None, "RoPE has a base or frequencies"
-            step = mx.array(math.log(base) / (dims // 2), mx.float32)
-            inverse = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
+            assert kind.base is not None, "RoPE has a base or frequencies"
+            half = kind.dims // 2
+            step = mx.array(math.log(kind.base) / half, mx.float32)
+            inverse = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * step)
         else:
             inverse = mx.reciprocal(freqs).astype(mx.float32)
         theta = positions * inverse
-        return mx.cos(theta).astype(dtype), mx.sin(theta).astype(dtype)
+        cos, sin = mx.cos(theta).astype(kind.dtype), mx.sin(theta).astype(kind.dtype)
+        axis = _pair_axis(kind)
+        return mx.expand_dims(cos, axis), mx.stack([-sin, sin], axis=axis)
+
+
+def _pair_axis(kind: Kind) -> int:
+    """Return over which axis two numbers turn together: neighbours, or half the dims apart."""
+    return -1 if kind.is_interleaved else -2
 
 
 PASS_ANGLES: Final = PassAngles()
@@ -87,21 +104,18 @@ def rope_over(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
         if stream is not None or not PASS_ANGLES.takes(a, offset):
             options = {"traditional": traditional, "base": base, "scale": scale, "offset": offset}
             return upstream(a, dims, **options, freqs=freqs, stream=stream)
-        angles = PASS_ANGLES.of(dims, base=base, scale=scale, freqs=freqs, dtype=a.dtype)
-        return _rotated(a, dims, angles, is_interleaved=traditional)
+        kind = Kind(dims, base, scale, a.dtype, traditional)
+        return _rotated(a, kind, PASS_ANGLES.of(kind, freqs))
 
     return rope
 
 
-def _rotated(array: mx.array, dims: int, angles: Angles, *, is_interleaved: bool) -> mx.array:
+def _rotated(array: mx.array, kind: Kind, angles: Angles) -> mx.array:
+    """Turn in three operations where upstream takes seven: -(a * b) is a * -b to the last bit."""
     cos, sin = angles
-    if is_interleaved:
-        first, second = array[..., 0:dims:2], array[..., 1:dims:2]
-    else:
-        first, second = array[..., : dims // 2], array[..., dims // 2 : dims]
-    turned = [first * cos - second * sin, first * sin + second * cos]
-    if is_interleaved:
-        turned = [mx.stack(turned, axis=-1).reshape(*array.shape[:-1], dims)]
-    if dims < array.shape[-1]:
-        turned.append(array[..., dims:])
-    return mx.concatenate(turned, axis=-1) if len(turned) > 1 else turned[0]
+    dims, heads = kind.dims, array.shape[:-1]
+    turning = array[..., :dims] if dims < array.shape[-1] else array
+    pairs = turning.reshape(*heads, *((dims // 2, 2) if kind.is_interleaved else (2, dims // 2)))
+    others = pairs[..., ::-1] if kind.is_interleaved else pairs[..., ::-1, :]
+    turned = (pairs * cos + others * sin).reshape(*heads, dims)
+    return mx.concatenate([turned, array[..., dims:]], axis=-1) if dims < array.shape[-1] else turned

@@ -94,16 +94,20 @@ class Row:
         token_count = self.token_count + count
         if token_count <= self._room_token_count or self.seated_caches is not None:
             return
-        self._room_token_count = self._growth.room(token_count, self.length)
+        self._room_token_count = self.room_for(count)
         kv_caches.make_room(self._caches, self._room_token_count)
+
+    def room_for(self, count: int) -> int:
+        """Return for how many tokens arrays have room that grow for `count` more than it holds."""
+        return self._growth.room(self.token_count + count, self.length)
 
     def slot_length(self, token_count: int) -> int:
         """Return how long a slot for so many tokens of this row is."""
         return self._growth.slot_length(token_count)
 
-    def note_copied(self) -> None:
-        """Note that the caches' arrays are new ones, just as long as what they hold."""
-        self._room_token_count = self.token_count
+    def note_copied(self, room_token_count: int) -> None:
+        """Note that the caches' arrays are new ones, with room for so many tokens."""
+        self._room_token_count = room_token_count
 
     def leave_company(self) -> None:
         """Have everything of this row in its caches, and nowhere else."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.core.kv_growth import KvGrowth
+from icehouse_server.engine.core.kv_growth import KvGrowth, KvLength
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
 from icehouse_server.engine.runner.forward.slab import Like, Seat, SlotClass, SlotRun
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -229,3 +229,51 @@ def test_more_rows_than_a_buffer_has_slots_get_another_one() -> None:
     places = mx.array([begin for begin, _ in output.logit_spans])
     drawn = mx.argmax(output.logits[places], axis=-1).tolist()
     assert drawn == [alone(model, prompt, 1)[0][0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(("token_limit", "seated_at_the_end"), [(256, 0), (1000, 4)])
+def test_rows_that_came_together_move_one_in_a_pass_and_leave_where_they_are_too_long(
+    token_limit: int, seated_at_the_end: int
+) -> None:
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    prompts = [prompt_of(220, seed) for seed in range(4)]
+    expected = [alone(model, prompt, 50)[0] for prompt in prompts]
+    rows = [Row(make_prompt_cache(model)) for _ in prompts]
+    for row, prompt in zip(rows, prompts, strict=True):
+        mx.eval(forward.run(mx.array(prompt[:-1]), [Share(row, len(prompt) - 1)]).arrays)
+    assert forward.seat_together(dict.fromkeys(rows, 1), token_limit=token_limit)
+    drawn: list[list[int]] = [[prompt[-1]] for prompt in prompts]
+    moved: list[int] = []
+    for _ in range(50):
+        before = [_lies_in(row) for row in rows]
+        fed = mx.array([tokens[-1] for tokens in drawn])
+        output = forward.run(fed, [Share(row, 1, logit_count=1) for row in rows])
+        assert output.logits is not None
+        found = mx.argmax(output.logits, axis=-1)
+        for tokens, (place, _) in zip(drawn, output.logit_spans, strict=True):
+            tokens.append(int(found[place].item()))
+        moved.append(sum(was != _lies_in(row) for was, row in zip(before, rows, strict=True)))
+    assert [tokens[1:] for tokens in drawn] == expected
+    assert sum(moved) == 4 and max(moved) == 1
+    assert sum(row.seated_caches is not None for row in rows) == seated_at_the_end
+
+
+def test_a_row_that_ends_within_its_slot_stays_there() -> None:
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    rows = [Row(make_prompt_cache(model)) for _ in range(4)]
+    for number, row in enumerate(rows):
+        row.length = KvLength(220, 256)
+        mx.eval(forward.run(mx.array(prompt_of(220, number)), [Share(row, 220)]).arrays)
+    forward.seat_together(dict.fromkeys(rows, 1), token_limit=256)
+    places = [_lies_in(row) for row in rows]
+    for _ in range(36):
+        mx.eval(forward.run(mx.array([9] * 4), [Share(row, 1, logit_count=1) for row in rows]).arrays)
+    assert [_lies_in(row) for row in rows] == places
+
+
+def _lies_in(row: Row) -> int | None:
+    """Return how long a row's slot is, None where it has caches of its own."""
+    seats = [cache for cache in row.seated_caches or () if isinstance(cache, Seat)]
+    return seats[0].slots.length if seats else None
