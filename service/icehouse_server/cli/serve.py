@@ -167,7 +167,8 @@ async def _has_begun(
     if router.state is not EngineState.READY or router.model is None:
         return False
     info = router.model.info
-    _log.debug("objects_frozen", extra={"count": keep_from_collections()})
+    frozen_count = keep_from_collections()
+    _log.debug("objects_frozen", extra={"count": frozen_count})
     _log.info(
         "model_loaded",
         extra={
