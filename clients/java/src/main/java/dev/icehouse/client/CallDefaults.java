@@ -6,13 +6,15 @@ import io.grpc.CallOptions;
 import io.grpc.Channel;
 import io.grpc.ClientCall;
 import io.grpc.ClientInterceptor;
+import io.grpc.Context;
+import io.grpc.Deadline;
 import io.grpc.MethodDescriptor;
 import java.time.Duration;
 import java.util.Optional;
 import java.util.Set;
 import java.util.concurrent.TimeUnit;
 
-/** Gives every call the token, the prefix key of its request, its retries, and a deadline where it has none. */
+/** Gives every call the token, the prefix key of its request, its retries, and the deadline of its context or a default. */
 final class CallDefaults implements ClientInterceptor {
   private static final Set<String> ORDERS =
       Set.of(
@@ -43,6 +45,13 @@ final class CallDefaults implements ClientInterceptor {
   }
 
   private CallOptions bounded(MethodDescriptor<?, ?> method, CallOptions options) {
+    CallOptions own = withDefault(method, options);
+    Deadline outer = Context.current().getDeadline();
+    boolean isFirst = outer != null && (own.getDeadline() == null || outer.isBefore(own.getDeadline()));
+    return isFirst ? own.withDeadline(outer) : own;
+  }
+
+  private CallOptions withDefault(MethodDescriptor<?, ?> method, CallOptions options) {
     Optional<Duration> limit = ORDERS.contains(method.getFullMethodName()) ? orderTimeout : timeout;
     if (limit.isEmpty() || options.getDeadline() != null || !isBounded(method)) {
       return options;

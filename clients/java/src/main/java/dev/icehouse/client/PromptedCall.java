@@ -10,6 +10,7 @@ import java.time.Duration;
 import java.util.Optional;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
+import java.util.concurrent.TimeoutException;
 import java.util.function.Supplier;
 
 /**
@@ -19,6 +20,10 @@ import java.util.function.Supplier;
  * <p>A call's headers are sent when it starts, and its request is known only after that: so the start waits for
  * the request. The API's calls have one request each, which the stubs send before they wait for anything. Of an
  * attempt that is refused the caller hears nothing, unless it is the last.
+ *
+ * <p>The caller's context cancels the call, but gRPC works in a fork of it: in whatever context a thread of the
+ * caller's happens to do the channel's work, gRPC begins the connection's health check too, and the end of one call
+ * would be the end of that for all.
  */
 final class PromptedCall<I, O> extends ClientCall<I, O> {
   private static final Metadata.Key<String> AUTHORIZATION =
@@ -32,6 +37,8 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
   private final Supplier<ClientCall<I, O>> attempts;
   private final Terms terms;
   private final Context context = Context.current();
+  private final Context fork = context.fork();
+  private final Context.CancellationListener onCancel = this::follow;
   private Listener<O> listener;
   private Metadata headers;
   private I request;
@@ -57,6 +64,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
   public void start(Listener<O> listener, Metadata headers) {
     this.listener = listener;
     this.headers = headers;
+    context.addListener(onCancel, Runnable::run);
   }
 
   @Override
@@ -74,7 +82,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
   public synchronized void request(int count) {
     requestedCount = (int) Math.min(Integer.MAX_VALUE, (long) requestedCount + count);
     if (!isWaiting) {
-      current.request(count);
+      fork.run(() -> current.request(count));
     }
   }
 
@@ -82,10 +90,17 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
   public synchronized void cancel(String reason, Throwable cause) {
     cancellation = Optional.of(new Cancellation(reason, cause));
     if (!isWaiting) {
-      current.cancel(reason, cause);
+      fork.run(() -> current.cancel(reason, cause));
     } else if (listener != null) {
       // A call that is not running could not tell its listener of its end.
       begin(new Metadata());
+    }
+  }
+
+  /** Cancels the call with its caller's context; a deadline of that is the call's own. */
+  private void follow(Context cancelled) {
+    if (!(cancelled.cancellationCause() instanceof TimeoutException)) {
+      cancel("the caller's context was cancelled", cancelled.cancellationCause());
     }
   }
 
@@ -106,16 +121,14 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
   }
 
   private synchronized void begin(Metadata sent) {
-    if (!isWaiting) {
-      return;
+    if (isWaiting) {
+      isWaiting = false;
+      fork.run(() -> attempt(sent));
     }
-    Context before = context.attach();
-    try {
-      current = attempts.get();
-    } finally {
-      context.detach(before);
-    }
-    isWaiting = false;
+  }
+
+  private void attempt(Metadata sent) {
+    current = attempts.get();
     current.start(new Attempt(), sent);
     if (cancellation.isPresent()) {
       current.cancel(cancellation.get().reason(), cancellation.get().cause());
@@ -145,14 +158,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
     } else if (delay.get().isZero()) {
       beginAgain();
     } else {
-      Context.CancellationListener onCancel = cancelled -> beginAgain();
-      context.addListener(onCancel, Runnable::run);
-      CompletableFuture.delayedExecutor(delay.get().toNanos(), TimeUnit.NANOSECONDS)
-          .execute(
-              () -> {
-                context.removeListener(onCancel);
-                beginAgain();
-              });
+      CompletableFuture.delayedExecutor(delay.get().toNanos(), TimeUnit.NANOSECONDS).execute(this::beginAgain);
     }
     return true;
   }
@@ -170,13 +176,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
   }
 
   private boolean isInTime(Duration delay) {
-    Optional<Deadline> outer = Optional.ofNullable(context.getDeadline());
-    return terms.deadline().filter(limit -> isPast(limit, delay)).isEmpty()
-        && outer.filter(limit -> isPast(limit, delay)).isEmpty();
-  }
-
-  private static boolean isPast(Deadline deadline, Duration delay) {
-    return deadline.timeRemaining(TimeUnit.NANOSECONDS) <= delay.toNanos();
+    return terms.deadline().filter(limit -> limit.timeRemaining(TimeUnit.NANOSECONDS) <= delay.toNanos()).isEmpty();
   }
 
   private void beginAgain() {
@@ -184,8 +184,13 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
       begin(announced());
     } catch (RuntimeException error) {
       var failed = Status.UNAUTHENTICATED.withDescription("the token's source failed").withCause(error);
-      listener.onClose(failed, new Metadata());
+      end(failed, new Metadata());
     }
+  }
+
+  private void end(Status status, Metadata trailers) {
+    context.removeListener(onCancel);
+    listener.onClose(status, trailers);
   }
 
   /** Passes on what an attempt answers; its headers wait until it is known that there is no other attempt. */
@@ -210,7 +215,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
         return;
       }
       answer();
-      listener.onClose(status, trailers);
+      end(status, trailers);
     }
 
     @Override

@@ -10,9 +10,15 @@ import com.google.rpc.RetryInfo;
 import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.StreamResponse;
+import io.grpc.CallOptions;
+import io.grpc.Channel;
 import io.grpc.ClientCall;
+import io.grpc.ClientInterceptor;
 import io.grpc.Context;
+import io.grpc.ForwardingClientCall.SimpleForwardingClientCall;
 import io.grpc.Metadata;
+import io.grpc.MethodDescriptor;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
@@ -104,6 +110,65 @@ class RetriesTest {
       }
       context.cancel(null);
       assertEquals(Status.Code.CANCELLED, call.get().code());
+    }
+  }
+
+  @Test
+  void aDeadlineOfTheContextEndsARunningCall() throws Exception {
+    var timer = Executors.newSingleThreadScheduledExecutor();
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().build();
+        var context = Context.current().withDeadlineAfter(500, TimeUnit.MILLISECONDS, timer)) {
+      // A stream of which the reader takes nothing has no end of its own.
+      server.events.addAll(Collections.nCopies(100_000, StreamResponse.getDefaultInstance()));
+      var stream = context.call(() -> client.stream(REQUEST));
+      while (!context.isCancelled()) {
+        Thread.onSpinWait();
+      }
+      var error = assertThrows(IcehouseException.class, () -> stream.iterator().forEachRemaining(piece -> {}));
+      assertEquals(Status.Code.DEADLINE_EXCEEDED, error.code());
+      assertTrue(server.hasDeadline);
+    } finally {
+      timer.shutdownNow();
+    }
+  }
+
+  /** In what context gRPC works for a call it checks the connection's health too, which is of all calls. */
+  @Test
+  void theEndOfOneCallsContextIsNotThatOfTheConnections() throws Exception {
+    var key = Context.<String>key("trace");
+    var seen = new ArrayList<Context>();
+    var observer =
+        new ClientInterceptor() {
+          @Override
+          public <I, O> ClientCall<I, O> interceptCall(
+              MethodDescriptor<I, O> method, CallOptions options, Channel next) {
+            seen.add(Context.current());
+            return new SimpleForwardingClientCall<>(next.newCall(method, options)) {
+              @Override
+              public void start(Listener<O> listener, Metadata headers) {
+                seen.add(Context.current());
+                super.start(listener, headers);
+              }
+
+              @Override
+              public void sendMessage(I message) {
+                seen.add(Context.current());
+                super.sendMessage(message);
+              }
+            };
+          }
+        };
+    try (var server = new ScriptedServer(ServingStatus.SERVING);
+        var client = server.client().intercept(observer).build()) {
+      var context = Context.current().withValue(key, "a").withCancellation();
+      context.call(() -> client.generate(REQUEST));
+      context.cancel(null);
+      try (var stream = Context.current().withValue(key, "b").call(() -> client.stream(REQUEST))) {
+        stream.iterator().hasNext();
+      }
+      assertEquals(List.of("a", "a", "a", "b", "b", "b"), seen.stream().map(key::get).toList());
+      assertEquals(List.of(), seen.stream().filter(Context::isCancelled).toList());
     }
   }
 
