@@ -32,6 +32,7 @@ ROOMS = (
     "engine.prefix_cache",
     "engine.kv_cache",
     "engine.sampling",
+    "engine.runner.forward.cpu",
     "engine.runner.forward",
     "engine.runner.vision",
     "engine.runner",

@@ -27,6 +27,7 @@ from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share
+from icehouse_server.engine.runner.forward.cpu.attention import FIRST_WAIT
 from icehouse_server.engine.runner.slab_choice import SlabChoice
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure
@@ -79,12 +80,12 @@ class Pipeline:
             guessing = [sequence for sequence in self._decoding.values() if sequence.is_guessing]
         if not (self._decoding or parts):
             return PassResult()
+        FIRST_WAIT.expect(None if is_ahead else before_wait)
         current = self._built(parts, guessing, before)
         if is_ahead:
             for sequence in self._decoding.values():
                 sequence.behind.clear()  # fed now, and the next token is known a pass later
-        if before_wait is not None and not is_ahead:
-            before_wait()  # this dispatch waits
+        FIRST_WAIT.come()  # this dispatch waits, where nothing ran ahead
         if before is not None and current.needs_tokens:
             current.dispatch()
             if before_wait is not None:

@@ -37,6 +37,7 @@ from icehouse_server.engine.runner.forward import (
     examine,
     plain_places,
 )
+from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
@@ -45,13 +46,6 @@ from icehouse_server.errors import ConfigError, ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
-
-_FREED_TOKENS = 8192
-_MIN_FREED_BYTES = 128 << 20
-_MAX_FREED_BYTES = 1 << 30
-"""Freed buffers that MLX keeps for the next arrays: the KV of so many tokens, within bounds. Fresh pages made
-a restore of 134 MB take 62 ms instead of 14 (2-core x86, mlx 0.32.4); without a bound a long prompt's
-buffers would stay for ever, and a model with little KV needs little."""
 
 _CPU_ROW_BYTE_LIMIT = 2 << 20
 _GPU_ROW_BYTE_LIMIT = 64 << 20
@@ -107,6 +101,7 @@ class ModelRunner:
         self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
         self._growth = KvGrowth()
+        self._freed = FreedBuffers()
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
         self._pipeline = Pipeline(
@@ -138,8 +133,7 @@ class ModelRunner:
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
             self._warm_up(adapter.name)
-        freed_bytes = _FREED_TOKENS * kv_bytes_per_token
-        mx.set_cache_limit(min(_MAX_FREED_BYTES, max(_MIN_FREED_BYTES, freed_bytes)))
+        self._freed.bound(kv_bytes_per_token)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         self._memory_model = MemoryModel(
@@ -178,7 +172,10 @@ class ModelRunner:
 
     def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
         self._thread.check()
-        return self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks], before_wait)
+        result = self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks], before_wait)
+        if not self._settings.is_pipelined:
+            self._freed.keep_room()
+        return result
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         self._thread.check()

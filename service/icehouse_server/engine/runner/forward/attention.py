@@ -11,13 +11,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
+from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, Piece
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.slab import Seat
 from icehouse_server.engine.runner.forward.spans import SinglePlace
 from icehouse_server.engine.runner.forward.ways import NotSplittable
-
-_fused = mx.fast.scaled_dot_product_attention
 
 
 def attend(
@@ -33,14 +32,22 @@ def attend(
         parts = zip(layer.pieces, _cut(keys, cuts), _cut(values, cuts), strict=True)
         layer.fetched = [_update(layer, piece, k, v) for piece, k, v in parts]
     cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
-    outputs: list[mx.array] = []
+    calls: list[Call] = []
     for piece, q, fetched in zip(layer.pieces, _cut(queries, cuts), layer.fetched, strict=True):
         if piece.run is None:
-            outputs += _attend(layer, piece, q, fetched, masks, scale=scale, sinks=sinks)
+            calls += _calls(layer, piece, q, fetched, masks)
         elif masks is None or all(each is None for each in masks[piece.first : piece.last]):
-            outputs.append(piece.run.attend(q, fetched, scale=scale, sinks=sinks))
+            calls.append(piece.run.call(q, fetched))
         else:
             raise NotSplittable("a mask came for keys that were written for rows without one")
+    if layer.cache_class.takes_fused_attention:
+        outputs = fused_attention(calls, scale=scale, sinks=sinks)
+    else:
+        outputs = [
+            upstream_attention(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
+            for (q, k, v, mask), cache in zip(calls, layer.caches, strict=True)
+        ]
+    outputs = [out if out.shape[2] == 1 else out.swapaxes(0, 2) for out in outputs]
     return mx.concatenate(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 
 
@@ -93,31 +100,22 @@ def append_one(cache: Any, key: mx.array, value: mx.array, place: SinglePlace) -
     return (keys, values) if end == keys.shape[2] else (keys[read], values[read])
 
 
-def _attend(
+def _calls(
     layer: FlatLayer,
     piece: Piece,
     queries: mx.array,
     fetched: Sequence[tuple[Any, Any]],
     masks: Sequence[Mask] | None,
-    *,
-    scale: float,
-    sinks: Any,
-) -> list[mx.array]:
+) -> list[Call]:
+    """Return each row's attention, [1, heads, tokens, size]."""
     by_row = _cut(queries, _row_cuts(layer, piece))
-    if masks is None and sinks is None and layer.is_plain:  # the many short rows of decoding
-        return [_fused(q, k, v, scale=scale) for q, (k, v) in zip(by_row, fetched, strict=True)]
-    outputs, is_fused = [], layer.cache_class.takes_fused_attention
+    if masks is None and layer.is_plain:  # the many short rows of decoding
+        return [Call(q, k, v) for q, (k, v) in zip(by_row, fetched, strict=True)]
+    found = []
     for i, (q, (k, v)) in enumerate(zip(by_row, fetched, strict=True), piece.first):
-        cache, count = layer.caches[i], layer.spans.counts[i]
-        if count > 1:
-            q = q.swapaxes(0, 2)
         mask = masks[i] if masks is not None else None
-        if is_fused:
-            out = _fused(q, k, v, scale=scale, mask=mask, sinks=sinks)
-        else:
-            out = upstream_attention(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        outputs.append(out.swapaxes(0, 2) if count > 1 else out)
-    return outputs
+        found.append(Call(q.swapaxes(0, 2) if layer.spans.counts[i] > 1 else q, k, v, mask))
+    return found
 
 
 def _row_cuts(layer: FlatLayer, piece: Piece) -> list[int]:

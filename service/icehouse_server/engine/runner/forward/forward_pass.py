@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.engine.kv_cache.cache_classes import leaves
+from icehouse_server.engine.runner.forward.cpu.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.layer_view import (
     HANDED,
     FlatLayer,
@@ -32,7 +33,6 @@ from icehouse_server.engine.runner.forward.model_seam import (
     picked,
     share_angles,
 )
-from icehouse_server.engine.runner.forward.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT, Slab
 from icehouse_server.engine.runner.forward.spans import Spans

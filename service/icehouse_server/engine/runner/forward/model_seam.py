@@ -24,9 +24,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from icehouse_server.engine.runner.forward.attention import attend
+from icehouse_server.engine.runner.forward.cpu.rope import rope_over
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer
 from icehouse_server.engine.runner.forward.masks import RowMasks
-from icehouse_server.engine.runner.forward.rope import rope_over
 from icehouse_server.engine.runner.forward.row import Features
 from icehouse_server.engine.runner.forward.ways import Door, NotSplittable
 

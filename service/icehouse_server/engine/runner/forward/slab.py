@@ -19,6 +19,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from icehouse_server.engine.runner.forward.cpu.attention import Call
 from icehouse_server.engine.runner.forward.row import Row
 
 LEAST_ROW_COUNT: Final = 4
@@ -211,14 +212,10 @@ class SlotRun:
             fetched.append(buffer[self._first : self._last, :, : self._end])
         return fetched[0], fetched[1]
 
-    def attend(
-        self, queries: mx.array, fetched: tuple[mx.array, mx.array], *, scale: float, sinks: Any
-    ) -> mx.array:
-        """Return [rows, heads, 1, size]."""
+    def call(self, queries: mx.array, fetched: tuple[mx.array, mx.array]) -> Call:
+        """Return the attention of [rows, heads, 1, size]."""
         keys, values = fetched
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=self._mask, sinks=sinks
-        )
+        return Call(queries, keys, values, self._mask)
 
 
 class Slab:

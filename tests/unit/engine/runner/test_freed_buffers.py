@@ -1,0 +1,59 @@
+"""Freed buffers that MLX keeps: those freed last stay, whatever came before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+from icehouse_server.engine.runner.freed_buffers import FreedBuffers
+
+MIB = 1 << 20
+LIMIT_BYTES = 128 * MIB
+
+pytestmark = pytest.mark.skipif(
+    mx.default_device() != mx.Device(mx.cpu), reason="the device's allocator lets go of the oldest by itself"
+)
+
+
+@pytest.fixture
+def freed() -> Iterator[FreedBuffers]:
+    mx.clear_cache()
+    before = mx.set_cache_limit(LIMIT_BYTES)
+    freed = FreedBuffers()
+    freed.bound(1)  # little KV a token: the least that is kept
+    yield freed
+    mx.set_cache_limit(before)
+    mx.clear_cache()
+
+
+def free_one(size_mib: int) -> None:
+    mx.eval(mx.zeros(size_mib * MIB // 4))
+
+
+def test_what_is_freed_later_finds_room(freed: FreedBuffers) -> None:
+    for size_mib in (20, 21, 22, 23, 24, 17):  # nearly full, of sizes that nobody asks for again
+        free_one(size_mib)
+        freed.keep_room()
+    assert mx.get_cache_memory() <= LIMIT_BYTES
+    free_one(11)
+    with_it = mx.get_cache_memory()
+    held = mx.zeros(11 * MIB // 4)
+    mx.eval(held)
+    assert mx.get_cache_memory() == with_it - 11 * MIB, "It is used again"
+
+
+def test_what_is_freed_is_kept_while_there_is_room(freed: FreedBuffers) -> None:
+    for size_mib in (10, 11, 12):
+        free_one(size_mib)
+        freed.keep_room()
+    assert mx.get_cache_memory() >= 33 * MIB
+
+
+def test_nothing_is_bound_before_a_model_is_known() -> None:
+    before = mx.set_cache_limit(LIMIT_BYTES)
+    try:
+        FreedBuffers().keep_room()
+        assert mx.set_cache_limit(LIMIT_BYTES) == LIMIT_BYTES
+    finally:
+        mx.set_cache_limit(before)
