@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from icehouse_server.domain.request import ImageInput
-from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength
+from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength, slot_room
 
 _METAL_HEAD_SIZES = (64, 80, 128)
 _CUDA_HEAD_SIZE_LIMIT = 128
@@ -175,7 +175,9 @@ class MemoryModel:
     def _room(self, token_count: int, length: KvLength) -> int:
         room = self.growth.room(token_count, length) if self.growth is not None else token_count
         if 0 < token_count <= self.class_token_limit:
-            room = max(room, (self.growth or UNALIGNED).slot_length(token_count))
+            # A row is seated only where this much is within the limit.
+            slot = max(token_count, min(slot_room(token_count, length), self.class_token_limit))
+            room = max(room, (self.growth or UNALIGNED).slot_length(slot))
         return room
 
     def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:

@@ -27,6 +27,8 @@ _USED_SHARE_FOR_CROWD = 0.8
 """The same for a crowd, where first tokens come before an even pace."""
 _USUAL_OVERRUN = 1.1
 """What passes beside rows usually take, of what the faster half of such passes says."""
+_SLOWNESS_WEIGHT = 0.5
+"""Of the last pass, among those before it: answered in full, every second pass was a long one."""
 _LEAST_EXTRA = 0.4
 """Of the time beyond that of the rows, where the machine is slow at this moment."""
 _RESTORE_SHARE = 0.5
@@ -80,7 +82,8 @@ class PrefillBudget:
     def note_pass(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from a pass that ran."""
         if 0 < size.draw_count < size.token_count and (expected_s := self.seconds(size)):
-            self._slowness = max(1.0, elapsed_s / (_USUAL_OVERRUN * expected_s))
+            slowness = max(1.0, elapsed_s / (_USUAL_OVERRUN * expected_s))
+            self._slowness += _SLOWNESS_WEIGHT * (slowness - self._slowness)
         self._costs.note(size, elapsed_s)
 
     def note_cut_beside(self, token_count: int) -> None:

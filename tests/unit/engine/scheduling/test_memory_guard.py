@@ -128,6 +128,12 @@ def test_rows_are_charged_for_slots_as_long_as_the_device_wants_them() -> None:
     assert lengths == {1: [128, 384, 768], 256: [256, 512, 768]}
 
 
+def test_rows_are_charged_for_the_room_that_their_slots_have_for_a_reply() -> None:
+    model = dataclasses.replace(memory_model(), growth=KvGrowth(), class_token_limit=1024)
+    charged = [model.kv_bytes(40, KvLength(40, limit)) // 10 for limit in (88, 1024)]
+    assert charged == [128, 256]
+
+
 def test_without_a_limit_everything_fits() -> None:
     guard = MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=100, chunk_token_count=4)
     assert guard.never_fits(10**9) is None

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from icehouse_server.engine.core.kv_growth import slot_room
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.cpu.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.layer_view import (
@@ -39,8 +40,8 @@ from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.state_group import StateGroup
 from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way, plain_places
 
-_ROOM_TO_DECODE = 32
-"""Tokens that a slot has room for besides: most replies are longer."""
+_LEAST_STAY = 32
+"""Tokens for which a row is worth seating: all that it holds is copied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,8 +136,9 @@ class ForwardPass:
         by_class: dict[int, dict[Row, int]] = {}
         for row, count in rows.items():
             after = row.token_count + count
-            room = max(after, min(after + _ROOM_TO_DECODE, row.length.limit_token_count))
-            if room <= token_limit and (row.token_count or self._slab is not None):
+            room = min(slot_room(after, row.length), max(after, token_limit))
+            stays = min(after + _LEAST_STAY, row.length.limit_token_count) <= token_limit
+            if stays and room <= token_limit and (row.token_count or self._slab is not None):
                 by_class.setdefault(row.slot_length(room), {})[row] = room - row.token_count
         has_seated = False
         for length, found in by_class.items():

@@ -231,21 +231,24 @@ def test_more_rows_than_a_buffer_has_slots_get_another_one() -> None:
     assert drawn == [alone(model, prompt, 1)[0][0] for prompt in prompts]
 
 
-@pytest.mark.parametrize(("token_limit", "seated_at_the_end"), [(256, 0), (1000, 4)])
+@pytest.mark.parametrize(
+    ("token_limit", "input_token_count", "seated_at_the_end"), [(256, 220, 0), (1000, 150, 4)]
+)
 def test_rows_that_came_together_move_one_in_a_pass_and_leave_where_they_are_too_long(
-    token_limit: int, seated_at_the_end: int
+    token_limit: int, input_token_count: int, seated_at_the_end: int
 ) -> None:
     model = build("llama")
     forward = ForwardPass(model, examine(model))
-    prompts = [prompt_of(220, seed) for seed in range(4)]
-    expected = [alone(model, prompt, 50)[0] for prompt in prompts]
+    prompts = [prompt_of(input_token_count, seed) for seed in range(4)]
+    step_count = 270 - input_token_count
+    expected = [alone(model, prompt, step_count)[0] for prompt in prompts]
     rows = [Row(make_prompt_cache(model)) for _ in prompts]
     for row, prompt in zip(rows, prompts, strict=True):
         mx.eval(forward.run(mx.array(prompt[:-1]), [Share(row, len(prompt) - 1)]).arrays)
     assert forward.seat_together(dict.fromkeys(rows, 1), token_limit=token_limit)
     drawn: list[list[int]] = [[prompt[-1]] for prompt in prompts]
     moved: list[int] = []
-    for _ in range(50):
+    for _ in range(step_count):
         before = [_lies_in(row) for row in rows]
         fed = mx.array([tokens[-1] for tokens in drawn])
         output = forward.run(fed, [Share(row, 1, logit_count=1) for row in rows])
@@ -257,6 +260,20 @@ def test_rows_that_came_together_move_one_in_a_pass_and_leave_where_they_are_too
     assert [tokens[1:] for tokens in drawn] == expected
     assert sum(moved) == 4 and max(moved) == 1
     assert sum(row.seated_caches is not None for row in rows) == seated_at_the_end
+
+
+@pytest.mark.parametrize(("limit_token_count", "length"), [(88, 128), (1024, 256)])
+def test_a_slot_has_room_for_the_reply_where_it_is_short_and_for_much_of_it_where_it_is_long(
+    limit_token_count: int, length: int
+) -> None:
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    rows = [Row(make_prompt_cache(model)) for _ in range(4)]
+    for number, row in enumerate(rows):
+        row.length = KvLength(40, limit_token_count)
+        mx.eval(forward.run(mx.array(prompt_of(40, number)), [Share(row, 40)]).arrays)
+    assert forward.seat_together(dict.fromkeys(rows, 1), token_limit=1024)
+    assert [_lies_in(row) for row in rows] == [length] * 4
 
 
 def test_a_row_that_ends_within_its_slot_stays_there() -> None:
