@@ -20,7 +20,7 @@ _FACTOR_FOR_CROWD = 4.0
 """Longest pass, in passes of the decoding rows alone."""
 _CROWD = 0.2
 """More sequences than this that wait for their first token, for each one that draws its next, are a crowd."""
-_USED_SHARE = 0.7
+_USED_SHARE = 0.78
 """Of the time that a pass may take beyond that of its rows: what is expected is not always what it takes, the
 rows grow meanwhile, and publishing and capturing take some too."""
 _USED_SHARE_FOR_CROWD = 0.8
@@ -120,16 +120,20 @@ class PrefillBudget:
             # Others' work lasts longer than a pass: the next one is likely to be as slow as the last.
             extra_s = max((rows_s + extra_s) / self._slowness - rows_s, _LEAST_EXTRA * extra_s)
         limit_s = rows_s + extra_s - spent_s
+        most_s = rows_s + self._allowed_s(rows, crowd) - spent_s if not crowd > _CROWD else 0.0
         tried = int(_GROWTH_BESIDE * max(self._counts_beside)) + self._limits.grid_token_count
         limits = dataclasses.replace(self._limits, token_count=min(tried, self._limits.token_count))
-        return PassRoom(self._costs, limits, rows, limit_s=limit_s)
+        return PassRoom(self._costs, limits, rows, limit_s=limit_s, most_s=most_s)
 
     def _extra_s(self, rows: PassSize, crowd: float) -> float:
-        """Return the time beyond that of the rows alone."""
-        is_crowd = crowd > _CROWD
-        factor = _FACTOR_FOR_CROWD if is_crowd else _FACTOR_BESIDE_DECODE
-        share = _USED_SHARE_FOR_CROWD if is_crowd else _USED_SHARE
-        return share * (factor - 1.0) * (self._limits.slice_s or self.seconds(rows))
+        """Return the time beyond that of the rows alone which is planned with."""
+        share = _USED_SHARE_FOR_CROWD if crowd > _CROWD else _USED_SHARE
+        return share * self._allowed_s(rows, crowd)
+
+    def _allowed_s(self, rows: PassSize, crowd: float) -> float:
+        """Return the time beyond that of the rows alone which a pass may take."""
+        factor = _FACTOR_FOR_CROWD if crowd > _CROWD else _FACTOR_BESIDE_DECODE
+        return (factor - 1.0) * (self._limits.slice_s or self.seconds(rows))
 
 
 class PassRoom:
@@ -142,15 +146,18 @@ class PassRoom:
         rows: PassSize,
         *,
         limit_s: float | None,
+        most_s: float = math.inf,
         soon_s: float = _SOON_S,
     ) -> None:
-        """`soon_s`: how long a pass alone may be whatever its rate is."""
+        """`most_s`: how long a pass beside rows may take where less would hardly bring a prompt on. `soon_s`:
+        how long a pass alone may be whatever its rate is."""
         self._costs = costs
         self._limits = limits
         self._rows = rows
         self._size = rows
         self._alone = limit_s is None
         self._limit_s = limit_s
+        self._most_s = most_s
         self._whole_s: float | None = None
         """The limit of a pass alone, from its first chunk on."""
         self._soon_s = soon_s
@@ -164,7 +171,8 @@ class PassRoom:
             left = min(left, math.ceil(part / grid) * grid if part >= grid else part)
         count = end - start
         if count > left:
-            count = self._piece(count, left) if self._is_fresh_alone(share) else self._cut(left)
+            fresh = self._is_fresh_alone(share)
+            count = self._piece(count, left) if fresh else min(count, self._cut(left, start, share))
         stop = start + max(0, count)
         self._size = self._size + PassSize.of_chunk(start, stop - start)
         return stop
@@ -189,14 +197,23 @@ class PassRoom:
         grid = self._limits.grid_token_count
         return min(count, math.ceil(count / piece_count / grid) * grid)
 
-    def _cut(self, left: float) -> int:
-        """Return the tokens of a chunk that takes what is left."""
+    def _cut(self, left: float, start: int, share: float) -> int:
+        """Return the tokens of a chunk from `start` that takes what is left."""
         grid = self._limits.grid_token_count
         tokens = int(left)
         if tokens >= grid:
             return tokens // grid * grid
-        # A pass always brings the first prompt on, if only by a token.
-        return max(tokens, int(self._size is self._rows))
+        if self._size is not self._rows:
+            return tokens
+        # A pass always brings the first prompt on, by the grid's tokens where they keep the promise at all.
+        return grid if share == 1.0 and self._fits_whole(grid, start) else max(tokens, 1)
+
+    def _fits_whole(self, count: int, start: int) -> bool:
+        """Whether a first chunk takes no more than all of the time that a pass beside rows may take."""
+        cost = self._costs.cost()
+        if cost is None or self._alone:
+            return False
+        return cost.seconds(self._rows + PassSize.of_chunk(start, count)) <= self._most_s
 
     def _tokens_left(self, start: int) -> float:
         taken = self._size.token_count - self._rows.token_count

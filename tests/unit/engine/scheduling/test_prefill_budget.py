@@ -8,8 +8,9 @@ from icehouse_server.engine.scheduling.prefill_budget import BudgetLimits, Prefi
 ROWS = PassSize.of_rows([40] * 8)
 
 
-def learned() -> PrefillBudget:
-    budget = PrefillBudget(BudgetLimits(slice_s=0.0, chunk_s=0.5, token_count=1024, grid_token_count=1))
+def learned(*, grid_token_count: int = 1) -> PrefillBudget:
+    limits = BudgetLimits(slice_s=0.0, chunk_s=0.5, token_count=1024, grid_token_count=grid_token_count)
+    budget = PrefillBudget(limits)
     for _ in range(8):
         note(budget, 0)
         for count in (64, 16, 32):
@@ -37,3 +38,24 @@ def test_a_slow_pass_makes_the_next_ones_shorter_and_a_second_one_more_so() -> N
     usual, once, twice, after, later = rooms
     assert 0 < twice < once < usual
     assert twice < after <= later <= usual
+
+
+def test_where_little_is_left_a_prompt_still_comes_on_by_the_grid_if_that_is_within_the_promise() -> None:
+    """Fewer tokens take as long: 1 to 3 of them did in every second pass of a busy machine."""
+    rooms = []
+    for grid_token_count in (8, 16, 64):
+        budget = learned(grid_token_count=grid_token_count)
+        for _ in range(4):
+            note(budget, 16, slowness=1.9)
+        rooms.append(room(budget))
+    assert rooms[:2] == [8, 16]
+    assert 0 < rooms[2] < 16, "64 tokens would take four times what the rows do"
+
+
+def test_a_prompt_never_gets_more_than_it_has_left() -> None:
+    budget = learned(grid_token_count=16)
+    for _ in range(4):
+        note(budget, 16, slowness=1.9)
+    for count in range(1, 40):
+        stop = budget.room(ROWS, crowd=0.0, spent_s=0.0).take(100, 100 + count)
+        assert 100 < stop <= 100 + count
