@@ -59,7 +59,8 @@ async def replied(*pieces: bytes) -> mlx_vlm_server.PeerReply:
     """Return what is made of a stream of these bytes."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        # With the body: closing a connection with bytes that nobody read resets it.
+        await reader.readuntil(b"\r\n\r\n{}")
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
         for piece in pieces:
             writer.write(piece)

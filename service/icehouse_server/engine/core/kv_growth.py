@@ -67,9 +67,10 @@ class KvGrowth:
         return _ceiling(token_count, step)
 
 
-def slot_room(token_count: int, length: KvLength) -> int:
-    """Return for how many tokens a row that has so many is to have room in its slot."""
-    return max(token_count, min(token_count + _SLOT_ROOM_TO_DECODE, length.limit_token_count))
+def slot_room(token_count: int, length: KvLength, *, token_limit: int) -> int:
+    """Return for how many tokens a row that has so many is to have room in its slot, up to the longest."""
+    room = min(token_count + _SLOT_ROOM_TO_DECODE, length.limit_token_count, token_limit)
+    return max(token_count, room)
 
 
 UNALIGNED = KvGrowth()

@@ -175,8 +175,7 @@ class MemoryModel:
     def _room(self, token_count: int, length: KvLength) -> int:
         room = self.growth.room(token_count, length) if self.growth is not None else token_count
         if 0 < token_count <= self.class_token_limit:
-            # A row is seated only where this much is within the limit.
-            slot = max(token_count, min(slot_room(token_count, length), self.class_token_limit))
+            slot = slot_room(token_count, length, token_limit=self.class_token_limit)
             room = max(room, (self.growth or UNALIGNED).slot_length(slot))
         return room
 

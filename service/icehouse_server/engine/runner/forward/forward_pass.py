@@ -136,7 +136,7 @@ class ForwardPass:
         by_class: dict[int, dict[Row, int]] = {}
         for row, count in rows.items():
             after = row.token_count + count
-            room = min(slot_room(after, row.length), max(after, token_limit))
+            room = slot_room(after, row.length, token_limit=token_limit)
             stays = min(after + _LEAST_STAY, row.length.limit_token_count) <= token_limit
             if stays and room <= token_limit and (row.token_count or self._slab is not None):
                 by_class.setdefault(row.slot_length(room), {})[row] = room - row.token_count
