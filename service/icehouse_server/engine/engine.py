@@ -193,6 +193,7 @@ class Engine:
             cuts_before_last_token=prefix.cuts_before_last_token,
             chunk_ends_at_last_block=prefix.cache.checkpoint_block_token_count,
             measured_chunk_token_count=measured,
+            layer_count=self._runner.layer_count(),
         )
         guard = MemoryGuard(
             memory_model,

@@ -18,16 +18,16 @@ from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
-from icehouse_server.engine.core.ports import Chunk, Decoder, Drawn, Listener, PassResult, Runner
+from icehouse_server.engine.core.ports import Decoder, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import commands_waiting, shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.images import ImageEncoding
 from icehouse_server.engine.output import Output
+from icehouse_server.engine.planned_pass import PlannedPass, chunk_of
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
 from icehouse_server.engine.requests import Requests
 from icehouse_server.engine.scheduling.parts import SchedulingParts
-from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.preemption import Preemption
 from icehouse_server.engine.scheduling.scheduler import PrefillChunk
 from icehouse_server.errors import IcehouseError
@@ -47,15 +47,6 @@ _PASS_LIMIT = 16
 """So many others may be let in before one that is first in rank and has no memory yet."""
 _BLOCKED_LIMIT = 8
 """So many that have no memory are looked past in a step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Planned:
-    """A pass as it was planned: what its time, which may come a pass later, is to be taken for."""
-
-    size: PassSize
-    rows: PassSize
-    prefilled_token_count: int
 
 
 class EngineLoop:
@@ -110,7 +101,7 @@ class EngineLoop:
             fail=self._requests.fail,
         )
         self._drain_deadline: float | None = None
-        self._dispatched: _Planned | None = None
+        self._dispatched: PlannedPass | None = None
         self._is_idle = True
 
     @property
@@ -343,17 +334,17 @@ class EngineLoop:
         self._requests.release_ended()
         if not chunks and not self._scheduler.is_decoding:
             return overrun is not None
-        rows, size = self._scheduler.size_of([]), self._scheduler.size_of(chunks)
-        result = self._runner.run([_chunk_of(chunk) for chunk in chunks], before_wait=self._output.publish)
+        planned_pass = PlannedPass.of(chunks, rows=self._scheduler.size_of([]))
+        result = self._runner.run([chunk_of(chunk) for chunk in chunks], before_wait=self._output.publish)
         self._scheduler.note_chunks(chunks)
-        self._note_pass(_Planned(size, rows, sum(chunk.kept_count for chunk in chunks)), result)
+        self._note_pass(planned_pass, result)
         for chunk in chunks:
             self._advance(chunk, result)
         self._keep(chunks, self._deliver(result.drawn))
         self._requests.release_ended()
         return True
 
-    def _note_pass(self, planned: _Planned, result: PassResult) -> None:
+    def _note_pass(self, planned: PlannedPass, result: PassResult) -> None:
         """Count what ran, and learn from the pass whose time is told."""
         self.counters.note_pass(
             prefilled_token_count=planned.prefilled_token_count, output_token_count=len(result.drawn)
@@ -363,14 +354,16 @@ class EngineLoop:
         if timed is None:
             return
         elapsed_s = result.elapsed_s
-        if timed.prefilled_token_count:
+        if timed.advanced_token_count:
             # Only then is it asked what passes cost: the fit is a millisecond that no pass of rows needs.
-            rows_s, pass_s = self._scheduler.expected_s(timed.rows), self._scheduler.expected_s(timed.size)
+            whole = timed.size + timed.layered
+            rows_s, pass_s = self._scheduler.expected_s(timed.rows), self._scheduler.expected_s(whole)
             prefill_s = elapsed_s * (1.0 - rows_s / pass_s) if pass_s else elapsed_s
-            self.counters.note_prefill_rate(timed.prefilled_token_count, prefill_s)
+            self.counters.note_prefill_rate(timed.advanced_token_count, prefill_s)
             self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
         if elapsed_s > 0.0:
-            self._scheduler.note_pass(timed.size.with_guesses(result.drafted_count), elapsed_s)
+            size = timed.size.with_guesses(result.drafted_count)
+            self._scheduler.note_pass(size, elapsed_s, layered=timed.layered)
         self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
 
     def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:
@@ -474,23 +467,3 @@ class EngineLoop:
             image_feature_bytes=images.size_bytes,
             image_feature_limit_bytes=images.limit_bytes,
         )
-
-
-def _chunk_of(planned: PrefillChunk) -> Chunk:
-    """Return a planned chunk as the runner takes it."""
-    sequence = planned.sequence
-    request, tokens = sequence.request, sequence.input_token_ids
-    is_measured = sequence.measures_prompt
-    return Chunk(
-        sequence.sequence_id,
-        tokens[planned.start : planned.stop],
-        adapter=request.adapter,
-        row=sequence.decode_row() if planned.is_last else None,
-        next_token_ids=tokens[planned.start + 1 : planned.stop + 1] if is_measured else (),
-        wanted=request.logprobs if is_measured else None,
-        images=request.image_parts(planned.start, planned.stop) if request.images else (),
-        rope_positions=sequence.rope_positions,
-        pooling=request.pooling,
-        length=sequence.kv_length,
-        speculation=request.speculation,
-    )

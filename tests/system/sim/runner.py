@@ -161,6 +161,9 @@ class SimRunner:
         self._vectors.setdefault(sequence_id, {})[image.key] = vectors_of(image.image)
         return True
 
+    def layer_count(self) -> int:
+        return 0
+
     def image_use(self) -> ImageUse:
         return ImageUse()
 

@@ -45,6 +45,25 @@ class Drawn(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """Layers [first, last) of a model's `count`: those that a chunk goes through in one pass."""
+
+    first: int
+    last: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk is through with them."""
+        return self.last == self.count
+
+    @property
+    def share(self) -> float:
+        """Of all layers."""
+        return (self.last - self.first) / self.count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
     """Prompt tokens of one open sequence that run in a pass, on top of what its caches hold."""
 
@@ -66,6 +85,10 @@ class Chunk:
     """What is known of the sequence's length, for which its caches make room."""
     speculation: Speculation | None = None
     """What the sequence will ask for when it decodes: a draft model reads the prompt along."""
+    layers: LayerSpan | None = None
+    """Of a chunk that goes through the layers a few in each pass: those of this pass, from the first one on
+    without a gap. Its tokens are in the caches behind the last layer, and until then the sequence's next
+    chunk may begin anew; nothing is drawn or measured of it. None goes through all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +147,11 @@ class Runner(Protocol):
         and returned. With nothing to feed, what is in flight is returned. `before_wait` is called once the
         pass is built, just before the device is waited for: what wakes other threads costs nothing there.
         """
+        ...
+
+    def layer_count(self) -> int:
+        """Return through how many layers a chunk may go a few in each pass; 0 where it must go through all
+        in one; after `load`."""
         ...
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:

@@ -1,13 +1,15 @@
-"""Rewinding caches: tokens that were guessed are taken back, each cache in the way of its class.
+"""Rewinding caches: tokens that were guessed are taken back, each cache in the way of its class. Forking
+them: some tokens go on in copies, which may be dropped.
 
 Inference thread only.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
-from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
+from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, is_list, leaves
 
 
 def can_rewind(caches: Sequence[Cache]) -> bool:
@@ -27,6 +29,26 @@ def rewind(caches: Sequence[Cache], count: int) -> None:
 def mark(caches: Sequence[Cache]) -> list[Undo]:
     """Remember where caches that `can_rewind`, or states, stand; for `return_to`."""
     return [class_of(leaf).mark(leaf) for leaf in leaves(caches)]
+
+
+def forked(caches: Sequence[Cache]) -> list[Cache]:
+    """Return caches that go on from where these stand, while these stay as they are.
+
+    Nothing is copied: of several tokens that are fed at once, what is written into shared arrays lies behind
+    the last token, and all else is put in new ones. These must not be fed until the forks are dropped.
+    """
+    return [_forked(cache) for cache in caches]
+
+
+def _forked(cache: Cache) -> Cache:
+    fork = copy.copy(cache)
+    if is_list(cache):
+        fork.caches = type(cache.caches)(_forked(part) for part in cache.caches)
+        return fork
+    for name, value in vars(cache).items():
+        if isinstance(value, list):  # the slots of a state
+            setattr(fork, name, list(value))
+    return fork
 
 
 def return_to(marks: Iterable[Undo]) -> None:

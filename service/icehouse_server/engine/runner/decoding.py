@@ -23,7 +23,7 @@ from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Drawn
 from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
-from icehouse_server.engine.runner.forward import Features, Row
+from icehouse_server.engine.runner.forward import Features, LayeredChunk, Row
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.row import SamplingRow
@@ -41,6 +41,8 @@ class OpenSequence:
     """What stands in the place of tokens of its chunk in the pass that is being built."""
     vectors: dict[ImageKey, mx.array] = dataclasses.field(default_factory=dict)
     """Of images that its prompt reaches."""
+    layered: LayeredChunk | None = None
+    """Tokens of its prompt that are on their way through the layers."""
     drafted: DraftedRow | None = None
     """Draft caches that read its prompt along."""
     sampling: SamplingRow | None = None

@@ -23,7 +23,7 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
-from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
+from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share
@@ -134,7 +134,7 @@ class Pipeline:
             arrays += self.draft_model.read(reading)
         guesses_by_id = {id(s): found for s, found in zip(guessing, guesses, strict=True)}
         fed = [_of_row(s, guesses_by_id.get(id(s), ()), before) for s in self._decoding.values()]
-        fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts]
+        fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts if chunk.layers is None]
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
         current = DispatchedPass([], None, arrays, began_time)
@@ -150,9 +150,23 @@ class Pipeline:
         if logits:
             current.logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         for sequence, chunk in parts:
+            if chunk.layers is not None:
+                current.arrays += self._through_layers(sequence, chunk, chunk.layers)
             if chunk.row is not None:
                 self._decoding[sequence.sequence_id] = sequence
         return current
+
+    def _through_layers(self, sequence: OpenSequence, chunk: Chunk, layers: LayerSpan) -> list[Any]:
+        """Take a chunk through some layers, beside what else is in the pass; return what to evaluate."""
+        forward = self.forwards[sequence.adapter]
+        if not layers.first:
+            sequence.layered = forward.begin_layers(sequence.row, chunk.token_ids)
+        layered = sequence.layered
+        assert layered is not None and layered.layer == layers.first, (layers, layered)
+        arrays = forward.run_layers(layered, layers.last)
+        if layers.is_last:
+            sequence.layered = None
+        return arrays
 
     def _seat(self, parts: Sequence[tuple[OpenSequence, Chunk]]) -> bool:
         """Let sequences that decode, or will after this pass, keep their KV in buffers for several.
@@ -269,6 +283,7 @@ def _of_row(sequence: OpenSequence, guesses: Guesses, before: DispatchedPass | N
 
 def _of_chunk(sequence: OpenSequence, chunk: Chunk) -> _Fed:
     count = len(chunk.token_ids)
+    sequence.layered = None  # what is on its way begins anew or not at all
     is_measured = chunk.wanted is not None and bool(chunk.next_token_ids)
     hidden_count = {None: 0, Pooling.LAST_TOKEN: 1}.get(chunk.pooling, count)
     share = Share(

@@ -177,6 +177,9 @@ class ModelRunner:
             self._freed.keep_room()
         return result
 
+    def layer_count(self) -> int:
+        return self._facts.layer_count
+
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         self._thread.check()
         vectors = self._seen_by_tower.encode(image, budget_s=budget_s)

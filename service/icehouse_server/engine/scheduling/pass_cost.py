@@ -80,6 +80,15 @@ class PassSize:
         scores = count * self.score_count // max(1, self.token_count)
         return self + PassSize(count, scores, count)  # what they are scored against is read anyway
 
+    def part(self, share: float) -> PassSize:
+        """Return the size of this on a share of the layers."""
+        return PassSize(
+            max(1, round(share * self.token_count)),
+            round(share * self.score_count),
+            0,
+            round(share * self.read_count),
+        )
+
     def __add__(self, other: PassSize) -> PassSize:
         return PassSize(
             self.token_count + other.token_count,

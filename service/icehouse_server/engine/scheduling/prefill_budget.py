@@ -5,6 +5,9 @@ long as the rows would alone, so that running sequences keep their latency betwe
 crowd waits for its first token. Behind a pass that others' work made longer the next one holds less: that
 work seldom ends with it. While nothing decodes nobody's tokens wait, and a pass is as long as the device
 needs to run at nearly its best rate.
+
+Beside rows a pass has room for a few tokens of a prompt, and each chunk of it reads all that it holds. So a
+long prompt's chunk has many tokens instead, and goes through a few layers in each pass.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import statistics
 
 from icehouse_server.engine.scheduling.pass_cost import PassCostLearner, PassSize
 
@@ -25,6 +29,18 @@ _USED_SHARE = 0.78
 rows grow meanwhile, and publishing and capturing take some too."""
 _USED_SHARE_FOR_CROWD = 0.8
 """The same for a crowd, where first tokens come before an even pace."""
+_USED_SHARE_LAYERED = 0.55
+"""The same where a chunk goes through some layers: it comes on as fast in less time."""
+_LAYERS_AT_ONCE = 2
+"""Of a chunk that begins: how many layers a pass has room for. Fewer leave nothing to choose where the room
+changes on its way, and more are shorter chunks, which read more."""
+_MOST_LAYERED_TOKENS = 256
+_LAYERED_GAIN = 2.0
+"""A chunk goes through the layers a few at a time where it has so many times the tokens that a pass has room
+for, in one piece of a prompt that would take as many passes."""
+_LAYER_ROUNDING = 0.25
+"""Of a layer: less than this is missing where one more still runs."""
+_LAYER_PACES_KEPT = 9
 _USUAL_OVERRUN = 1.1
 """What passes beside rows usually take, of what the faster half of such passes says."""
 _SLOWNESS_WEIGHT = 0.5
@@ -78,13 +94,33 @@ class PrefillBudget:
         self._slowness = 1.0
         """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
         self._counts_beside = collections.deque([_FIRST_COUNT_BESIDE], maxlen=_COUNTS_BESIDE)
+        self._layer_paces: collections.deque[float] = collections.deque(maxlen=_LAYER_PACES_KEPT)
+        """What layers of chunks took in the last passes, of what the costs of whole ones say."""
 
     def note_pass(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from a pass that ran."""
         if 0 < size.draw_count < size.token_count and (expected_s := self.seconds(size)):
-            slowness = max(1.0, elapsed_s / (_USUAL_OVERRUN * expected_s))
-            self._slowness += _SLOWNESS_WEIGHT * (slowness - self._slowness)
+            self._note_slowness(elapsed_s / (_USUAL_OVERRUN * expected_s))
         self._costs.note(size, elapsed_s)
+
+    def note_layers(self, beside: PassSize, part: PassSize, elapsed_s: float) -> None:
+        """Learn from a pass in which a chunk went through some layers, `part` of it as it were, beside what
+        went through all."""
+        beside_s, expected_s = self.seconds(beside), self.seconds(beside + part)
+        if not expected_s > beside_s:
+            return
+        pace = self._layer_pace
+        if beside.draw_count:
+            self._note_slowness(elapsed_s / (beside_s + pace * (expected_s - beside_s)))
+        self._layer_paces.append(max(0.0, elapsed_s - beside_s) / (expected_s - beside_s))
+
+    @property
+    def _layer_pace(self) -> float:
+        """Half of what is expected at least: what takes no time would be given all of it."""
+        return max(0.5, statistics.median(self._layer_paces)) if self._layer_paces else 1.0
+
+    def _note_slowness(self, overrun: float) -> None:
+        self._slowness += _SLOWNESS_WEIGHT * (max(1.0, overrun) - self._slowness)
 
     def note_cut_beside(self, token_count: int) -> None:
         """Learn how many prompt tokens ran beside decoding rows where there were more to run."""
@@ -116,14 +152,23 @@ class PrefillBudget:
             soon_s = _SOON_FOR_CROWD_S if crowd else _SOON_S
             return PassRoom(self._costs, self._limits, rows, limit_s=None, soon_s=soon_s)
         rows_s, extra_s = self.seconds(rows), self._extra_s(rows, crowd)
+        layers_s = extra_s
         if not crowd > _CROWD:
-            # Others' work lasts longer than a pass: the next one is likely to be as slow as the last.
-            extra_s = max((rows_s + extra_s) / self._slowness - rows_s, _LEAST_EXTRA * extra_s)
+            layers_s = self._slowed_s(rows_s, _USED_SHARE_LAYERED * self._allowed_s(rows, crowd))
+            extra_s = self._slowed_s(rows_s, extra_s)
         limit_s = rows_s + extra_s - spent_s
         most_s = rows_s + self._allowed_s(rows, crowd) - spent_s if not crowd > _CROWD else 0.0
         tried = int(_GROWTH_BESIDE * max(self._counts_beside)) + self._limits.grid_token_count
         limits = dataclasses.replace(self._limits, token_count=min(tried, self._limits.token_count))
-        return PassRoom(self._costs, limits, rows, limit_s=limit_s, most_s=most_s)
+        layers = LayerRoom(
+            layers_s - spent_s, pace=self._layer_pace, begins=not crowd > _CROWD and spent_s <= 0.0
+        )
+        return PassRoom(self._costs, limits, rows, limit_s=limit_s, most_s=most_s, layers=layers)
+
+    def _slowed_s(self, rows_s: float, extra_s: float) -> float:
+        """Return what is left of some time beyond that of the rows where the machine is slow: others' work
+        lasts longer than a pass, and the next one is likely to be as slow as the last."""
+        return max((rows_s + extra_s) / self._slowness - rows_s, _LEAST_EXTRA * extra_s)
 
     def _extra_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone which is planned with."""
@@ -134,6 +179,18 @@ class PrefillBudget:
         """Return the time beyond that of the rows alone which a pass may take."""
         factor = _FACTOR_FOR_CROWD if crowd > _CROWD else _FACTOR_BESIDE_DECODE
         return (factor - 1.0) * (self._limits.slice_s or self.seconds(rows))
+
+
+@dataclasses.dataclass(slots=True)
+class LayerRoom:
+    """What is left of one pass for a chunk that goes through some layers."""
+
+    left_s: float
+    """Beside what else is in the pass."""
+    pace: float
+    begins: bool
+    """Whether another chunk may begin so."""
+    taken_s: float = 0.0
 
 
 class PassRoom:
@@ -148,6 +205,7 @@ class PassRoom:
         limit_s: float | None,
         most_s: float = math.inf,
         soon_s: float = _SOON_S,
+        layers: LayerRoom | None = None,
     ) -> None:
         """`most_s`: how long a pass beside rows may take where less would hardly bring a prompt on. `soon_s`:
         how long a pass alone may be whatever its rate is."""
@@ -161,6 +219,8 @@ class PassRoom:
         self._whole_s: float | None = None
         """The limit of a pass alone, from its first chunk on."""
         self._soon_s = soon_s
+        self._layers = layers
+        """None where nothing decodes: then there is room for all."""
 
     def take(self, start: int, end: int, *, share: float = 1.0) -> int:
         """Give a prompt the tokens from `start` on, up to `end` or to this share of what is left; return
@@ -176,6 +236,41 @@ class PassRoom:
         stop = start + max(0, count)
         self._size = self._size + PassSize.of_chunk(start, stop - start)
         return stop
+
+    def take_layered(self, start: int, end: int, *, layer_count: int) -> int:
+        """Return where a prompt's chunk stops that begins to go through the layers a few in each pass.
+
+        That is `start` where it would gain little, or something else is in the pass.
+        """
+        cost, layers = self._costs.cost(), self._layers
+        if cost is None or layers is None or not layers.begins or self._size is not self._rows:
+            return start
+        count, whole = end - start, max(1.0, self._tokens_left(start))
+        all_s = layers.left_s * layer_count / (_LAYERS_AT_ONCE * layers.pace)
+        fitting = cost.tokens_within(cost.seconds(self._rows) + all_s, start, beside=self._rows)
+        length = min(float(_MOST_LAYERED_TOKENS), fitting, count)
+        if length < _LAYERED_GAIN * whole:
+            return start
+        # All of one length, a little longer rather than a short one behind them.
+        piece_count = max(1, math.ceil(count / length - _PIECE_ROUNDING))
+        grid = self._limits.grid_token_count
+        return start + min(count, math.ceil(count / piece_count / grid) * grid)
+
+    def layers(self, whole: PassSize, *, left: int, layer_count: int, least: int, share: float = 1.0) -> int:
+        """Give a chunk some of the layers that it has left to go through; `whole` is its size on all."""
+        cost = self._costs.cost()
+        assert cost is not None, "a chunk on its way was measured against something"
+        if self._layers is None:
+            return left
+        rows_s = cost.seconds(self._rows)
+        layer_s = self._layers.pace * (cost.seconds(self._rows + whole) - rows_s) / layer_count
+        beside_s = cost.seconds(self._size) - rows_s
+        left_s = share * (self._layers.left_s - self._layers.taken_s - beside_s)
+        count = max(least, int(left_s / layer_s + _LAYER_ROUNDING)) if layer_s > 0.0 else left
+        if count:
+            count = math.ceil(left / math.ceil(left / count))  # in as many passes, all alike
+        self._layers.taken_s += count * layer_s
+        return count
 
     def double(self) -> None:
         """Let what else comes into a pass alone take at most as long as what is in it already."""
@@ -225,7 +320,8 @@ class PassRoom:
             self._limit_s = self._whole_s = self._limit_alone_s(start)
         if math.isinf(self._limit_s):
             return most
-        left = cost.tokens_within(self._limit_s, start, beside=self._size)
+        layers_s = self._layers.taken_s if self._layers is not None else 0.0
+        left = cost.tokens_within(self._limit_s - layers_s, start, beside=self._size)
         trusted = self._costs.trusted_tokens(start, budget_s=self._limit_s) - self._size.token_count
         if not self._alone and not self._costs.is_told_by(self._size.token_count + min(left, trusted)):
             # A size that tells nothing new would confirm whatever is believed: once, one twice as long.

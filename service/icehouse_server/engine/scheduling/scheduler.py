@@ -15,8 +15,10 @@ from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.ids import SequenceId, Tenant
 from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.scheduling.pass_cost import PassSize
+from icehouse_server.engine.scheduling.layered_prefill import LayeredPrefill
+from icehouse_server.engine.scheduling.pass_cost import NOTHING, PassSize
 from icehouse_server.engine.scheduling.prefill_budget import BudgetLimits, PassRoom, PrefillBudget
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 
@@ -45,6 +47,8 @@ class SchedulerLimits:
     passes."""
     measured_chunk_token_count: int = 0
     """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
+    layer_count: int = 0
+    """Layers of the model that a chunk may go through a few in each pass; 0 where it must go through all."""
 
 
 class Scheduler:
@@ -66,6 +70,7 @@ class Scheduler:
                 grid_token_count=limits.prefill_grid_token_count,
             )
         )
+        self._layered = LayeredPrefill(limits.layer_count, chunk_end=self._chunk_end)
 
     @property
     def waiting_count(self) -> int:
@@ -234,25 +239,28 @@ class Scheduler:
         if not prompts:
             return []
         room = self._budget.room(self._rows, crowd=self._crowd, spent_s=spent_s)
+        self._layered.check()
         stops: dict[SequenceId, int] = {}
+        layers: dict[SequenceId, LayerSpan] = {}
         first = prompts[0]
         oldest = min(prompts, key=lambda s: s.sequence_id)
         if oldest is not first and oldest.request.tenant == first.request.tenant:
-            self._extend(oldest, stops, room, share=_OLDEST_SHARE)
+            self._extend(oldest, stops, layers, room, share=_OLDEST_SHARE)
         for before, sequence in itertools.pairwise((first, *prompts)):
             has_ended = stops.get(before.sequence_id) == before.input_end
             if has_ended and before.request.tenant != sequence.request.tenant:
                 room.double()
-            self._extend(sequence, stops, room)
+            self._extend(sequence, stops, layers, room)
         return [
-            PrefillChunk(s, s.processed_token_count, stops[s.sequence_id])
+            PrefillChunk(s, s.processed_token_count, stops[s.sequence_id], layers.get(s.sequence_id))
             for s in prompts
             if stops[s.sequence_id] > s.processed_token_count
         ]
 
     def size_of(self, chunks: ReadSequence[PrefillChunk]) -> PassSize:
-        """Return the size of a pass over the decoding rows and these chunks."""
-        return sum((chunk.size for chunk in chunks), self._rows)
+        """Return the size of a pass over the decoding rows and those of these chunks that go through all
+        layers."""
+        return sum((chunk.size for chunk in chunks if chunk.layers is None), self._rows)
 
     def expected_s(self, size: PassSize) -> float:
         """Return what a pass of this size is expected to take; 0 before any was measured."""
@@ -262,18 +270,23 @@ class Scheduler:
         """Account for the chunks of a pass, and for prompts that wait while tokens of younger ones run."""
         stops = {chunk.sequence.sequence_id: chunk.stop for chunk in chunks}
         is_cut = any(stops.get(s.sequence_id, 0) < s.input_end for s in self._prefilling.values())
-        if self._decoding and is_cut:
+        layered = [chunk.layers for chunk in chunks if chunk.layers is not None]
+        for layers in layered:
+            self._layered.note(layers)
+        if self._decoding and is_cut and not layered:
             self._budget.note_cut_beside(sum(chunk.stop - chunk.start for chunk in chunks))
         for sequence in self._prefilling.values():
             sequence.overtaken_token_count += sum(
                 chunk.stop - chunk.start
                 for chunk in chunks
-                if chunk.sequence.sequence_id > sequence.sequence_id
+                if chunk.sequence.sequence_id > sequence.sequence_id and chunk.is_through
             )
 
-    def note_pass(self, size: PassSize, elapsed_s: float) -> None:
-        """Learn from a pass that ran."""
-        if size.token_count:
+    def note_pass(self, size: PassSize, elapsed_s: float, *, layered: PassSize = NOTHING) -> None:
+        """Learn from a pass that ran, and from the part of a chunk in it that went through some layers."""
+        if layered.token_count:
+            self._budget.note_layers(size, layered, elapsed_s)
+        elif size.token_count:
             self._budget.note_pass(size, elapsed_s)
 
     def restore_s(self, *, least_s: float) -> float:
@@ -298,10 +311,27 @@ class Scheduler:
         return waiting / max(1, len(self._decoding)) if waiting > 1 else 0.0
 
     def _extend(
-        self, sequence: Sequence, stops: dict[SequenceId, int], room: PassRoom, *, share: float = 1.0
+        self,
+        sequence: Sequence,
+        stops: dict[SequenceId, int],
+        layers: dict[SequenceId, LayerSpan],
+        room: PassRoom,
+        *,
+        share: float = 1.0,
     ) -> None:
         """Let a sequence's chunk go as far as the room lasts and its limits allow."""
         begin = sequence.processed_token_count
+        is_whole = sequence.sequence_id in stops and sequence.sequence_id not in layers
+        if self._layered.is_of(sequence) or (
+            share == 1.0 and not is_whole and self._layered.begin(sequence, room)
+        ):
+            # It comes on in any case where nothing else does, or is the oldest.
+            least = int(share < 1.0 or not stops)
+            found = self._layered.extend(layers.get(sequence.sequence_id), room, least=least, share=share)
+            stops[sequence.sequence_id] = begin if found is None else self._layered.stop
+            if found is not None:
+                layers[sequence.sequence_id] = found
+            return
         start = stops.get(sequence.sequence_id, begin)
         end = self._chunk_end(sequence, begin)
         if start >= end:
@@ -380,6 +410,8 @@ class PrefillChunk:
     sequence: Sequence
     start: int
     stop: int
+    layers: LayerSpan | None = None
+    """Those that it goes through in this pass; None for all."""
 
     @property
     def is_last(self) -> bool:
@@ -388,13 +420,20 @@ class PrefillChunk:
         return self.stop == sequence.input_end > sequence.prefill_target
 
     @property
+    def is_through(self) -> bool:
+        """Whether all layers are behind it when the pass is done."""
+        return self.layers is None or self.layers.is_last
+
+    @property
     def kept_count(self) -> int:
-        """Its tokens but the input's last one, which every start from a cached prefix runs again."""
-        return max(0, min(self.stop, self.sequence.prefill_target) - self.start)
+        """Its tokens but the input's last one, which every start from a cached prefix runs again; none before
+        it is through."""
+        return max(0, min(self.stop, self.sequence.prefill_target) - self.start) if self.is_through else 0
 
     @property
     def size(self) -> PassSize:
-        """What it adds to a pass."""
+        """What it adds to a pass, or would if its layers were tokens."""
         count = self.stop - self.start
         draws = count if self.sequence.measures_prompt else int(self.is_last)
-        return PassSize.of_chunk(self.start, count, draw_count=draws)
+        size = PassSize.of_chunk(self.start, count, draw_count=draws)
+        return size if self.layers is None else size.part(self.layers.share)

@@ -13,6 +13,9 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
   `output.logit_spans` and `hidden_spans` in the order of the shares.
 - Guesses: `Share(..., logit_count=k + 1, may_be_taken_back=True)`, then `row.take_back(wrong_count)`; what it
   returns must be fed again in the row's next share (0 unless `facts.caches` holds states).
+- A chunk may go through the layers a few in each pass, where `facts.layer_count`:
+  `chunk = forward.begin_layers(row, token_ids)`, then `forward.run_layers(chunk, last)` until `last` is that
+  count. The row is what it was until then, and is not to be fed; who drops the chunk has lost nothing else.
 - `Share.features` are put in the place of tokens' embeddings: what a vision tower made of an image.
 - `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or kept; `row.token_count` says
   how many tokens. Evaluate what is made of them before the next pass.
@@ -21,6 +24,7 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 """
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
+from icehouse_server.engine.runner.forward.layered import LayeredChunk
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT
 from icehouse_server.engine.runner.forward.trial import examine
@@ -37,6 +41,7 @@ __all__ = [
     "Attention",
     "Features",
     "ForwardPass",
+    "LayeredChunk",
     "NotSplittable",
     "PassFacts",
     "PassOutput",

@@ -25,7 +25,9 @@ from icehouse_server.engine.runner.forward.layer_view import (
     check_used,
     leaf_views,
     view_of,
+    was_used,
 )
+from icehouse_server.engine.runner.forward.layered import LayeredChunk, LayerWindow
 from icehouse_server.engine.runner.forward.model_seam import (
     Embedding,
     Trunk,
@@ -78,6 +80,7 @@ class ForwardPass:
             open_doors(model, facts.door)
         if facts.gives_hidden:
             self._trunk = Trunk(model)
+        self._window = LayerWindow(model) if facts.layer_count else None
 
     def run(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
         """Feed every share's tokens, which lie in `token_ids` one share behind the other.
@@ -112,6 +115,48 @@ class ForwardPass:
         for share in shares:
             share.row.token_count += share.token_count
         return self._output(spans, logits, hidden, wanted)
+
+    def begin_layers(self, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
+        """Return a chunk that goes through the layers a few in each pass, by `run_layers`.
+
+        Only where `facts.layer_count`. The row is not to be fed until the chunk has ended or is dropped.
+        """
+        row.make_room(len(token_ids))
+        return LayeredChunk(row, token_ids)
+
+    def run_layers(self, chunk: LayeredChunk, last: int) -> list[Any]:
+        """Take a chunk through the layers before `last`; return what must be evaluated for that to be done.
+
+        Behind the last layer its tokens are in the row's caches. No logits are made of it.
+        """
+        assert self._window is not None, "This model's layers run together"
+        spans = Spans.of([Share(chunk.row, len(chunk.token_ids))])
+        columns = [(cache,) for cache in chunk.caches]
+        views = [view_of(column, spans, way) for column, way in zip(columns, self.facts.caches, strict=True)]
+        token_ids = mx.array(list(chunk.token_ids))[:, None]
+        PASS_ANGLES.begin(spans.positions)
+        try:
+            chunk.hidden = self._window.run(
+                lambda: self._call(token_ids, views, mx.array([0])),
+                first=chunk.layer,
+                last=last,
+                hidden=chunk.hidden,
+            )
+            check_used(views)
+        finally:
+            HANDED.clear()
+            PASS_ANGLES.end()
+        arrays: list[Any] = [chunk.hidden]
+        for place, (view, way) in enumerate(zip(views, self.facts.caches, strict=True)):
+            if not was_used(view):
+                continue
+            chunk.note_written(place)
+            if way.leaf_ways() != (Way.ATTENTION,):
+                arrays += [leaf.state for leaf in leaves([chunk.fork(place)]) if not leaf.empty()]
+        chunk.layer = last
+        if last == self._window.count:
+            chunk.end()
+        return arrays
 
     def forget(self, row: Row) -> None:
         """Let go of a row that ends: nobody reads its caches any more."""

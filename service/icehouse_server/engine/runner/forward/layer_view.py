@@ -118,13 +118,17 @@ class FlatLayer:
 class SplitLayer:
     """One layer's caches, split by the module that takes this."""
 
-    __slots__ = ("caches", "flat", "offset", "spans", "stacked", "start_position")
+    __slots__ = ("caches", "flat", "is_used", "offset", "owner", "spans", "stacked", "start_position")
     lengths = None
 
     def __init__(self, caches: Sequence[Any], spans: Spans, *, way: CacheWay) -> None:
         self.caches = caches
         self.spans = spans
         self.flat = FlatLayer(caches, spans) if way.is_entered else None
+        self.is_used = False
+        """Whether a module was called with it, or with a part of it."""
+        self.owner: SplitLayer | None = None
+        """Whose part it is."""
         self.stacked: Any = None
         """One cache with the states of the first `spans.single_count` rows, if they are stacked."""
         # Some bodies compute with a chunked cache's numbers, to make a mask that is not used.
@@ -140,7 +144,15 @@ class SplitLayer:
         """Return the view of one part, where this stands for a CacheList as a whole."""
         if not is_list(self.caches[0]):
             raise NotSplittable("a state is read outside of the module that takes it")
-        return SplitLayer([cache[index] for cache in self.caches], self.spans, way=CacheWay(Way.MODULE))
+        part = SplitLayer([cache[index] for cache in self.caches], self.spans, way=CacheWay(Way.MODULE))
+        part.owner = self
+        return part
+
+    def note_used(self) -> None:
+        """Note that a module is called with it."""
+        self.is_used = True
+        if self.owner is not None:
+            self.owner.note_used()
 
     def make_mask(self, N: int, **asked: Any) -> RowMasks | None:
         return asked_masks(self.caches, self.spans.counts, **asked)
@@ -189,6 +201,13 @@ def leaf_views(views: Sequence[View]) -> list[FlatLayer | SplitLayer]:
     for view in views:
         found += leaf_views(view.caches) if isinstance(view, ListLayer) else [view]
     return found
+
+
+def was_used(view: View) -> bool:
+    """Whether the pass reached the layer that a view is of."""
+    if isinstance(view, ListLayer):
+        return any(was_used(part) for part in view.caches)
+    return view.handed is not None if isinstance(view, FlatLayer) else view.is_used
 
 
 def check_used(views: Sequence[View]) -> None:

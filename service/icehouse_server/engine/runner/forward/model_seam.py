@@ -1,13 +1,14 @@
 """Seam in mlx-lm's models: the one place that changes what they do, for caches of a forward pass only.
 
-Six changes, each made once and each falling through to upstream for any cache that is not a view of
+Seven changes, each made once and each falling through to upstream for any cache that is not a view of
 `layer_view`, so that ordinary use of the same model in the same process goes on as before:
 - `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
 - `mx.fast.rope`, where the device has no kernel for it: the angles of a pass are shared (`rope`);
 - `__call__` of modules that take a cache, by a subclass in the place of the instance's class;
 - `__call__` of the trunk, the module whose hidden states the head reads, likewise;
 - `__call__` of the embedding, where images are put in the place of tokens, likewise;
-- `__call__` of the first layers, where a tower gives something for each of them (DeepStack), likewise.
+- `__call__` of the first layers, where a tower gives something for each of them (DeepStack), likewise;
+- `__call__` of every layer, where a chunk goes through some of them at a time (`layered`), likewise.
 
 mlx-vlm's models are built alike, around a function of the same name and arguments.
 """
@@ -257,6 +258,7 @@ def _split_call(call: Callable[..., Any], purpose: str) -> Callable[..., Any]:
         cache = args[place] if place < len(args) else kwargs.get(cache_name)
         if not isinstance(cache, SplitLayer):
             return call(self, *args, **kwargs)
+        cache.note_used()
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         split = _Split(functools.partial(call, self), given, cache, cache_name)
         return split.entered() if cache.flat is not None else split.rows()

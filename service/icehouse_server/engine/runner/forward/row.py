@@ -115,6 +115,13 @@ class Row:
             keeper.leave(self)
         assert not self.keepers, self.keepers
 
+    def take_over(self, caches: Sequence[Cache], *, count: int) -> None:
+        """Go on with caches that were forked from its own and hold `count` tokens more."""
+        assert self.seated_caches is None and not self.keepers, "Only a row by itself has its own caches"
+        self._caches = list(caches)
+        self.token_count += count
+        self.forget_mark()
+
     def mark(self, fed_count: int) -> None:
         """Remember where states stand before a pass feeds `fed_count` tokens, so that they can go back."""
         states = [leaf for leaf in leaves(self._caches) if class_of(leaf).is_state]

@@ -18,6 +18,7 @@ import mlx.core as mx
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.kv_cache.caches import make_caches as make_model_caches
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.layered import LayeredChunk
 from icehouse_server.engine.runner.forward.model_seam import Trunk
 from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back
 from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, candidates, plain_places
@@ -58,7 +59,11 @@ def examine(
         )
         error = _try(model, facts, make, yardstick)
         if not error:
-            return dataclasses.replace(facts, takes_slab=bool(plain_places(ways, caches)))
+            return dataclasses.replace(
+                facts,
+                takes_slab=bool(plain_places(ways, caches)),
+                layer_count=_layer_count(model, facts, make, yardstick),
+            )
         errors.append(error)
     return dataclasses.replace(plain, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back)
 
@@ -110,17 +115,27 @@ def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick:
         rows = [Row(make()) for _ in yardstick.schedule[0]]
         for number, begun in yardstick.places():
             counts = yardstick.schedule[number]
-            shares = [
-                Share(row, count, logit_count=count) for row, count in zip(rows, counts, strict=True) if count
+            chunks = [
+                _begun_chunk(forward, row, _tokens(i, begun[i], count))
+                for i, (row, count) in enumerate(zip(rows, counts, strict=True))
+                if count > 1 and facts.layer_count
             ]
-            ids = [t for i, count in enumerate(counts) for t in _tokens(i, begun[i], count)]
-            output = forward.run(mx.array(ids), shares)
-            mx.eval(output.arrays)
-            assert output.logits is not None
-            for (first, last), alone in zip(output.logit_spans, yardstick.logits[number], strict=True):
-                moved = _distance(output.logits[first:last], alone)
-                if not moved <= yardstick.tolerance:
-                    return f"outputs differ by {moved:.2g} of their size"
+            layered = {id(chunk.row) for chunk in chunks}
+            flat = [i for i, count in enumerate(counts) if count and id(rows[i]) not in layered]
+            shares = [Share(rows[i], counts[i], logit_count=counts[i]) for i in flat]
+            if shares:
+                ids = [t for i in flat for t in _tokens(i, begun[i], counts[i])]
+                output = forward.run(mx.array(ids), shares)
+                mx.eval(output.arrays)
+                assert output.logits is not None
+                # Of rows that are in this pass, as the yardstick has them.
+                here = [i for i, count in enumerate(counts) if count]
+                for (first, last), i in zip(output.logit_spans, flat, strict=True):
+                    moved = _distance(output.logits[first:last], yardstick.logits[number][here.index(i)])
+                    if not moved <= yardstick.tolerance:
+                        return f"outputs differ by {moved:.2g} of their size"
+            for chunk in chunks:
+                mx.eval(forward.run_layers(chunk, facts.layer_count))
             told = [_facts_of(row.caches) for row in rows]
             if told != yardstick.facts[number]:
                 return "caches hold something else than a row's alone"
@@ -128,6 +143,27 @@ def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick:
         text = " ".join(str(error).split())
         return text if isinstance(error, NotSplittable) else f"{type(error).__name__}: {text[:160]}"
     return ""
+
+
+def _begun_chunk(forward: ForwardPass, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
+    """Return a chunk that is through some layers, behind one that was dropped there."""
+    for _ in range(2):
+        chunk = forward.begin_layers(row, token_ids)
+        for last in (1, forward.facts.layer_count // 2):
+            if last > chunk.layer:
+                mx.eval(forward.run_layers(chunk, last))
+    return chunk
+
+
+def _layer_count(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick: _Yardstick) -> int:
+    """Return through how many layers a chunk may go a few at a time; 0 where they run together."""
+    count = len(model.layers)
+    if count < 2:
+        return 0
+    error = _try(model, dataclasses.replace(facts, layer_count=count), make, yardstick)
+    if error:
+        _log.info("layers_run_together", extra={"detail": error})
+    return 0 if error else count
 
 
 def _facts_of(caches: Sequence[Any]) -> tuple[Any, ...]:

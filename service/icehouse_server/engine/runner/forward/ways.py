@@ -77,6 +77,8 @@ class PassFacts:
     """Speculation is possible: every cache class can give tokens back."""
     takes_slab: bool = False
     """Some layer is plain attention, so decoding rows may keep KV in a slab."""
+    layer_count: int = 0
+    """Layers that a chunk may go through a few in each pass; 0 where it goes through all in one."""
     reason: str = ""
     """Why it is not a better way: the first error of each way that was tried before."""
 

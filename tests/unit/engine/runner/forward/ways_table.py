@@ -38,6 +38,8 @@ def entry_of(architecture: str) -> dict[str, Any]:
     for name in ("gathers_hidden", "gives_hidden", "can_take_back"):
         if not getattr(facts, name):
             found[name] = False
+    if not facts.layer_count:
+        found["layers_together"] = True
     if facts.reason:
         found["reason"] = facts.reason[:160]
     return found

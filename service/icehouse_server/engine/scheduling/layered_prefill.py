@@ -1,0 +1,85 @@
+"""Layered prefill: the one prompt whose chunk is on its way through the layers, a few in each pass.
+
+Inference thread only. The runner keeps what the chunk came to so far; here is what it is and how far it is.
+A chunk that may not end where it was to end any more begins anew: somebody waits for a tail before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from icehouse_server.domain.request import Drafting
+from icehouse_server.engine.core.ports import LayerSpan
+from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.scheduling.pass_cost import PassSize
+from icehouse_server.engine.scheduling.prefill_budget import PassRoom
+
+
+class LayeredPrefill:
+    """At most one chunk at a time. `layer_count` 0: chunks go through all layers at once."""
+
+    def __init__(self, layer_count: int, *, chunk_end: Callable[[Sequence, int], int]) -> None:
+        """`chunk_end` says how far a sequence's chunk from a place may go."""
+        self._layer_count = layer_count
+        self._chunk_end = chunk_end
+        self._sequence: Sequence | None = None
+        self._start = self._stop = self._layer = 0
+
+    def check(self) -> None:
+        """Before a pass is planned: forget the chunk if it is of no use any more."""
+        sequence = self._sequence
+        if sequence is not None and not (
+            sequence.phase is Phase.PREFILLING
+            and sequence.processed_token_count == self._start
+            and self._end(sequence) >= self._stop
+        ):
+            self._sequence = None
+
+    def is_of(self, sequence: Sequence) -> bool:
+        return self._sequence is sequence
+
+    @property
+    def stop(self) -> int:
+        """Where the chunk ends."""
+        return self._stop
+
+    def begin(self, sequence: Sequence, room: PassRoom) -> bool:
+        """Begin with a sequence's next tokens, if none are on their way and that is better; whether so."""
+        if not self._layer_count or self._sequence is not None or not _may_go_layered(sequence):
+            return False
+        start = sequence.processed_token_count
+        stop = room.take_layered(start, self._end(sequence), layer_count=self._layer_count)
+        if stop < start + 2:
+            return False
+        self._sequence, self._start, self._stop, self._layer = sequence, start, stop, 0
+        return True
+
+    def extend(
+        self, planned: LayerSpan | None, room: PassRoom, *, least: int, share: float = 1.0
+    ) -> LayerSpan | None:
+        """Return the layers of this pass, with what is planned of it so far; None for none."""
+        first = self._layer if planned is None else planned.first
+        last = self._layer if planned is None else planned.last
+        left = self._layer_count - last
+        if left:
+            whole = PassSize.of_chunk(self._start, self._stop - self._start)
+            count = self._layer_count
+            last += room.layers(whole, left=left, layer_count=count, least=least, share=share)
+        return LayerSpan(first, last, self._layer_count) if last > first else None
+
+    def note(self, layers: LayerSpan) -> None:
+        """Note that a pass took the chunk through these."""
+        self._layer = layers.last
+        if layers.is_last:
+            self._sequence = None
+
+    def _end(self, sequence: Sequence) -> int:
+        # The input's last token is drawn from, which takes all layers.
+        return min(self._chunk_end(sequence, sequence.processed_token_count), sequence.prefill_target)
+
+
+def _may_go_layered(sequence: Sequence) -> bool:
+    """Whether nothing is asked of a sequence's chunks but their KV, and they are nothing but tokens."""
+    request = sequence.request
+    drafts = request.speculation is not None and request.speculation.drafting is Drafting.DRAFT_MODEL
+    return not (drafts or request.images or sequence.measures_prompt or request.pooling is not None)
