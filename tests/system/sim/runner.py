@@ -12,7 +12,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageKey, ImagePart
 from icehouse_server.engine.core.memory_model import MemoryModel
-from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse, PassResult
+from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, LayerSpan, MemoryUse, PassResult
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
 
@@ -30,6 +30,7 @@ _SECOND = 0x5555555555555555
 _FIXED_S = 0.001
 _TOKEN_S = 0.0005
 """What a pass takes, and each token in it."""
+_LAYER_COUNT = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class SimRunner:
         self.restoring: dict[SequenceId, RestoreInput] = {}
         self.decoding: dict[SequenceId, _Row] = {}
         self._vectors: dict[SequenceId, dict[ImageKey, list[int]]] = {}
+        self._layered: dict[SequenceId, tuple[tuple[int, ...], int]] = {}
+        """Tokens on their way through the layers, and the next one."""
         self._elapsed_s = 0.0
 
     def facts(self) -> CacheFacts:
@@ -110,13 +113,17 @@ class SimRunner:
         if before_wait is not None:
             before_wait()
         told = self._drawn()
-        fed_count = len(self.decoding) + sum(len(chunk.token_ids) for chunk in chunks)
+        fed_count = len(self.decoding) + sum(
+            len(chunk.token_ids) * (chunk.layers.share if chunk.layers else 1.0) for chunk in chunks
+        )
         assert fed_count, "a pass over nothing"
         for row in self.decoding.values():
             row.caches.run(row.drawn)
             row.drawn = row.caches.draw(row.seed)
         for chunk in chunks:
-            self._feed(chunk)
+            if chunk.layers is None or self._is_through(chunk, chunk.layers):
+                self._layered.pop(chunk.sequence_id, None)
+                self._feed(chunk)
         elapsed_s, self._elapsed_s = self._elapsed_s, _FIXED_S + _TOKEN_S * fed_count
         if self.is_pipelined:
             return PassResult(told, elapsed_s=elapsed_s, is_behind=True)
@@ -125,6 +132,14 @@ class SimRunner:
     def _drawn(self) -> list[Drawn]:
         ahead = int(self.is_pipelined)
         return [Drawn(i, row.drawn, fed_ahead_count=ahead) for i, row in self.decoding.items()]
+
+    def _is_through(self, chunk: Chunk, layers: LayerSpan) -> bool:
+        """Take a chunk through some layers; whether they are the last ones."""
+        assert chunk.row is None and len(chunk.token_ids) > 1 and layers.count == _LAYER_COUNT, chunk
+        if layers.first:
+            assert self._layered[chunk.sequence_id] == (tuple(chunk.token_ids), layers.first), chunk
+        self._layered[chunk.sequence_id] = (tuple(chunk.token_ids), layers.last)
+        return layers.is_last
 
     def _feed(self, chunk: Chunk) -> None:
         assert chunk.token_ids, "a chunk of nothing"
@@ -150,7 +165,7 @@ class SimRunner:
             self.decoding[chunk.sequence_id] = _Row(caches, seed, caches.draw(seed))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        for place in (self.open_caches, self.restoring, self.decoding, self._vectors):
+        for place in (self.open_caches, self.restoring, self.decoding, self._vectors, self._layered):
             for sequence_id in sequence_ids:
                 place.pop(sequence_id, None)
 
@@ -162,7 +177,7 @@ class SimRunner:
         return True
 
     def layer_count(self) -> int:
-        return 0
+        return _LAYER_COUNT
 
     def image_use(self) -> ImageUse:
         return ImageUse()

@@ -138,6 +138,8 @@ class SimServer:
                 setup.limits,
                 chunk_ends_at_last_block=self.cache.checkpoint_block_token_count,
                 cuts_before_last_token=self.controller.cuts_before_last_token,
+                layer_count=self.runner.layer_count(),
+                whole_token_count=0,
             ),
             self.room,
         )

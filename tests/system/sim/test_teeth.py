@@ -17,7 +17,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
-from icehouse_server.engine.scheduling import scheduler
+from icehouse_server.engine.scheduling import layered_prefill, scheduler
 from icehouse_server.rpc.kv_events import channel, mirror
 from icehouse_server.storage.block_format import file, header, reader
 from icehouse_server.storage.directory import commit, reconcile, space, store
@@ -334,6 +334,14 @@ def end_a_snapshot_one_number_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(channel.BlockSnapshot, "chunk", chunk)
 
 
+def go_on_with_the_chunk_of_one_that_was_parked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layered_prefill.LayeredPrefill, "forget", lambda self, sequence: None)
+
+
+def keep_a_chunk_that_is_half_through(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler.PrefillChunk, "is_through", property(lambda chunk: True))
+
+
 BREAKS: list[Break] = [
     believe_every_token_equal,
     forget_windows,
@@ -370,6 +378,8 @@ BREAKS: list[Break] = [
     log_no_removal,
     lose_what_a_full_log_cannot_take,
     end_a_snapshot_one_number_early,
+    go_on_with_the_chunk_of_one_that_was_parked,
+    keep_a_chunk_that_is_half_through,
 ]
 
 

@@ -26,13 +26,17 @@ class LayeredPrefill:
         self._start = self._stop = self._layer = 0
 
     def check(self) -> None:
-        """Before a pass is planned: forget the chunk if it is of no use any more."""
+        """Before a pass is planned: forget the chunk if it may not go as far as it was to go."""
         sequence = self._sequence
-        if sequence is not None and not (
-            sequence.phase is Phase.PREFILLING
-            and sequence.processed_token_count == self._start
-            and self._end(sequence) >= self._stop
-        ):
+        if sequence is not None:
+            at = sequence.processed_token_count
+            assert sequence.phase is Phase.PREFILLING and at == self._start, (sequence.phase, at)
+            if self._end(sequence) < self._stop:
+                self._sequence = None
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence gives up its caches, and what is on its way to them."""
+        if self._sequence is sequence:
             self._sequence = None
 
     def is_of(self, sequence: Sequence) -> bool:

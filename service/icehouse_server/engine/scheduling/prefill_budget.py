@@ -41,6 +41,8 @@ for, in one piece of a prompt that would take as many passes."""
 _LAYER_ROUNDING = 0.25
 """Of a layer: less than this is missing where one more still runs."""
 _LAYER_PACES_KEPT = 9
+_LEAST_LAYER_PACE = 0.7
+_ROWS_PASSES_KEPT = 9
 _USUAL_OVERRUN = 1.1
 """What passes beside rows usually take, of what the faster half of such passes says."""
 _SLOWNESS_WEIGHT = 0.5
@@ -82,6 +84,8 @@ class BudgetLimits:
     token_count: int
     """Most prompt tokens of a pass."""
     grid_token_count: int
+    whole_token_count: int = 0
+    """Prompts of fewer tokens go through all layers at once, however few of them a pass has room for."""
 
 
 class PrefillBudget:
@@ -96,28 +100,39 @@ class PrefillBudget:
         self._counts_beside = collections.deque([_FIRST_COUNT_BESIDE], maxlen=_COUNTS_BESIDE)
         self._layer_paces: collections.deque[float] = collections.deque(maxlen=_LAYER_PACES_KEPT)
         """What layers of chunks took in the last passes, of what the costs of whole ones say."""
+        self._rows_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
+            maxlen=_ROWS_PASSES_KEPT
+        )
+        """The last ones of decoding rows alone, and what they took."""
 
     def note_pass(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from a pass that ran."""
         if 0 < size.draw_count < size.token_count and (expected_s := self.seconds(size)):
             self._note_slowness(elapsed_s / (_USUAL_OVERRUN * expected_s))
+        if size.draw_count == size.token_count:
+            self._rows_passes.append((size, elapsed_s))
         self._costs.note(size, elapsed_s)
 
     def note_layers(self, beside: PassSize, part: PassSize, elapsed_s: float) -> None:
         """Learn from a pass in which a chunk went through some layers, `part` of it as it were, beside what
         went through all."""
-        beside_s, expected_s = self.seconds(beside), self.seconds(beside + part)
-        if not expected_s > beside_s:
+        beside_s, expected_s = self._rows_s(beside), self.seconds(beside + part) - self.seconds(beside)
+        if not expected_s > 0.0:
             return
-        pace = self._layer_pace
         if beside.draw_count:
-            self._note_slowness(elapsed_s / (beside_s + pace * (expected_s - beside_s)))
-        self._layer_paces.append(max(0.0, elapsed_s - beside_s) / (expected_s - beside_s))
+            self._note_slowness(elapsed_s / (beside_s + self._layer_pace * expected_s))
+        self._layer_paces.append(max(0.0, elapsed_s - beside_s) / expected_s)
+
+    def _rows_s(self, rows: PassSize) -> float:
+        """Return what a pass of these rows takes by what the last ones took: whatever else ran since the
+        start is in the costs, and they fit all of it."""
+        taken = [elapsed_s / s for size, elapsed_s in self._rows_passes if (s := self.seconds(size))]
+        return self.seconds(rows) * (statistics.median(taken) if taken else 1.0)
 
     @property
     def _layer_pace(self) -> float:
-        """Half of what is expected at least: what takes no time would be given all of it."""
-        return max(0.5, statistics.median(self._layer_paces)) if self._layer_paces else 1.0
+        """Never far below what is expected: what is taken for the rows' time by mistake is not the layers'."""
+        return max(_LEAST_LAYER_PACE, statistics.median(self._layer_paces)) if self._layer_paces else 1.0
 
     def _note_slowness(self, overrun: float) -> None:
         self._slowness += _SLOWNESS_WEIGHT * (max(1.0, overrun) - self._slowness)
@@ -178,7 +193,7 @@ class PrefillBudget:
     def _allowed_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone which a pass may take."""
         factor = _FACTOR_FOR_CROWD if crowd > _CROWD else _FACTOR_BESIDE_DECODE
-        return (factor - 1.0) * (self._limits.slice_s or self.seconds(rows))
+        return (factor - 1.0) * (self._limits.slice_s or self._rows_s(rows))
 
 
 @dataclasses.dataclass(slots=True)
@@ -244,6 +259,8 @@ class PassRoom:
         """
         cost, layers = self._costs.cost(), self._layers
         if cost is None or layers is None or not layers.begins or self._size is not self._rows:
+            return start
+        if end < self._limits.whole_token_count:
             return start
         count, whole = end - start, max(1.0, self._tokens_left(start))
         all_s = layers.left_s * layer_count / (_LAYERS_AT_ONCE * layers.pace)

@@ -49,6 +49,8 @@ class SchedulerLimits:
     """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
     layer_count: int = 0
     """Layers of the model that a chunk may go through a few in each pass; 0 where it must go through all."""
+    whole_token_count: int = 128
+    """Prompts of fewer tokens go through all layers at once: they hold little that each chunk reads."""
 
 
 class Scheduler:
@@ -68,6 +70,7 @@ class Scheduler:
                 chunk_s=limits.prefill_chunk_s,
                 token_count=limits.prefill_chunk_token_count,
                 grid_token_count=limits.prefill_grid_token_count,
+                whole_token_count=limits.whole_token_count,
             )
         )
         self._layered = LayeredPrefill(limits.layer_count, chunk_end=self._chunk_end)
@@ -184,6 +187,7 @@ class Scheduler:
 
     def park(self, sequence: Sequence) -> None:
         """Take a running sequence's slot away and let it wait again."""
+        self._layered.forget(sequence)
         self._place(sequence, Phase.WAITING)
         self._queue.note_ended(sequence)
         sequence.park()
@@ -208,6 +212,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
+        self._layered.forget(sequence)
         if sequence.phase is Phase.WAITING:
             self._queue.discard(sequence)
         else:

@@ -121,6 +121,7 @@ class ForwardPass:
 
         Only where `facts.layer_count`. The row is not to be fed until the chunk has ended or is dropped.
         """
+        row.leave_company()
         row.make_room(len(token_ids))
         return LayeredChunk(row, token_ids)
 

@@ -42,10 +42,12 @@ class LayeredChunk:
 
     @property
     def caches(self) -> list[Cache]:
-        """What is shown to the model: of layers that ran, the row's own caches, which stand where those of
-        the others do. Masks are made of them, nothing is written."""
-        own = self.row.raw_caches
-        return [own[i] if i in self._written else fork for i, fork in enumerate(self._forks)]
+        """What is shown to the model: of layers that ran, forks that stand where those of the others do.
+        Masks are made of them, nothing is written."""
+        shown = list(self._forks)
+        for place in self._written:
+            (shown[place],) = forked([self.row.raw_caches[place]])
+        return shown
 
     def note_written(self, place: int) -> None:
         """Note that a cache's layer ran."""

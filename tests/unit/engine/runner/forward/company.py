@@ -1,4 +1,5 @@
-"""Rows in company: a small scheduler that draws greedily, with chunks, joins and guesses at random.
+"""Rows in company: a small scheduler that draws greedily, with chunks, joins and guesses at random, chunks
+on their way through the layers among them.
 
 `alone` gives what each row's tokens and logits are through the model's own call; `Company` runs the same
 rows in forward passes, whatever company they have.
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from icehouse_server.engine.runner.forward import ForwardPass, Row, Share
+from icehouse_server.engine.runner.forward import ForwardPass, LayeredChunk, Row, Share
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models.vocabulary import SPECIAL_TOKENS
@@ -55,6 +56,8 @@ class Guest:
     """The largest difference of logits seen."""
     park_count: int = 0
     is_cancelled: bool = False
+    layered: LayeredChunk | None = None
+    """Tokens of its prompt on their way through the layers."""
 
     @property
     def is_done(self) -> bool:
@@ -73,6 +76,7 @@ class Guest:
     def come_back(self, row: Row) -> None:
         """Begin anew, as one that was parked does: with its output as input."""
         self.park_count += 1
+        self.layered = None
         self.row, self.todo = row, [*self.prompt, *self.drawn]
 
 
@@ -89,6 +93,8 @@ class Company:
         self._guesses = guesses and forward.facts.can_take_back
         self.pass_count = 0
         self.widest = 0
+        self.layered_count = self.dropped_count = 0
+        """Chunks that went through the layers a few in each pass, and those given up on their way."""
 
     def run(self, guests: Sequence[Guest]) -> None:
         waiting = list(guests)
@@ -116,7 +122,12 @@ class Company:
 
     def step(self, guests: Sequence[Guest]) -> None:
         """Run one pass in which each of these brings something."""
-        bringing = [self._bring(guest) for guest in guests]
+        layered = [guest for guest in guests if self._goes_layered(guest)]
+        for guest in layered:
+            self._go_on(guest)
+        bringing = [self._bring(guest) for guest in guests if guest not in layered]
+        if not bringing:
+            return
         ids = [token for _, fed, _ in bringing for token in fed]
         shares = [
             Share(
@@ -137,6 +148,28 @@ class Company:
             else:
                 assert output.logits is not None
                 self._take(guest, fed, guess_count, output.logits[first:last])
+
+    def _goes_layered(self, guest: Guest) -> bool:
+        """Whether a guest brings a chunk on its way through the layers; it may begin or be given up now."""
+        if guest.layered is not None and self._random.random() < 0.25:
+            guest.layered = None
+            self.dropped_count += 1
+        elif guest.layered is None and guest.has_prompt_left and self._forward.facts.layer_count:
+            if len(guest.todo) <= 3 or self._random.random() < 0.5:
+                return False
+            count = self._random.randint(2, len(guest.todo) - 1)
+            guest.layered = self._forward.begin_layers(guest.row, guest.todo[:count])
+        return guest.layered is not None
+
+    def _go_on(self, guest: Guest) -> None:
+        """Take a guest's chunk through some more layers."""
+        assert guest.layered is not None
+        last = self._random.randint(guest.layered.layer + 1, self._forward.facts.layer_count)
+        mx.eval(self._forward.run_layers(guest.layered, last))
+        if last == self._forward.facts.layer_count:
+            guest.todo = guest.todo[len(guest.layered.token_ids) :]
+            guest.layered = None
+            self.layered_count += 1
 
     def _bring(self, guest: Guest) -> tuple[Guest, list[int], int]:
         """Return the tokens of a guest's share, and how many of them are guesses."""

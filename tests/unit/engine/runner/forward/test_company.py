@@ -37,6 +37,7 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> 
     def make() -> list[Any]:
         return make_prompt_cache(model)
 
+    layered_count = dropped_count = 0
     for seed, is_restless in enumerate((False, True)):
         guests = guests_of(model, make)
         company = Company(
@@ -49,6 +50,10 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> 
         assert any(len(guest.drawn) == DRAW_COUNT for guest in guests)
         assert max(guest.farthest for guest in guests) < TOLERANCE
         assert company.widest >= 3, "The rows never met"
+        layered_count += company.layered_count
+        dropped_count += company.dropped_count
+    if facts.layer_count:
+        assert layered_count and dropped_count
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "falcon_h1", "qwen3_next"])
