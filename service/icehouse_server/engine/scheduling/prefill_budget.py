@@ -131,7 +131,7 @@ class PrefillBudget:
 
     @property
     def _layer_pace(self) -> float:
-        """Never far below what is expected: what is taken for the rows' time by mistake is not the layers'."""
+        """Never far below what is expected: time that was taken for the rows' by mistake is not to have."""
         return max(_LEAST_LAYER_PACE, statistics.median(self._layer_paces)) if self._layer_paces else 1.0
 
     def _note_slowness(self, overrun: float) -> None:
