@@ -168,3 +168,31 @@ def test_what_goes_in_is_not_changed() -> None:
     mx.eval(before)
     mx.eval(fused_attention([one], scale=SCALE))
     assert all(mx.array_equal(a, b) for a, b in zip(one, before, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_query_a_head_is_read_by_numpy_and_gives_the_same(rows: int, kv_heads: int, masked: bool) -> None:
+    positions = 3000
+    seen = mx.arange(positions) < mx.array([positions - 700 * n for n in range(rows)])[:, None]
+    one = call(1, positions, seen[:, None, None] if masked else None, rows=rows, kv_heads=kv_heads)
+    (found,) = fused_attention([one], scale=SCALE)
+    assert found.shape == by_mlx(one).shape
+    np.testing.assert_allclose(np.array(found), truth(one), atol=2e-6)
+    assert np.abs(np.array(by_mlx(one)) - truth(one)).max() < 2e-6
+
+
+def test_rows_that_decode_and_a_chunk_keep_their_order() -> None:
+    calls = [call(1, 2000), call(1, 90), call(20, 1500, "causal"), call(1, 3000, kv_heads=4)]
+    for found, one in zip(fused_attention(calls, scale=SCALE), calls, strict=True):
+        np.testing.assert_allclose(np.array(found), truth(one), atol=2e-6)
+
+
+def test_a_row_that_is_damaged_harms_no_other_in_either_thread() -> None:
+    one = call(1, 3000, rows=4)
+    keys = np.array(one.keys)
+    keys[1] = np.nan
+    (found,) = fused_attention([one._replace(keys=mx.array(keys))], scale=SCALE)
+    assert np.isnan(np.array(found)[1]).all()
+    np.testing.assert_allclose(np.array(found)[[0, 2, 3]], truth(one)[[0, 2, 3]], atol=2e-6)

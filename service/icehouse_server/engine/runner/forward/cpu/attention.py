@@ -11,6 +11,7 @@ wait as well, but each wait costs some 50 us: few scores are left to MLX. Infere
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,10 @@ from typing import Any, Final, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
+_LEAST_THIN_SCORES: Final = 1 << 12
+"""The same where each head has one query: MLX's matrix product of a vector copies all keys first."""
+_LEAST_SHARED_SCORES: Final = 1 << 13
+"""Of such ones, for which it is worth waking another thread."""
 _LEAST_SCORES: Final = 1 << 14
 """Fewer scores than these cost MLX less than it takes to wait for them."""
 _LEAST_SCORES_BESIDE: Final = 1 << 12
@@ -75,10 +80,15 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
     """
     counts = [_score_count(call) for call in calls] if _is_cpu() and sinks is None else []
     least = _LEAST_SCORES_BESIDE if max(counts, default=0) >= _LEAST_SCORES else None
+    thin_counts = [count for call, count in zip(calls, counts, strict=False) if call.queries.shape[2] == 1]
+    takes_thin = sum(thin_counts) >= _LEAST_THIN_SCORES
     outputs: list[mx.array | None] = []
-    parts: list[_Part] = []
+    parts: list[_Part | _ThinPart] = []
     for i, call in enumerate(calls):
-        if least is not None and counts[i] >= least:
+        if takes_thin and counts[i] and call.queries.shape[2] == 1:
+            outputs.append(None)
+            parts.append(_ThinPart(i, call, scale))
+        elif least is not None and counts[i] >= least:
             outputs.append(None)
             parts += _parts(i, call, scale)
         else:
@@ -87,7 +97,7 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
     found: dict[int, list[mx.array]] = {}
     for together in _runs(parts):
         FIRST_WAIT.come()
-        mx.eval([part.scores for part in together])
+        mx.eval([part.awaited for part in together])
         for part in together:
             found.setdefault(part.number, []).append(part.attended())
     for i, pieces in found.items():
@@ -142,6 +152,15 @@ class _Part:
         shape = (row_count, head_count, token_count, call.values.shape[3])
         return cls(number, queries @ call.keys.swapaxes(-1, -2), call.values, shape, hidden)
 
+    @property
+    def awaited(self) -> mx.array:
+        return self.scores
+
+    @property
+    def held_count(self) -> int:
+        """Scores that are there before the softmax."""
+        return int(self.scores.size)
+
     def attended(self) -> mx.array:
         """Return the output, once the scores are computed."""
         row_count, head_count, token_count, _ = self.shape
@@ -158,6 +177,75 @@ class _Part:
         return (weighted / mx.array(sums.reshape(*held.shape[:3], 1))).reshape(self.shape)
 
 
+class _ThinPart:
+    """One query for each head of some rows: read by NumPy, which multiplies by a vector without a copy.
+
+    A row of 1,530 tokens takes 13 ms in 16 layers instead of 34, one of 120 takes 0.8 instead of 2.2 (8 heads
+    of 128 numbers, float32; 2-core x86, mlx 0.32.4).
+    """
+
+    held_count = 0
+
+    def __init__(self, number: int, call: Call, scale: float) -> None:
+        self.number = number
+        self._scale = scale
+        self._call = call
+
+    @property
+    def awaited(self) -> list[mx.array]:
+        """What is to be computed before it is read."""
+        queries, keys, values, mask = self._call
+        return [queries, keys, values, *([mask] if isinstance(mask, mx.array) else [])]
+
+    def attended(self) -> mx.array:
+        """Return the output, once what it reads is computed."""
+        call = self._call
+        queries, keys, values = _shared(call.queries), _shared(call.keys), _shared(call.values)
+        row_count, head_count, _, size = queries.shape
+        kv_head_count, position_count = keys.shape[1:3]
+        grouped = queries.reshape(row_count, kv_head_count, head_count // kv_head_count, size)
+        seen = None
+        if isinstance(call.mask, mx.array):
+            seen = np.broadcast_to(_shared(call.mask), (row_count, 1, 1, position_count))[:, 0]
+        output = np.empty((*grouped.shape[:3], values.shape[3]), dtype=np.float32)
+
+        def attend(rows: slice, heads: slice) -> None:
+            k, q = keys[rows, heads], grouped[rows, heads] * np.float32(self._scale)
+            if q.shape[2] == 1:
+                scores = np.matmul(k, q[:, :, 0, :, None])[:, :, None, :, 0]
+            else:
+                scores = np.matmul(q, k.swapaxes(-1, -2))
+            with np.errstate(all="ignore"):  # what is no number stays none
+                if seen is not None:
+                    np.copyto(scores, _HIDDEN, where=~seen[rows, :, None])
+                sums = _exponentials(scores.reshape(-1, position_count))
+                weighted = np.matmul(scores, values[rows, heads])
+                output[rows, heads] = weighted / sums.reshape(*scores.shape[:3], 1)
+
+        _in_two(attend, row_count, kv_head_count, is_worth=position_count * head_count * row_count)
+        return mx.array(output.reshape(row_count, head_count, 1, -1))
+
+
+def _in_two(act: Callable[[slice, slice], None], row_count: int, head_count: int, *, is_worth: int) -> None:
+    """Do it for half of the rows, or of the heads, in another thread meanwhile."""
+    every = slice(None)
+    if is_worth < _LEAST_SHARED_SCORES or max(row_count, head_count) < 2:
+        act(every, every)
+        return
+    middle = row_count // 2 if row_count > 1 else head_count // 2
+    halves = (slice(0, middle), slice(middle, None))
+    first, second = ((half, every) if row_count > 1 else (every, half) for half in halves)
+    other = _helper().submit(act, *first)
+    act(*second)
+    other.result()
+
+
+@functools.cache
+def _helper() -> concurrent.futures.ThreadPoolExecutor:
+    """One more thread, which sees views of computed arrays and nothing else."""
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="attention")
+
+
 def _parts(number: int, call: Call, scale: float) -> list[_Part]:
     if not isinstance(call.mask, str):
         return [_Part.of(number, call, scale, call.mask)]
@@ -172,11 +260,11 @@ def _parts(number: int, call: Call, scale: float) -> list[_Part]:
     return found
 
 
-def _runs(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+def _runs(parts: Sequence[_Part | _ThinPart]) -> Iterator[list[_Part | _ThinPart]]:
     """Give the parts in runs, each few enough for all scores of a run to be held at once."""
-    run: list[_Part] = []
+    run: list[_Part | _ThinPart] = []
     for part in parts:
-        if run and sum(each.scores.size for each in (*run, part)) > _SCORES_HELD:
+        if run and sum(each.held_count for each in (*run, part)) > _SCORES_HELD:
             yield run
             run = []
         run.append(part)
