@@ -211,11 +211,11 @@ class _ThinPart:
 
         def attend(rows: slice, heads: slice) -> None:
             k, q = keys[rows, heads], grouped[rows, heads] * np.float32(self._scale)
-            if q.shape[2] == 1:
-                scores = np.matmul(k, q[:, :, 0, :, None])[:, :, None, :, 0]
-            else:
-                scores = np.matmul(q, k.swapaxes(-1, -2))
             with np.errstate(all="ignore"):  # what is no number stays none
+                if q.shape[2] == 1:
+                    scores = np.matmul(k, q[:, :, 0, :, None])[:, :, None, :, 0]
+                else:
+                    scores = np.matmul(q, k.swapaxes(-1, -2))
                 if seen is not None:
                     np.copyto(scores, _HIDDEN, where=~seen[rows, :, None])
                 sums = _exponentials(scores.reshape(-1, position_count))
